@@ -60,8 +60,13 @@ TASK = {"type": "worker", "index": 0}
         ),
         (
             {"cluster": {"worker": [TWO[0], "192.0.2.1:2222"]}, "task": TASK},
-            "worker 1's address 192.0.2.1:2222 is not one of this host: workers that are started by hand "
-            "must run on one host. Give all of them addresses of this host, such as 127.0.0.1:20000",
+            "worker 0's address 127.0.0.1:20001 cannot be reached from other hosts, such as that of worker 1 "
+            "(192.0.2.1:2222); give it an address that all hosts reach",
+        ),
+        (
+            {"cluster": {"worker": ["192.0.2.1:2222", TWO[1]]}, "task": TASK},
+            "worker 0's address 192.0.2.1:2222 is not one of this host: start this task on the host that has "
+            "the address, or correct the address in every TF_CONFIG",
         ),
     ],
 )

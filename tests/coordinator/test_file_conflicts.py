@@ -47,3 +47,12 @@ def test_the_number_of_notes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None
     lines = [line for line in said if line]
     assert [line.startswith("workers 0 and 1 both write") for line in lines] == [True] * 5 + [False]
     assert lines[-1] == "several workers write more files; they are not listed"
+
+
+def test_files_of_two_hosts_are_one_file_only_if_the_hosts_share_it() -> None:
+    made = FileConflicts(Path("/work"))
+    assert made.opened(0, "/work/a.csv", "train.py:3", RUNNING, host=0) is None
+    assert made.opened(1, "/work/a.csv", "train.py:3", RUNNING, host=1) is None
+    assert made.opened(2, "/work/a.csv", "train.py:3", RUNNING, host=1) is not None
+    assert made.opened(0, "/shared/b.csv", "train.py:4", RUNNING) is None
+    assert made.opened(1, "/shared/b.csv", "train.py:4", RUNNING) is not None

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,39 @@ def test_the_wait_for_a_writer_is_reported_and_limited(
             save(tmp_path, b"two", "second")
     assert "for another worker that writes" in capsys.readouterr().err
     assert (tmp_path / "file.txt").read_text() == "first"
+
+
+def test_hosts_that_share_a_disk_but_no_notes_end_with_whole_files(tmp_path: Path) -> None:
+    """Two hosts write the same files at the same time; each host has notes of its own."""
+    both = threading.Barrier(2, timeout=60.0)
+
+    def write_model(path: str) -> None:
+        both.wait()
+        Path(path).mkdir(parents=True)
+        (Path(path) / "weights").write_text("weights")
+        both.wait()
+
+    def write_shards(path: str) -> None:
+        both.wait()
+        Path(path).with_name("shard-1").write_text("numbers")
+        Path(path).write_text("refers to shard-1")
+        both.wait()
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "model").mkdir()
+    (shared / "model" / "old").touch()
+    (shared / "shard-1").write_text("old")
+
+    def host(name: str) -> None:
+        for file, write in (("model", write_model), ("file", write_shards), ("new/a/model", write_model)):
+            write_once(tmp_path / name, shared / file, b"state", write, rename=True)
+
+    with ThreadPoolExecutor() as threads:
+        for done in [threads.submit(host, name) for name in ("one", "two")]:
+            done.result()
+    for model in (shared / "model", shared / "new" / "a" / "model"):
+        assert [file.read_text() for file in model.iterdir()] == ["weights"]
+        assert [file.name for file in model.parent.iterdir() if file.name.startswith(".")] == []
+    assert (shared / "file").read_text() == "refers to shard-1"
+    assert (shared / "shard-1").read_text() == "numbers"

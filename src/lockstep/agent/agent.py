@@ -5,6 +5,7 @@ It decides nothing about the job. Only the messages of `protocol.host` connect i
 
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,6 +35,7 @@ from lockstep.protocol.host import (
     ProcessExited,
     ProcessStarted,
     ReportAll,
+    ShowNote,
     SignalProcess,
     StartCancelled,
     StartFailed,
@@ -63,6 +65,7 @@ from lockstep.system.descendants import Descendants
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.system.memory import memory_kills
+from lockstep.system.notes import note
 from lockstep.transport.state_parts import ArrivingState, parts_of
 
 
@@ -82,6 +85,8 @@ class Agent:
         host: the index of this host in the job.
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
+        say: shows a note of the coordinator to the users of this host.
+        status: the exit status of the job, once `ended`.
         ended: whether all processes of the job on this host have ended, and nothing follows.
     """
 
@@ -96,6 +101,8 @@ class Agent:
     host: int = 0
     network: HostNetwork | None = None
     arrivals: Arrivals | None = None
+    say: Callable[[str], None] = note
+    status: int = field(default=1, init=False)
     ended: bool = field(default=False, init=False)
     _workers: dict[int, WorkerHandle] = field(default_factory=dict)
     _asked: dict[int, StartProcess] = field(default_factory=dict)
@@ -151,6 +158,8 @@ class Agent:
                     self._workers[worker].ask_for_stack()
                 case EndExchange(reason):
                     self._end_exchange(reason)
+                case ShowNote(text):
+                    self.say(text)
                 case ReportAll():
                     self._hear_all()
                     self._tell(AllReported())
@@ -158,7 +167,8 @@ class Agent:
                     self._end(instruction)
                 case PeerGone():
                     self.loop.unwatch(self.coordinator.fileno())
-                    self._end(EndHost(0.0))
+                    self.say("the connection to the coordinator is closed, so the job ends on this host")
+                    self._end(EndHost(0.0, status=1))
                     return
         # Last, because it may block: the members already have their messages.
         self._start_asked()
@@ -371,4 +381,4 @@ class Agent:
         # Evidence that does not fit into a message is left out.
         if not self._tell(HostEnded(left, evidence)):
             self._tell(HostEnded(left))
-        self.ended = True
+        self.status, self.ended = end.status, True

@@ -68,6 +68,7 @@ class LocalStarter:
         launcher: starts processes.
         output: takes their output.
         first_slot: the slot of the first worker of this host.
+        host: the name of this host, as the user wrote it; empty if the job has one host.
     """
 
     spec: JobSpec
@@ -76,6 +77,7 @@ class LocalStarter:
     launcher: Launcher
     output: WorkerOutput
     first_slot: int = 0
+    host: str = ""
 
     def prepare(self) -> int | None:
         """Prepare to start workers; see `Starter`.
@@ -120,6 +122,7 @@ class LocalStarter:
             tf_distribute=spec.tf_distribute,
             adopts=spec.adopts,
             joint_input=spec.joint_input,
+            host=self.host,
         )
         devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(

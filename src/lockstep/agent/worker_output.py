@@ -90,22 +90,27 @@ class ForwardedOutput:
 
     Attributes:
         paused: whether the coordinator has asked for the workers to wait.
+        console: shows the output on this host too; None for nothing.
     """
 
     def __init__(self, channel: Channel[HostReport, Instruction], behind: Callable[[], bool]) -> None:
         self._channel = channel
         self._behind = behind
         self.paused = False
+        self.console: Console | None = None
 
     def open(self, worker: int) -> tuple[WorkerLog, Write, Write]:
         """Return what forwards the output of a worker; see `WorkerOutput`."""
+        shows = self.console.outlets(worker) if self.console is not None else ()
 
         def forward(descriptor: int, data: bytes) -> None:
             if data:
                 self._channel.send(OutputWritten(worker, descriptor, data))
+            for show in shows[descriptor - 1 : descriptor]:
+                show(data)
 
         return _Tail(), lambda data: forward(1, data), lambda data: forward(2, data)
 
     def waits(self, worker: int) -> bool:
         """Whether the terminal or the connection is slow."""
-        return self.paused or self._behind()
+        return self.paused or self._behind() or (self.console is not None and self.console.full)

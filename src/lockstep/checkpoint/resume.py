@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
 
-from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.held import JobFacts
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.system.prose import count
@@ -33,34 +33,26 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, st
         CheckpointError: it was not written by a job.
     """
     found = Store(folder).newest(report)
-    return (found[0], job_facts(*found), note_if_finished(folder, found[1].step)) if found else None
+    if found is None:
+        return None
+    path, contents = found
+    return path, job_facts(path, contents.manifest), note_if_finished(folder, contents.step)
 
 
-def job_facts(path: Path, contents: Contents) -> Facts:
-    """Return what a checkpoint records about the job that wrote it.
+def job_facts(path: Path, manifest: Mapping[str, Any]) -> Facts:
+    """Return what the manifest of a checkpoint records about the job that wrote it.
 
     Raises:
         CheckpointError: it does not describe a job.
     """
-    facts = contents.manifest.get("job")
+    facts = manifest.get("job")
     try:
-        msgspec.convert(facts, _Job)
+        msgspec.convert(facts, JobFacts)
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint {path} was not written by a job: cannot read 'job' in its manifest ({error})"
         ) from None
     return cast(Facts, facts)
-
-
-class _Job(msgspec.Struct):
-    """The fields of `Facts`."""
-
-    replicas: Annotated[int, msgspec.Meta(ge=1)]
-    seed: Annotated[int, msgspec.Meta(ge=0)]
-    threads: Annotated[int, msgspec.Meta(ge=0)]
-    input: str = ""
-    backend: str = ""
-    libraries: dict[str, str] = {}
 
 
 def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:
@@ -114,8 +106,11 @@ def _shown(name: str, value: Any) -> str:
 
 def note_if_finished(folder: Path, step: int) -> str:
     """Return a note if the job, whose newest checkpoint is of `step`, has finished; empty otherwise."""
-    if Store(folder).finished() != step:
-        return ""
+    return note_on_end(folder, step) if Store(folder).finished() == step else ""
+
+
+def note_on_end(folder: Path, step: int) -> str:
+    """Return a note on a job that has finished with its checkpoint of `step`."""
     return (
         f"the job in {folder} is finished after {count(step, 'step')}: it repeats no training step and runs "
         "the rest of the script. A script that trains more steps resumes from there; to start over, give "

@@ -90,7 +90,7 @@ class Store:
         check_names(contents.arrays)
         if self._lock is not None:
             self._lock.acquire()
-        path = self._path(contents.step)
+        path = self.path(contents.step)
         try:
             make_folder(self._folder)
             with locked(self._folder / _LOCK):
@@ -188,7 +188,33 @@ class Store:
         except (OSError, ValueError):
             return None
 
-    def _path(self, step: int) -> Path:
+    def adopt(self, whole: Path, step: int) -> Path:
+        """Give a complete checkpoint, in another folder on the same disk, its name; remove old ones.
+
+        Args:
+            whole: its folder, which is on the disk.
+            step: of the checkpoint; if there is one of this step, it is replaced.
+
+        Raises:
+            CheckpointError: it cannot be renamed.
+        """
+        path = self.path(step)
+        replaced = self._folder / f".{path.name}.replaced"
+        try:
+            with locked(self._folder / _LOCK):
+                self._clean()
+                with contextlib.suppress(FileNotFoundError):
+                    path.rename(replaced)
+                whole.rename(path)
+                sync(self._folder)
+                shutil.rmtree(replaced, ignore_errors=True)
+                self._prune(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint {path}: {reason(error)}") from None
+        return path
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a checkpoint, which may not exist."""
         return self._folder / f"step-{step:012}"
 
     def _paths(self) -> list[Path]:
@@ -212,7 +238,7 @@ class Store:
         """Remove what killed writers have left, and restore checkpoints that they were replacing."""
         for path in self._paths():
             if path.name.startswith("."):
-                path.rename(self._path(_step(path)))
+                path.rename(self.path(_step(path)))
         for path in self._folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -11,7 +11,8 @@ from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
-from lockstep.system.standard_streams import discard_stdout
+from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
+from lockstep.transport.addresses import split_address, with_port
 
 
 def main() -> None:
@@ -100,13 +101,60 @@ def scale(job: str, workers: int) -> None:
     )
 
 
-@cli.command(hidden=True)
-@click.option("--stdio", is_flag=True, required=True, help="Take instructions from stdin.")
-def agent(stdio: bool) -> None:
-    """Run the workers of this host for a job on several hosts; `lockstep run --hosts` starts it."""
-    from lockstep.hosts.agent_command import run_over_pipes
+@cli.command()
+@click.option(
+    "--join",
+    "coordinator",
+    metavar="HOST:PORT",
+    help="Where the job waits: the address of lockstep run --listen.",
+)
+@click.option(
+    "-n",
+    "--workers",
+    type=PARTS,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of workers that this host offers; the job uses fewer if it needs fewer.",
+)
+@click.option(
+    "--listen",
+    metavar="ADDRESS[:PORT]",
+    help="Address of this host at which workers of other hosts connect.  [default: that from which it "
+    "reaches the job, and any free port]",
+)
+@click.option("--plain", is_flag=True, help="Do not encrypt connections, as lockstep run --plain does.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to try to reach the job.",
+)
+@click.option("--stdio", is_flag=True, hidden=True, help="Take instructions from stdin.")
+def agent(
+    coordinator: str | None, workers: int, listen: str | None, plain: bool, timeout: float, stdio: bool
+) -> None:
+    """Run workers of this host for a job that waits on another one.
 
-    sys.exit(run_over_pipes())
+    \b
+    lockstep run --listen 10.0.0.1:7000 -n 3 train.py    # on 10.0.0.1: one worker there
+    lockstep agent --join 10.0.0.1:7000 -n 2             # on another host: two workers
+
+    Run it in the folder of the script. Both hosts need the same key file (see lockstep key). The exit status
+    is that of the job.
+    """
+    from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_over_pipes
+
+    if stdio:
+        sys.exit(run_over_pipes())
+    if coordinator is None:
+        raise click.UsageError("give --join HOST:PORT, the address of lockstep run --listen")
+    split_address(coordinator)
+    fill_standard_descriptors()
+    own = with_port(listen) if listen else ""
+    sys.exit(join_and_run(AgentOptions(coordinator, workers, own, not plain, timeout)))
 
 
 @cli.command()
@@ -165,14 +213,23 @@ def key(file: Path, days: int) -> None:
     metavar="FILE",
     help="Append the readings of each GPU to FILE, one line per GPU; with --watch, every SECONDS.",
 )
-def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None) -> None:
+@click.option(
+    "--hosts",
+    metavar="LIST",
+    help="Only measure the links between these hosts, reached with ssh: node1,node2,node3.",
+)
+def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None, hosts: str | None) -> None:
     """Check whether this machine is ready for training, and suggest a fix for each problem.
 
     It checks versions, GPUs, backends, the machine and the environment, and trains for a second with two
     workers. The exit status is 0 if no check fails, 1 if jobs work with warnings, 2 if they do not.
     """
-    from lockstep.doctor.command import check, follow
+    from lockstep.doctor.command import check, check_hosts, follow
 
+    if hosts is not None:
+        if no_train or watch is not None or log is not None:
+            raise click.UsageError("--hosts cannot be combined with --no-train, --watch or --csv")
+        sys.exit(check_hosts(hosts, as_json=as_json))
     if watch is None and log is None:
         sys.exit(check(as_json=as_json, train=not no_train))
     if as_json or no_train:

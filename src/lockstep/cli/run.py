@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import click
 
@@ -25,7 +25,7 @@ from lockstep.launcher.backend import (
 from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
-from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobHost, JobSpec
+from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -33,6 +33,8 @@ from lockstep.system.environment import (
     keras_backend,
     legacy_keras,
     switched_off,
+    take_environment,
+    tf_config_given,
     usable_cores,
     visible_gpus,
 )
@@ -49,9 +51,12 @@ from lockstep.system.run_folder import (
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.topology import place
+from lockstep.transport.addresses import with_port
 from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.held import HeldCheckpoint
+    from lockstep.hosts.job_on_hosts import Resumed
     from lockstep.protocol.channel import Channel
     from lockstep.protocol.host import Stop
 
@@ -115,6 +120,26 @@ class _Folder(click.Path):
     metavar="LIST",
     help="Hosts to run workers on, reached with ssh: node1,node2:2 for one worker on node1 and two on "
     "node2.  [default: this machine]",
+)
+@click.option(
+    "--listen",
+    metavar="ADDRESS[:PORT]",
+    help="Run one worker here, or --workers-here, and wait at ADDRESS until other hosts have joined with the "
+    "rest of the N workers: run lockstep agent --join ADDRESS:PORT there. Needs a key, except on loopback: "
+    "see lockstep key.  [default port: any free one]",
+)
+@click.option(
+    "--workers-here",
+    "here",
+    type=click.IntRange(min=1, max=4096),
+    metavar="K",
+    help="With --listen, number of workers on this host.  [default: 1]",
+)
+@click.option(
+    "--tf-config",
+    is_flag=True,
+    help="Take the place of this process in the cluster from TF_CONFIG, as a TFJob sets it in each pod: one "
+    "worker per task, started by this command on each host.",
 )
 @click.option(
     "--plain",
@@ -225,12 +250,13 @@ class _Folder(click.Path):
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
-    """Run SCRIPT on several workers on this machine; ARGUMENTS are passed to SCRIPT.
+    """Run SCRIPT on several workers, on this machine or on several; ARGUMENTS are passed to SCRIPT.
 
     \b
     lockstep run -n 2 train.py
     lockstep run -n 2 --replicas 8 train.py --epochs 3
     lockstep run -n 2 -m package.train --epochs 3
+    lockstep run --listen 10.0.0.1:7000 -n 2 train.py
 
     The exit status is 0 if every worker succeeds, otherwise that of the first failure (128 + N for
     signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script's settings differ
@@ -243,6 +269,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
+    _refuse_contradictions(options)
+    retries = options["tf_config"]
+    if retries:
+        _follow_tf_config(script, options)
     refuse_undecodable(options["run_dir"], options["checkpoint"])
     folder = options["checkpoint"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
@@ -258,15 +288,85 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
             claim_folder(spec.run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
-    if not spec.hosts:
+
+    def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
+        return _resumed(options, begun, held)
+
+    several = bool(spec.hosts or options["listen"])
+    if not several:
         note(spec.describe())
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
-    status = run_in_job_process(lambda command: _serve(spec, command), spec.grace)
+    if options["listen"]:
+        from lockstep.hosts.listening_job import Listening, run_listening
+
+        listening = Listening(with_port(options["listen"]), options["here"] or 1, retries=retries)
+        status = run_in_job_process(
+            lambda command: run_listening(spec, listening, resumed, command), spec.grace
+        )
+    else:
+        status = run_in_job_process(lambda command: _serve(spec, resumed, command), spec.grace)
     leave_folder(spec.run_dir)
     if created:
         remove_unused(spec.run_dir)
     sys.exit(status)
+
+
+def _refuse_contradictions(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if options cannot be combined."""
+    ways = [f"--{name}" for name in ("hosts", "listen", "tf-config") if options[name.replace("-", "_")]]
+    if len(ways) > 1:
+        raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
+    if not ways and options["plain"]:
+        raise ConfigError("--plain is for jobs on several hosts; give --hosts, --listen or --tf-config too")
+    if ways and options["devices"] is not None:
+        raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
+    if options["here"] is not None and not options["listen"]:
+        raise ConfigError("--workers-here is for jobs that other hosts join; give --listen too")
+    if options["listen"] and options["workers"] is None:
+        raise ConfigError("--listen needs the number of all workers; give -n too")
+    if options["listen"] and (options["here"] or 1) > options["workers"]:
+        raise ConfigError(
+            f"--workers-here {options['here']} is more than the {options['workers']} workers of the job"
+        )
+    if options["tf_config"] and options["workers"] is not None:
+        raise ConfigError("-n cannot be combined with --tf-config: each task of TF_CONFIG is one worker")
+
+
+def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
+    """Do what the task of this process is for; return if it begins a job, with its options."""
+    from lockstep.hosts.agent_command import AgentOptions, join_and_run
+    from lockstep.hosts.tf_config_role import TaskRole, find_place
+
+    place = find_place(tf_config_given())
+    match place.role:
+        case TaskRole.SERVER:
+            note("a parameter server has nothing to do: the workers hold the whole state")
+            sys.exit(0)
+        case TaskRole.EVALUATOR:
+            _evaluate(script, options)
+        case TaskRole.AGENT:
+            joins = AgentOptions(
+                place.coordinator, listen=place.address, encrypted=not options["plain"], shows=True
+            )
+            note(f"{place.name} joins {place.coordinator}, which coordinates the job")
+            sys.exit(join_and_run(joins))
+        case TaskRole.COORDINATOR:
+            options["listen"] = place.address
+    options["workers"] = place.workers
+
+
+def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
+    """Run the script alone in this process, as the evaluator of its cluster."""
+    choice = _backend(options, None)
+    take_environment({"KERAS_BACKEND": choice.backend})
+    note(f"an evaluator runs the script alone, {choice}")
+    if options["tf_distribute"]:
+        from lockstep.worker.tf_distribute_shim import replace_names
+
+        replace_names()
+    script.run()
+    sys.exit(0)
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:
@@ -305,13 +405,15 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _spec(options: dict[str, Any]) -> JobSpec:
+def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobSpec:
+    """Return the job; it resumes from a checkpoint that another host holds, if that is given."""
     # Before the run's folder is created: a rejected command leaves nothing behind.
-    checkpoints, past = _checkpoints(options)
+    checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
-    hosts = _hosts(options)
-    gpus = visible_gpus() if not hosts else ()
+    hosts = parse_hosts(options["hosts"], options["workers"]) if options["hosts"] is not None else ()
+    several = bool(hosts or options["listen"])
+    gpus = visible_gpus() if not several else ()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
     replicas = options["replicas"] or past.get("replicas")
     workers = options["workers"] or min(wanted, replicas or wanted)
@@ -323,7 +425,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
             f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
         )
     threads = options["threads"] or past.get("threads") or 0
-    if not threads and not hosts:
+    if not threads and not several:
         threads = max(1, usable_cores() // replicas)
     check_limits(workers, threads)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
@@ -356,32 +458,49 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     )
 
 
-def _hosts(options: Mapping[str, Any]) -> tuple[JobHost, ...]:
-    if options["hosts"] is None:
-        if options["plain"]:
-            raise ConfigError("--plain is for jobs on several hosts; give --hosts too")
-        return ()
-    if options["devices"] is not None:
-        raise ConfigError("--devices is for one host; with --hosts, set CUDA_VISIBLE_DEVICES on each")
-    return parse_hosts(options["hosts"], options["workers"])
+def _resumed(options: dict[str, Any], begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
+    """Return the job over hosts as it resumes from the newest checkpoint of all of them."""
+    own = begun.checkpoints.resume if begun.checkpoints is not None else None
+    if own is not None:
+        from lockstep.checkpoint.hand_over import held_of
+
+        if held.is_same(held_of(own)):
+            return begun
+    spec = _spec(options, held)
+    return replace(spec, run_dir=begun.run_dir, inherited=begun.inherited, hosts=begun.hosts)
 
 
-def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[str, Any]]:
+def _checkpoints(
+    options: dict[str, Any], held: "HeldCheckpoint | None"
+) -> tuple[Checkpoints | None, Mapping[str, Any]]:
     """Return the checkpoints to save, and the facts in the checkpoint that the job resumes from."""
     if options["checkpoint"] is None:
         return None, {}
-    from lockstep.checkpoint.resume import newest, refuse_another_job
+    import msgspec
+
+    from lockstep.checkpoint.resume import newest, note_on_end, refuse_another_job
     from lockstep.checkpoint.scheduler import parse_every
+    from lockstep.checkpoint.store import Store
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    resume, past, finished = newest(folder, note) or (None, {}, "")
+    found: tuple[Path | None, Mapping[str, Any], str]
+    if held is None:
+        found = newest(folder, note) or (None, {}, "")
+    else:
+        found = (
+            Store(folder).path(held.step),
+            msgspec.to_builtins(held.job),
+            note_on_end(folder, held.step) if held.finished else "",
+        )
+    resume, past, finished = found
     if finished:
         note(finished)
     if resume is not None:
         asked = {name: options[name] for name in ("replicas", "seed", "threads")}
         refuse_another_job(resume, past, asked | {"input": options["reading"]})
-    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
+    given = os.fspath(options["checkpoint"])
+    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume, given), past
 
 
 def _past_reading(past: Mapping[str, Any]) -> str:
@@ -398,12 +517,12 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
         note(text)
 
 
-def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
+def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]") -> int:
     """Run the job in the process that the command has forked for it."""
     if spec.hosts:
         from lockstep.hosts.job_on_hosts import run_over_ssh
 
-        return run_over_ssh(spec, command)
+        return run_over_ssh(spec, resumed, command)
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 

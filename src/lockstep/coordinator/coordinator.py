@@ -146,6 +146,7 @@ class Coordinator:
     _used_strategy: bool = False
     _writers: FileConflicts = field(default_factory=lambda: FileConflicts(Path.cwd()))
     _downloads: dict[str, float] = field(default_factory=dict)
+    _chief_writes: tuple[str, ...] = ()
     _tally: JobSummary = field(default_factory=JobSummary)
     _begun: float = 0.0
     _since: float = 0.0
@@ -284,8 +285,10 @@ class Coordinator:
         new = set(view.workers) - before
         for host in sorted({self.state.workers[worker].host for worker in new}):
             self._pass_state(host)
+        old = self._view.hosts[0]
         self._send_view(view, reason, tuple(leaving))
         self._given = []
+        self._tell_of_moved_files(old, self._view.hosts[0])
 
     def _send_view(self, view: View, reason: str = "", leaving: tuple[int, ...] = ()) -> None:
         members = []
@@ -440,7 +443,7 @@ class Coordinator:
             case StartCancelled(worker, number):
                 self._decide(run_events.WorkerExited(worker, -number))
             case ProcessArrived():
-                self._decide(job_events.WorkerArrived())
+                self._decide(job_events.WorkerArrived(host))
             case NotUnderstood(worker, error):
                 self.events.publish(run_events.MessageMisunderstood(worker, error))
             case StateHeld(view, whole, failure):
@@ -501,8 +504,8 @@ class Coordinator:
                 self._publish_and_decide(run_events.JoinRequested(worker, whole))
             case WaitReport(what, workers, seconds):
                 self._publish_and_decide(run_events.WaitReported(worker, what, workers, seconds))
-            case FileOpened(path, line):
-                self._tell_of_file(worker, path, line)
+            case FileOpened():
+                self._tell_of_file(worker, message)
             case Failed(status, summary, traceback, blames, prints):
                 self.events.publish(run_events.ScriptFailed(worker, summary, traceback))
                 if not prints and self.agents[self.state.workers[worker].host].remote:
@@ -531,6 +534,8 @@ class Coordinator:
                 self._note_progress(worker, first_step(name))
             case run_events.FirstStepEnded() if self._progress is not None:
                 self._progress.end()
+            case run_events.ChiefWrites(paths):
+                self._chief_writes = tuple(dict.fromkeys((*self._chief_writes, *paths)))
             case run_events.SourceChanged(path, what):
                 self.console.say(f"worker {worker}: {path} {what}")
             case run_events.DownloadAwaited(file, of, seconds):
@@ -560,11 +565,20 @@ class Coordinator:
             waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_REPEAT else "waits"
             self.console.say(f"worker {worker} {waits} for {of} to download {file}")
 
-    def _tell_of_file(self, worker: int, path: str, line: str) -> None:
+    def _tell_of_file(self, worker: int, file: FileOpened) -> None:
         """Warn of a file that several workers write."""
-        if text := self._writers.opened(worker, path, line, self.state.running):
-            self.events.publish(run_events.ConflictingWrite(worker, path, line))
+        host = None if file.shared else self.state.workers[worker].host
+        if text := self._writers.opened(worker, file.path, file.line, self.state.running, host):
+            self.events.publish(run_events.ConflictingWrite(worker, file.path, file.line))
             self.console.say(text)
+
+    def _tell_of_moved_files(self, old: HostMembers, new: HostMembers) -> None:
+        """Say where files of the chief are, if the chief is now on another host."""
+        if old.host != new.host and self._chief_writes:
+            self.console.say(
+                f"worker {new.workers[0]} on {new.name} is the chief now: what callbacks have written so far "
+                f"is on {old.name}, and what follows is on {new.name}: {', '.join(self._chief_writes)}"
+            )
 
     def _tell_of_backend(self, worker: int, backend: str) -> None:
         """Correct the first line of the job if the script selects another backend than predicted."""
@@ -576,7 +590,7 @@ class Coordinator:
 
     def _conclude(self, outcome: actions.JobOutcome) -> int:
         normal = self.state.stage is Stage.FINISHED and not self._killed
-        ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers))
+        ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers, outcome.status))
         # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.
         self._close_admin()
         self.console.end_lines()

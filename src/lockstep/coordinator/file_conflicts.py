@@ -17,10 +17,12 @@ class FileConflicts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writers: dict[str, set[int]] = {}
-        self._told: set[str] = set()
+        self._writers: dict[tuple[int | None, str], set[int]] = {}
+        self._told: set[tuple[int | None, str]] = set()
 
-    def opened(self, worker: int, path: str, line: str, running: frozenset[int]) -> str | None:
+    def opened(
+        self, worker: int, path: str, line: str, running: frozenset[int], host: int | None = None
+    ) -> str | None:
         """Note that a worker opens a file for writing; return the warning to show, if any.
 
         Args:
@@ -28,15 +30,17 @@ class FileConflicts:
             path: of the file, absolute.
             line: of the script, such as `train.py:41`.
             running: the live workers; a file that only ended workers wrote is no conflict.
+            host: the host to which the file belongs; None if hosts share it.
         """
-        if path not in self._writers and len(self._writers) >= _MOST_FILES:
+        file = host, path
+        if file not in self._writers and len(self._writers) >= _MOST_FILES:
             return None
-        writers = self._writers.setdefault(path, set())
+        writers = self._writers.setdefault(file, set())
         others = (writers & running) - {worker}
         writers.add(worker)
-        if not others or path in self._told or len(self._told) > _MOST_LINES:
+        if not others or file in self._told or len(self._told) > _MOST_LINES:
             return None
-        self._told.add(path)
+        self._told.add(file)
         if len(self._told) > _MOST_LINES:
             return "several workers write more files; they are not listed"
         both = name_workers(tuple(sorted((min(others), worker))))

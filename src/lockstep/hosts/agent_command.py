@@ -4,16 +4,29 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.hosts.agent_process import MOST_QUEUED, AgentProcess
+from lockstep.errors import UnfitError
+from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone, StartedWorkers
+from lockstep.hosts.host_listener import HostListener, own_credentials
+from lockstep.hosts.joining import CoordinatorDialer
 from lockstep.local_job.job_process import run_in_job_process
 from lockstep.protocol.channel import Channel
-from lockstep.protocol.host import RemoteInstruction, RemoteReport, Stop
+from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.host import MOST_QUEUED, HostOffer, Prepare, RemoteInstruction, RemoteReport, Stop
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import ssh_address
 from lockstep.system.event_loop import EventLoop
+from lockstep.system.notes import note
+from lockstep.transport.addresses import join_address
+from lockstep.transport.keys import JobKey
 from lockstep.transport.stream_channel import StreamChannel
+
+_NOTE_AFTER = 1.0
+_NOTE_EVERY = 5.0
 
 
 def run_over_pipes() -> int:
@@ -23,22 +36,150 @@ def run_over_pipes() -> int:
     os.dup2(nothing, 0)
     # What a library prints must not mix with messages.
     os.dup2(2, 1)
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
 
-    def serve(command: Channel[Stop, Stop]) -> int:
+    def serve(command: Channel[Stop, Stop], folder: Path) -> int:
+        clock = SystemClock()
         with EventLoop() as loop:
             channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel(
                 RemoteInstruction, reading, writing, most_queued=MOST_QUEUED
             )
             address = ssh_address() or socket.gethostbyname(socket.gethostname())
-            at = f"[{address}]:0" if ":" in address else f"{address}:0"
-            try:
-                return AgentProcess(channel, command, loop, SystemClock(), at, None, folder).run()
-            finally:
-                # Also if the process that watches this one was killed.
-                shutil.rmtree(folder, ignore_errors=True)
 
+            def listen(prepare: Prepare) -> HostListener:
+                key = JobKey.parse(prepare.key, "the message of the coordinator")
+                credentials = key.mint(encrypted=prepare.encrypted)
+                return HostListener.open(
+                    join_address((address, 0)), credentials, note, loop=loop, clock=clock
+                )
+
+            workers = StartedWorkers(folder, loop)
+            return AgentProcess(channel, command, loop, clock, listen, workers, folder).run()
+
+    return _run(serve)
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """How an agent joins a job.
+
+    Attributes:
+        coordinator: HOST:PORT of the job.
+        workers: the number of workers that this host offers.
+        listen: HOST:PORT of this host for connections of workers of other hosts; empty for any port, at the
+            address from which this host reaches the coordinator.
+        encrypted: whether connections are encrypted.
+        patience: seconds until this gives up to reach the coordinator.
+        shows: whether the terminal of this process shows the output of its workers too.
+    """
+
+    coordinator: str
+    workers: int = 1
+    listen: str = ""
+    encrypted: bool = True
+    patience: float = 600.0
+    shows: bool = False
+
+
+def join_and_run(options: AgentOptions) -> int:
+    """Join a job over the network, and run its workers on this host; return the exit status of the job.
+
+    Raises:
+        ConfigError: there is no key, or it cannot be used.
+        UnfitError: the process of the agent cannot be started.
+    """
+    credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
+
+    def serve(command: Channel[Stop, Stop], folder: Path) -> int:
+        clock = SystemClock()
+        with EventLoop() as loop:
+            connection = _connect(options, credentials, command, loop, clock)
+            if connection is None:
+                return 1
+            own = options.listen or join_address((connection.getsockname()[0], 0))
+            channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel.over(
+                connection, RemoteInstruction, credentials, accepted=False, most_queued=MOST_QUEUED
+            )
+            channel.send(HostOffer(options.workers))
+
+            def listen(prepare: Prepare) -> HostListener:
+                return HostListener.open(own, credentials, note, loop=loop, clock=clock)
+
+            status = AgentProcess(
+                channel,
+                command,
+                loop,
+                clock,
+                listen,
+                StartedWorkers(folder, loop, options.shows),
+                folder,
+                joined=True,
+                waits=lambda what: note(f"joined {options.coordinator}; waiting for {what}"),
+            ).run()
+        if status:
+            note(
+                f"the job ended with exit status {status}; its coordinator at {options.coordinator} says why"
+            )
+        return status
+
+    return _run(serve)
+
+
+def _connect(
+    options: AgentOptions,
+    credentials: Credentials,
+    command: Channel[Stop, Stop],
+    loop: EventLoop,
+    clock: SystemClock,
+) -> socket.socket | None:
+    """Return a connection to the coordinator; None if this agent is stopped before.
+
+    Raises:
+        UnfitError: there is none within the limit.
+    """
+    dialer = CoordinatorDialer(options.coordinator, credentials, loop, lambda: None)
+    loop.watch(command.fileno(), lambda: None)
+    begun, due = clock.now(), clock.now() + _NOTE_AFTER
     try:
-        return run_in_job_process(serve, 0.0)
+        while (connection := dialer.take()) is None:
+            if command.receive() is not None:
+                return None
+            waited = (now := clock.now()) - begun
+            if waited >= options.patience:
+                raise UnfitError(
+                    f"the coordinator at {options.coordinator} did not answer in {options.patience:g} s: "
+                    f"{dialer.failure}"
+                )
+            if now >= due and dialer.failure:
+                due = now + _NOTE_EVERY
+                note(f"waiting for the coordinator, {waited:.0f} s: {dialer.failure}")
+            loop.turn(max(0.0, min(max(due, now + 0.1), begun + options.patience) - now))
+        return connection
+    finally:
+        loop.unwatch(command.fileno())
+        dialer.close()
+
+
+def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
+    """Run an agent in a process of its own, with a folder for its workers; return the exit status."""
+
+    def serve_in_folder(command: Channel[Stop, Stop]) -> int:
+        try:
+            return serve(command, folder)
+        except CoordinatorGone as gone:
+            note(str(gone))
+            return 1
+        finally:
+            # Also if the process that watches this one was killed.
+            shutil.rmtree(folder, ignore_errors=True)
+
+    with _folder() as folder:
+        return run_in_job_process(serve_in_folder, 0.0)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+    try:
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

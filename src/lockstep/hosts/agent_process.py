@@ -2,26 +2,31 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.exchange import open_shared
-from lockstep.agent.lane_connections import HostNetwork, LaneConnections
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import ForwardedOutput
 from lockstep.collectives.shared.pool import SharedPool
+from lockstep.errors import ConfigError
 from lockstep.hosts.facts import own_facts
+from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.shared_checkpoints import AgentCheckpoints
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
+from lockstep.local_job.composition import LocalHost
+from lockstep.observability.console import Console
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
     SILENCE,
     BeginJob,
+    CheckpointPart,
     HostFacts,
     HostReport,
     Instruction,
@@ -29,126 +34,63 @@ from lockstep.protocol.host import (
     Prepare,
     RemoteInstruction,
     RemoteReport,
+    SendCheckpoint,
     Stop,
+    TakeCheckpoint,
 )
+from lockstep.protocol.rendezvous import KeepWaiting, Rejected
 from lockstep.system.clock import Clock
 from lockstep.system.descendants import LinuxDescendants
 from lockstep.system.environment import shared_variables, take_environment, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
+from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import empty_folder
-from lockstep.transport.addresses import split_address
-from lockstep.transport.keys import JobKey
-from lockstep.transport.listener import Listener
+from lockstep.system.run_folder import empty_folder, gone_if_refused
 from lockstep.transport.stream_channel import StreamChannel
-
-MOST_QUEUED = 1 << 32
-"""Bytes that coordinator and agent keep for each other: a state must fit. Silence ends the wait."""
 
 _BEHIND = 1 << 20
 """Bytes in the queue of the coordinator beyond which workers wait with their output."""
 
+_REFUSED = (
+    "the coordinator closed the connection after the greeting: it has another key or another version of "
+    "Lockstep, only one side has --plain, or it has just ended; its terminal says which"
+)
+_PLAIN = "; use one version of Lockstep on all hosts, and --plain for all commands of the job or for none"
 
 Message = TypeVar("Message", Prepare, BeginJob)
 
 
-class _CoordinatorGone(Exception):
-    """The connection to the coordinator ended, or is silent."""
+class CoordinatorGone(Exception):
+    """The connection to the coordinator ended, or is silent, or this agent was stopped."""
+
+
+class HostWorkers(Protocol):
+    """How an agent gets the workers of its host."""
+
+    def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
+        """Return the facts of this host, which accepts connections at an address and a port."""
+
+    def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
+        """Return what the agent needs to get workers; its network does not matter."""
 
 
 @dataclass
-class _Silence:
-    """Notices that nothing arrives from the coordinator any more."""
-
-    channel: StreamChannel[RemoteReport, RemoteInstruction]
-    clock: Clock
-    _received: int = -1
-    _heard: float = 0.0
-
-    def check(self) -> None:
-        """Raise _CoordinatorGone if the coordinator has been silent for too long."""
-        now = self.clock.now()
-        if self.channel.received != self._received:
-            self._received, self._heard = self.channel.received, now
-        elif now - self._heard > SILENCE:
-            raise _CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
-
-
-@dataclass
-class AgentProcess:
-    """Serves one job on this host.
+class StartedWorkers:
+    """Workers that the agent starts; a `HostWorkers`.
 
     Attributes:
-        channel: to the coordinator.
-        command: the channel to the process that watches this one.
-        loop: serves everything.
-        clock: for deadlines.
-        address: where to listen for workers of other hosts, at a port of this host that they reach.
-        key: of the job; None if the coordinator sends it.
         folder: for what the workers of this host share; exists.
+        loop: serves the terminal.
+        shows: whether the terminal of this process shows their output too.
     """
 
-    channel: StreamChannel[RemoteReport, RemoteInstruction]
-    command: Channel[Stop, Stop]
-    loop: EventLoop
-    clock: Clock
-    address: str
-    key: JobKey | None
     folder: Path
+    loop: EventLoop
+    shows: bool = False
 
-    def run(self) -> int:
-        """Serve the job to its end; return the exit status."""
-        try:
-            prepare = self._receive_one(Prepare)
-            with self._network(prepare) as (network, listener):
-                host, port = split_address(listener.address)
-                self.channel.send(self._facts(prepare, host, port))
-                begin = self._receive_one(BeginJob)
-                self._serve(begin, network)
-                return 0
-        except _CoordinatorGone as gone:
-            note(str(gone))
-            return 1
-        finally:
-            self.channel.flush(1.0)
-            self.channel.close()
-
-    def _receive_one(self, kind: type[Message]) -> Message:
-        """Wait for a message, until the coordinator or this process's command ends."""
-        self.loop.watch(self.channel.fileno(), lambda: None)
-        self.loop.watch(self.command.fileno(), lambda: None)
-        silence = _Silence(self.channel, self.clock)
-        try:
-            while True:
-                match self.channel.receive():
-                    case PeerGone():
-                        raise _CoordinatorGone("the connection to the coordinator ended")
-                    case Unreadable(error):
-                        raise _CoordinatorGone(f"the coordinator sent an invalid message: {error}")
-                    case message if isinstance(message, kind):
-                        return message
-                if self.command.receive() is not None:
-                    raise _CoordinatorGone("this agent was stopped")
-                self.loop.turn(ALIVE_EVERY)
-                silence.check()
-        finally:
-            self.loop.unwatch(self.channel.fileno())
-            self.loop.unwatch(self.command.fileno())
-
-    @contextlib.contextmanager
-    def _network(self, prepare: Prepare) -> Iterator[tuple[HostNetwork, Listener]]:
-        """Listen for workers of other hosts."""
-        key = self.key or JobKey.parse(prepare.key, "the message of the coordinator")
-        connections = LaneConnections()
-        credentials = key.mint(encrypted=prepare.encrypted)
-        listener = Listener.open(
-            self.address, credentials, connections.admit, note, loop=self.loop, clock=self.clock
-        )
-        with contextlib.closing(listener):
-            yield HostNetwork(prepare.job, credentials, connections, listener.enter), listener
-
-    def _facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
+    def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
+        """Take the environment and the folder of the job, and return the facts of this host."""
         problem = ""
         take_environment({**dict.fromkeys(shared_variables()), **prepare.environment})
         try:
@@ -161,8 +103,8 @@ class AgentProcess:
             )
         return own_facts(prepare, address, port, problem)
 
-    def _serve(self, begin: BeginJob, network: HostNetwork) -> None:
-        loop, clock, channel = self.loop, self.clock, self.channel
+    def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
+        """Return a starter of processes."""
         first = sum(host.workers for host in begin.spec.hosts[: begin.host])
         here = begin.spec.hosts[begin.host].workers
         spec = replace(begin.spec, run_dir=self.folder, devices=spread(visible_gpus(), here))
@@ -170,29 +112,157 @@ class AgentProcess:
         empty_folder(paths.sources)
         launcher = LocalLauncher(ForkServerPlan.of(spec))
         launcher.prepare()
+        if self.shows:
+            output.console = console = Console(Sink(1), Sink(2), "chief" if here == 1 else "all", first)
+            self.loop.before_each_wait(lambda: self._watch(console))
+        name = spec.hosts[begin.host].name
+        starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first, name)
+        return LocalHost(output, starter, LinuxDescendants())
+
+    def _watch(self, console: Console) -> None:
+        for sink in console.sinks:
+            self.loop.watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
+
+
+@dataclass
+class _Silence:
+    """Notices that nothing arrives from the coordinator any more."""
+
+    channel: StreamChannel[RemoteReport, RemoteInstruction]
+    clock: Clock
+    _received: int = -1
+    _heard: float = 0.0
+
+    def check(self) -> None:
+        """Raise CoordinatorGone if the coordinator has been silent for too long."""
+        now = self.clock.now()
+        if self.channel.received != self._received:
+            self._received, self._heard = self.channel.received, now
+        elif now - self._heard > SILENCE:
+            raise CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
+
+
+@dataclass
+class AgentProcess:
+    """Serves one job on this host.
+
+    Attributes:
+        channel: to the coordinator.
+        command: the channel to the process that watches this one.
+        loop: serves everything.
+        clock: for deadlines.
+        listen: returns where this process accepts connections of workers of other hosts.
+        workers: of this host.
+        folder: for what the workers of this host share; exists.
+        joined: whether this agent has joined the coordinator over the network.
+        waits: called with what the coordinator waits for.
+        say: shows a note to the users of this host.
+        begun: whether the job has begun.
+    """
+
+    channel: StreamChannel[RemoteReport, RemoteInstruction]
+    command: Channel[Stop, Stop]
+    loop: EventLoop
+    clock: Clock
+    listen: Callable[[Prepare], HostListener]
+    workers: HostWorkers
+    folder: Path
+    joined: bool = False
+    waits: Callable[[str], None] = lambda what: None
+    say: Callable[[str], None] = note
+    begun: bool = field(default=False, init=False)
+
+    def run(self) -> int:
+        """Serve the job to its end; return its exit status.
+
+        Raises:
+            ConfigError: this host cannot take part.
+            CoordinatorGone: the connection to the coordinator ended, or this agent was stopped.
+        """
+        try:
+            prepare = self._receive_one(Prepare)
+            with contextlib.closing(self.listen(prepare)) as listener:
+                facts = self.workers.facts(prepare, *listener.place)
+                checkpoints = AgentCheckpoints.of(prepare)
+                with gone_if_refused(checkpoints.folder), contextlib.closing(checkpoints):
+                    self.channel.send(checkpoints.describe(facts, prepare.job))
+                    begin = checkpoints.placed(self._receive_one(BeginJob, checkpoints))
+                self.begun = True
+                return self._serve(begin, prepare, listener)
+        finally:
+            self.channel.flush(1.0)
+            self.channel.close()
+
+    def _receive_one(self, kind: type[Message], checkpoints: AgentCheckpoints | None = None) -> Message:
+        """Wait for a message, until the coordinator or this process's command ends."""
+        self.loop.watch(self.channel.fileno(), lambda: None)
+        self.loop.watch(self.command.fileno(), lambda: None)
+        silence, due = _Silence(self.channel, self.clock), self.clock.now()
+        try:
+            while True:
+                match self.channel.receive():
+                    case PeerGone():
+                        if self.joined and not self.channel.received:
+                            raise CoordinatorGone(_REFUSED)
+                        raise CoordinatorGone("the connection to the coordinator ended")
+                    case Unreadable(error):
+                        hint = _PLAIN if self.joined and kind is Prepare else ""
+                        raise CoordinatorGone(f"the coordinator sent an invalid message: {error}{hint}")
+                    case Rejected(reason):
+                        raise ConfigError(reason)
+                    case KeepWaiting(what):
+                        self.waits(what)
+                        continue
+                    case KeepAlive():
+                        continue
+                    case SendCheckpoint() | TakeCheckpoint() | CheckpointPart() as about if checkpoints:
+                        checkpoints.serve(about, self.channel)
+                        continue
+                    case message if isinstance(message, kind):
+                        return message
+                if self.command.receive() is not None:
+                    raise CoordinatorGone("this agent was stopped")
+                if (now := self.clock.now()) >= due:
+                    due = now + ALIVE_EVERY
+                    self.channel.send(KeepAlive())
+                    silence.check()
+                self.loop.turn(max(0.0, due - now))
+        finally:
+            self.loop.unwatch(self.channel.fileno())
+            self.loop.unwatch(self.command.fileno())
+
+    def _serve(self, begin: BeginJob, prepare: Prepare, listener: HostListener) -> int:
+        loop, clock, channel = self.loop, self.clock, self.channel
         # From now on, both ends use only these messages.
         coordinator = cast("Channel[HostReport, Instruction]", channel)
         output = ForwardedOutput(coordinator, lambda: channel.queued > _BEHIND)
+        local = self.workers.begin(begin, output)
         agent = Agent(
-            job=self.folder.name,
+            job=begin.spec.run_dir.name,
             coordinator=coordinator,
             loop=loop,
-            starter=LocalStarter(spec, paths, os.getpid(), launcher, output, first),
+            starter=local.starter,
             open_exchange=open_shared,
             pool=Attachment(SharedPool.create().fd),
             output=output,
-            descendants=LinuxDescendants(),
+            descendants=local.descendants,
             host=begin.host,
-            network=network,
+            network=listener.network(prepare.job),
+            arrivals=local.arrivals,
+            say=self.say,
         )
         with contextlib.closing(agent):
             due, silence = clock.now(), _Silence(channel, clock)
             while not agent.ended:
                 loop.turn(max(0.0, due - clock.now()))
                 if self.command.receive() is not None:
-                    raise _CoordinatorGone("this agent was stopped")
+                    raise CoordinatorGone("this agent was stopped")
                 if (now := clock.now()) < due:
                     continue
                 due = now + ALIVE_EVERY
                 channel.send(KeepAlive())
                 silence.check()
+            if output.console is not None:
+                output.console.end_lines()
+                output.console.flush()
+            return agent.status

@@ -1,23 +1,24 @@
-"""A job on several hosts, as the process of its coordinator runs it: gathers the hosts, then coordinates."""
+"""A job on several hosts, as the process of its coordinator runs it: compares the hosts, then coordinates."""
 
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import cast
 
-from lockstep.agent.lane_connections import HostNetwork, LaneConnections
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import LocalOutput
+from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
-from lockstep.errors import ConfigError, NetworkError
-from lockstep.hosts.agent_process import MOST_QUEUED
+from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
+from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.shared_checkpoints import SharedCheckpoints
 from lockstep.hosts.ssh import SshAgent
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
@@ -26,8 +27,18 @@ from lockstep.local_job.composition import LocalHost, run_job
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.greeting import JOB
-from lockstep.protocol.host import BeginJob, HostFacts, HostReport, Instruction, Prepare, Stop
+from lockstep.protocol.host import (
+    MOST_QUEUED,
+    BeginJob,
+    HostFacts,
+    HostReport,
+    Instruction,
+    Prepare,
+    ShowNote,
+    Stop,
+)
 from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.rendezvous import Rejected
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import LinuxDescendants
@@ -35,122 +46,214 @@ from lockstep.system.environment import shared_variables, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
-from lockstep.transport.addresses import resolve_host, split_address
+from lockstep.system.run_folder import sign_claim
+from lockstep.transport.addresses import join_address, resolve_host
 from lockstep.transport.keys import JobKey
-from lockstep.transport.listener import Listener
 
 _PATIENCE = 120.0
 """Seconds for the agents of all hosts to start."""
 _RESOLVE = 5.0
 _DAYS = 3650.0
 
+Resumed = Callable[[JobSpec, HeldCheckpoint], JobSpec]
+"""Returns the job as it resumes from a checkpoint of any of its hosts; raises ConfigError if it cannot."""
+
 
 @dataclass(frozen=True)
-class _Here:
-    """The host of this process in the job."""
+class ThisHost:
+    """The host of the coordinator, if the job has workers there.
+
+    Attributes:
+        host: its index in the job.
+        listener: accepts connections of workers of other hosts.
+        facts: of the host.
+    """
 
     host: int
-    network: HostNetwork
+    listener: HostListener
     facts: HostFacts
 
-    @property
-    def peer(self) -> PeerAddress:
-        return _peer(self.facts)
+
+def first_message(spec: JobSpec, *, key: str = "", encrypted: bool, folder: str = "") -> Prepare:
+    """Return the first message to the agents of a new job."""
+    return Prepare(
+        job=secrets.token_bytes(JOB),
+        key=key,
+        encrypted=encrypted,
+        target=spec.target,
+        module=spec.module,
+        arguments=spec.arguments,
+        backend=spec.backend,
+        folder=folder,
+        environment=shared_variables(),
+        checkpoints=spec.checkpoints.given if spec.checkpoints is not None else "",
+    )
 
 
-def run_over_ssh(spec: JobSpec, command: Channel[Stop, Stop]) -> int:
+def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
     """Run a job on the hosts of `spec`; return its exit status.
 
     Args:
         spec: the job; its threads may be 0.
+        resumed: see `Resumed`.
         command: the channel over which the job is stopped.
 
     Raises:
         ConfigError: the hosts do not fit together, or one cannot run the script.
         UnfitError: a host cannot be reached.
     """
-    clock, key, paths = SystemClock(), JobKey.generate(_DAYS), RunPaths(spec.run_dir.absolute())
-    console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    prepare = Prepare(
-        job=secrets.token_bytes(JOB),
-        key=key.text,
-        encrypted=not spec.plain,
-        target=spec.target,
-        module=spec.module,
-        arguments=spec.arguments,
-        backend=spec.backend,
-        folder=str(Path.cwd()),
-        environment=shared_variables(),
-    )
+    key = JobKey.generate(_DAYS)
+    console = terminal_of(spec)
+    prepare = first_message(spec, key=key.text, encrypted=not spec.plain, folder=str(Path.cwd()))
     with ExitStack() as ends:
         loop = ends.enter_context(EventLoop())
-        here = ends.enter_context(_this_host(spec, key, prepare, console, loop))
-        others = {}
+        here = _this_host(spec, key, prepare, console, loop)
+        if here is not None:
+            ends.enter_context(closing(here.listener))
+        agents = {}
         for host, (name, _) in enumerate(spec.hosts):
             if here is None or here.host != host:
-                others[host] = agent = SshAgent.start(name, MOST_QUEUED)
+                agents[host] = agent = SshAgent.start(name, MOST_QUEUED)
                 ends.enter_context(closing(agent.channel))
                 agent.watch(loop, console.say)
-        awaited = {
-            host: AwaitedHost(agent.name, agent.channel, agent.why_lost) for host, agent in others.items()
+        others = {
+            host: AwaitedHost(agent.name, agent.channel, agent.why_lost) for host, agent in agents.items()
         }
+        spare = frozenset(agent.process.pid for agent in agents.values())
+
+        def workers(job: JobSpec, host: int) -> LocalHost:
+            return started_here(job, host, console, spare)
+
         try:
-            facts = gather_facts(
-                awaited, prepare, command, loop=loop, clock=clock, patience=_PATIENCE, say=console.say
+            return run_on_hosts(
+                spec,
+                prepare,
+                command,
+                console=console,
+                loop=loop,
+                here=here,
+                others=others,
+                workers=workers,
+                resumed=resumed,
             )
         except Stopped as stopped:
             return 128 + stopped.signal
+
+
+def run_on_hosts(
+    spec: JobSpec,
+    prepare: Prepare,
+    command: Channel[Stop, Stop],
+    *,
+    console: Console,
+    loop: EventLoop,
+    here: ThisHost | None,
+    others: Mapping[int, AwaitedHost],
+    workers: Callable[[JobSpec, int], LocalHost],
+    notifies: bool = False,
+    by_hand: bool = False,
+    resumed: Resumed | None = None,
+) -> int:
+    """Run a job whose agents are connected; return its exit status.
+
+    Args:
+        spec: the job; its threads may be 0.
+        prepare: the first message to the agents.
+        command: the channel over which the job is stopped.
+        console: shows notes, and the output of workers.
+        loop: serves everything.
+        here: the host of this process; None if the job has no workers there.
+        others: the agents of the other hosts, by the index of the host.
+        workers: returns what the agent of this host needs to get workers, given the job and the index of the
+            host.
+        notifies: whether the agents of other hosts show the notes of this process.
+        by_hand: whether a user starts the workers.
+        resumed: see `Resumed`; needed by a job with checkpoints.
+
+    Raises:
+        ConfigError: the hosts do not fit together, or one cannot run the script.
+        UnfitError: a host was lost.
+        Stopped: the user has stopped the job before all hosts have answered.
+    """
+    if spec.checkpoints is not None:
+        sign_claim(spec.checkpoints.folder, prepare.job.hex())
+    try:
+        facts = gather_facts(
+            others, prepare, command, loop=loop, clock=SystemClock(), patience=_PATIENCE, say=console.say
+        )
         if here is not None:
             facts[here.host] = here.facts
         all_facts = [facts[host] for host in range(len(spec.hosts))]
         check_facts(spec.hosts, all_facts, spec.target)
-        spec = replace(spec, threads=spec.threads or threads_for_all(spec.hosts, all_facts, spec.replicas))
-        console.say(spec.describe())
-        remote = {}
-        for host, agent in others.items():
-            agent.channel.send(BeginJob(replace(spec, inherited=()), host))
-            # From now on, both ends use only these messages.
-            channel = cast("Channel[Instruction, HostReport]", agent.channel)
-            remote[host] = HostAgent(channel, agent.name, _peer(facts[host]), remote=True)
-        ssh = frozenset(agent.process.pid for agent in others.values())
-        local = _local_host(spec, paths, console, here, ssh) if here is not None else None
-        state = State.of(
-            spec.view,
-            TimeLimits(timeout=spec.timeout, save=spec.grace),
-            JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
-            keeps=spec.checkpoints is not None,
+        if spec.checkpoints is not None:
+            assert resumed is not None
+            shared = SharedCheckpoints(
+                spec.checkpoints, here is not None, others, facts, command, loop, SystemClock(), console.say
+            )
+            if (newest := shared.choose()) is not None:
+                spec = resumed(spec, newest)
+                shared.hand_over(newest)
+    except LockstepError as error:
+        for agent in others.values() if notifies else ():
+            agent.channel.send(Rejected(str(error)))
+        raise
+    spec = replace(spec, threads=spec.threads or threads_for_all(spec.hosts, all_facts, spec.replicas))
+    paths = RunPaths(spec.run_dir.absolute())
+    remote = {}
+    for host, agent in others.items():
+        agent.channel.send(BeginJob(replace(spec, inherited=()), host))
+        # From now on, both ends use only these messages.
+        channel = cast("Channel[Instruction, HostReport]", agent.channel)
+        remote[host] = HostAgent(channel, agent.name, _peer(facts[host]), remote=True)
+        if notifies:
+            console.readers.append(lambda text, channel=channel: channel.send(ShowNote(text)))  # type: ignore[misc]
+    console.say(f"{spec.shape}; events in {spec.run_dir}" if by_hand else spec.describe())
+    local = None
+    if here is not None:
+        local = replace(
+            workers(spec, here.host),
+            host=here.host,
+            name=spec.hosts[here.host].name,
+            peer=_peer(here.facts),
+            network=here.listener.network(prepare.job),
         )
-        return run_job(spec, state, paths, command, console=console, loop=loop, local=local, remote=remote)
+    size = JobSize.of(spec.workers, spec.min_workers, spec.max_restarts)
+    state = State.of(
+        spec.view,
+        TimeLimits(timeout=spec.timeout, save=spec.grace),
+        JobSize(spec.workers, by_hand=True) if by_hand else size,
+        keeps=spec.checkpoints is not None,
+    )
+    return run_job(spec, state, paths, command, console=console, loop=loop, local=local, remote=remote)
 
 
-def _local_host(
-    spec: JobSpec, paths: RunPaths, console: Console, here: _Here, ssh: frozenset[int]
+def terminal_of(spec: JobSpec) -> Console:
+    """Return the terminal of the command that begins the job."""
+    return Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
+
+
+def started_here(
+    spec: JobSpec, host: int, console: Console, spare: frozenset[int] = frozenset()
 ) -> LocalHost:
-    first = sum(host.workers for host in spec.hosts[: here.host])
-    own = replace(spec, devices=spread(visible_gpus(), spec.hosts[here.host].workers))
+    """Return what starts workers on this host, at index `host`; `spare` are children that are none."""
+    paths = RunPaths(spec.run_dir.absolute())
+    first = sum(one.workers for one in spec.hosts[:host])
+    own = replace(spec, devices=spread(visible_gpus(), spec.hosts[host].workers))
     launcher = LocalLauncher(ForkServerPlan.of(own))
     launcher.prepare()
     output = LocalOutput(console, paths)
-    return LocalHost(
-        output=output,
-        starter=LocalStarter(own, paths, os.getpid(), launcher, output, first),
-        descendants=LinuxDescendants(ssh),
-        host=here.host,
-        name=spec.hosts[here.host].name,
-        peer=here.peer,
-        network=here.network,
-    )
+    name = spec.hosts[host].name
+    starter = LocalStarter(own, paths, os.getpid(), launcher, output, first, name)
+    return LocalHost(output, starter, LinuxDescendants(spare))
 
 
-@contextmanager
 def _this_host(
     spec: JobSpec, key: JobKey, prepare: Prepare, console: Console, loop: EventLoop
-) -> Iterator[_Here | None]:
+) -> ThisHost | None:
     """Listen for workers of other hosts, if this host is one of the job."""
     found = next((host for host, (name, _) in enumerate(spec.hosts) if _is_here(name)), None)
     if found is None:
-        yield None
-        return
+        return None
     name = spec.hosts[found].name
     _, place = resolve_host(name, 0, _RESOLVE)
     if len(spec.hosts) > 1 and ip_address(place[0].partition("%")[0]).is_loopback:
@@ -158,14 +261,11 @@ def _this_host(
             f"{name} is {place[0]} here, which other hosts cannot reach; name this host by an address that "
             "they reach"
         )
-    credentials, connections = key.mint(encrypted=prepare.encrypted), LaneConnections()
-    address = f"[{place[0]}]:0" if ":" in place[0] else f"{place[0]}:0"
-    listener = Listener.open(
-        address, credentials, connections.admit, console.say, loop=loop, clock=SystemClock()
+    credentials = key.mint(encrypted=prepare.encrypted)
+    listener = HostListener.open(
+        join_address(place), credentials, console.say, loop=loop, clock=SystemClock()
     )
-    with closing(listener):
-        network = HostNetwork(prepare.job, credentials, connections, listener.enter)
-        yield _Here(found, network, own_facts(prepare, *split_address(listener.address)))
+    return ThisHost(found, listener, own_facts(prepare, *listener.place))
 
 
 def _is_here(name: str) -> bool:

@@ -12,8 +12,8 @@ import keras
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.fit.model_methods import ModelMethods
+from lockstep.keras.host_report import libraries
 from lockstep.keras.shared_saves import SharedSaves
-from lockstep.keras.state.snapshots import libraries
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import PATCHES, definer

@@ -1,6 +1,9 @@
 """Saving a model that several workers hold: the first worker writes, and no reader sees a partial file."""
 
+import contextlib
+import errno
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -40,7 +43,7 @@ def write_once(
         state: identifies the contents: bytes that are equal only for equal contents.
         write: writes to the path that it is given.
         rename: write a local file under a temporary name beside it and rename that, so that no reader ever
-            sees a partial file; only for a single file or folder.
+            sees a partial file; only for a file or folder, and files beside it to which it refers.
 
     Raises:
         OSError: any that `write` raises.
@@ -83,8 +86,9 @@ class SharedSaves:
             filepath,
             digest_arrays(arrays, purpose),
             lambda path: original(model, path, *args, **kwargs),
-            # Shards are several files; and Keras must see a file that it must not overwrite.
-            rename=not sharded and kwargs.get("overwrite", args[0] if args else True) is True,
+            # Keras must see a file that it must not overwrite, and names shards after their file.
+            rename=kwargs.get("overwrite", args[0] if args else True) is True
+            and not (sharded and not Path(filepath).absolute().parent.is_dir()),
         )
 
 
@@ -115,11 +119,33 @@ def _write_whole(final: Path, write: Write) -> None:
     try:
         with _beside(final) as temporary:
             write(str(temporary))
-            if final.is_dir() and temporary.is_dir():
-                shutil.rmtree(final)
-            temporary.replace(final)
+            if temporary.parent != final.parent:
+                # Shards, to which the last file refers.
+                for other in sorted(temporary.parent.iterdir()):
+                    if other != temporary:
+                        other.replace(final.with_name(other.name))
+            if temporary.is_dir():
+                _replace_folder(temporary, final)
+            else:
+                temporary.replace(final)
     except OSError as error:
         raise OSError(f"cannot write {final}: {error}") from error
+
+
+def _replace_folder(temporary: Path, final: Path) -> None:
+    """Rename a folder; a worker on another host may do the same at the same time."""
+    while True:
+        try:
+            temporary.replace(final)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        # A folder with contents can only be moved away.
+        away = Path(tempfile.mkdtemp(prefix=".", dir=final.parent))
+        with contextlib.suppress(FileNotFoundError):
+            final.rename(away / final.name)
+        shutil.rmtree(away)
 
 
 @contextmanager
@@ -134,7 +160,7 @@ def _beside(final: Path) -> Iterator[Path]:
         temporary = own / final.name
     else:
         # Some ways to save create the parent folders.
-        own = temporary = final.with_name(f".{os.getpid()}-{final.name}")
+        own = temporary = final.with_name(f".{secrets.token_hex(8)}-{final.name}")
     try:
         yield temporary
     finally:

@@ -13,11 +13,15 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DisagreementError
+from lockstep.keras.host_report import compare_reports, own_report
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
 Facts = Mapping[str, str]
 """Named facts about what a worker is about to do, in the order in which differences are reported."""
+
+_Gathered = tuple[int, list[tuple[str, str]], bytes]
+"""A worker's id, its facts, and its blob."""
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the workers' states."""
@@ -51,7 +55,18 @@ _ORDER = (
     "the workers have drawn different random numbers, and the order of the examples depends on them: give "
     "code that runs on some workers only a generator of its own, as in numpy.random.default_rng(0)"
 )
-_ADVICE = {"data": _DATA, "order": _ORDER, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}
+_BACKUP = (
+    "keras.callbacks.BackupAndRestore reads its folder on each host, and the chief has written it on its "
+    "own: copy it to all hosts, or remove it on all; lockstep run --checkpoint copies checkpoints itself"
+)
+_ADVICE = {
+    "backup": _BACKUP,
+    "data": _DATA,
+    "order": _ORDER,
+    "validation": _DATA,
+    "variable": _MODEL,
+    "setting": _SETTING,
+}
 
 
 def agree(job: Job, what: str, facts: Facts) -> None:
@@ -60,7 +75,19 @@ def agree(job: Job, what: str, facts: Facts) -> None:
     Raises:
         DisagreementError: facts differ; raised on every worker, names two workers and the first difference.
     """
-    job.exchange(lambda _, communicator: gather(job.worker, communicator, what, facts, b""))
+    job.exchange(lambda _, communicator: compare_all(job, communicator, what, facts))
+
+
+def compare_all(job: Job, communicator: Communicator, what: str, facts: Facts) -> None:
+    """Check in one call of the exchange that all hosts have what bits depend on, and all workers equal facts.
+
+    Raises:
+        DisagreementError: as for `agree`, or hosts differ.
+    """
+    gathered = _gather(job.worker, communicator, what, facts, own_report(job))
+    # Facts may differ because the hosts do.
+    compare_reports(what, [report for _, _, report in gathered])
+    _compare(what, gathered)
 
 
 def chiefs_decision(job: Job, what: str, own: bool) -> bool:
@@ -86,19 +113,20 @@ def gather(worker: int, communicator: Communicator, what: str, facts: Facts, blo
     Raises:
         DisagreementError: the workers differ in `what` or in `facts`; raised on every worker.
     """
+    gathered = _gather(worker, communicator, what, facts, blob)
+    _compare(what, gathered)
+    return [other for _, _, other in gathered]
+
+
+def _gather(worker: int, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[_Gathered]:
     own = msgspec.msgpack.encode((worker, list({"call": what, **facts}.items()), blob))
-    packed = [
-        msgspec.msgpack.decode(other, type=tuple[int, list[tuple[str, str]], bytes])
-        for other in communicator.gather(own, what=what)
-    ]
-    _compare(what, [sender for sender, _, _ in packed], [dict(heading) for _, heading, _ in packed])
-    return [other for _, _, other in packed]
+    return [msgspec.msgpack.decode(other, type=_Gathered) for other in communicator.gather(own, what=what)]
 
 
-def _compare(what: str, workers: Sequence[int], gathered: Sequence[Facts]) -> None:
-    if difference := describe_difference(workers, gathered):
-        pairs = zip(workers, gathered, strict=True)
-        others = tuple(worker for worker, facts in pairs if facts != gathered[0])
+def _compare(what: str, gathered: Sequence[_Gathered]) -> None:
+    workers, facts = [worker for worker, _, _ in gathered], [dict(heading) for _, heading, _ in gathered]
+    if difference := describe_difference(workers, facts):
+        others = tuple(worker for worker, own in zip(workers, facts, strict=True) if own != facts[0])
         raise DisagreementError(f"{what}: {difference}", others)
 
 

@@ -27,6 +27,7 @@ class Console:
     Attributes:
         chief: the worker whose output is shown as it is; changes with views.
         drops: whether output is dropped while the reader is far behind; otherwise workers wait for it.
+        readers: also get each note.
     """
 
     def __init__(self, stdout: Sink, stderr: Sink, tee: Tee, chief: int) -> None:
@@ -36,6 +37,7 @@ class Console:
         self.chief = chief
         self._prefixers: list[LinePrefixer] = []
         self._told: set[int] = set()
+        self.readers: list[Callable[[str], object]] = []
 
     @property
     def full(self) -> bool:
@@ -71,6 +73,8 @@ class Console:
     def say(self, text: str) -> None:
         """Show a note of one line or several."""
         self.sinks[1].write(f"lockstep: {text}\n".encode(errors="backslashreplace"))
+        for read in self.readers:
+            read(text)
 
     def lost(self) -> list[str]:
         """Return a message for each stream that can no longer be written; each is returned once."""

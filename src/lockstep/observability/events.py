@@ -258,6 +258,12 @@ class SourceChanged(_Event, frozen=True, tag="source"):
     what: str
 
 
+class ChiefWrites(_Event, frozen=True, tag="chief writes"):
+    """In a job over hosts, Keras's callbacks write to `paths`, which hosts do not share, on the chief's."""
+
+    paths: tuple[str, ...]
+
+
 class DownloadAwaited(_Event, frozen=True, tag="waits for download"):
     """The worker has waited for `seconds` until `of` has downloaded a file."""
 
@@ -384,6 +390,7 @@ WorkerEvent = (
     | FirstStepEnded
     | TimeoutSet
     | SourceChanged
+    | ChiefWrites
     | DownloadAwaited
     | CheckpointsConfigured
     | CheckpointWritten

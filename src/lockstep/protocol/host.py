@@ -6,7 +6,9 @@ there. They work in the same way in one process and on different hosts.
 
 import msgspec
 
+from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
 
 ALIVE_EVERY = 1.0
@@ -15,10 +17,31 @@ ALIVE_EVERY = 1.0
 SILENCE = 10.0
 """Seconds without a message after which the other host counts as lost."""
 
+MOST_QUEUED = 1 << 32
+"""Bytes that coordinator and agent keep for each other: a state must fit. Silence ends the wait."""
+
 STATE_PART = 256 * 1024
 """Bytes of a part of a state."""
 
 # Between the coordinator and the agent of another host, before the job begins.
+
+
+class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
+    """The first message of an agent that joins a coordinator; sent again when something in it changes.
+
+    The coordinator answers with `KeepWaiting`, with `Rejected`, or, once its hosts are complete, with
+    `Prepare`.
+
+    Attributes:
+        workers: the number of workers that the host can run.
+        first: the first process that a user has started on the host by hand; its tasks have their addresses
+            as places. None if the agent starts the workers.
+        slots: the tasks of which a process waits on the host.
+    """
+
+    workers: int
+    first: Arrival | None = None
+    slots: tuple[int, ...] = ()
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -34,6 +57,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
         backend: the Keras backend.
         folder: the current folder of the job; empty to stay in that of the agent.
         environment: variables that the workers have on all hosts.
+        checkpoints: the folder of checkpoints, as the user wrote it; empty for none.
     """
 
     job: bytes
@@ -45,6 +69,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     backend: str | None
     folder: str
     environment: dict[str, str]
+    checkpoints: str = ""
 
     def __repr__(self) -> str:
         return f"Prepare({self.target!r})"
@@ -64,6 +89,8 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
         port: its port.
         incarnation: a random number of this agent.
         problem: why the host cannot run the job; empty if it can.
+        checkpoint: the newest complete checkpoint there; None if there is none.
+        damaged: a message for each newer checkpoint that is damaged.
     """
 
     name: str
@@ -76,6 +103,42 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
     port: int
     incarnation: int
     problem: str = ""
+    checkpoint: HeldCheckpoint | None = None
+    damaged: tuple[str, ...] = ()
+
+
+class SendCheckpoint(msgspec.Struct, frozen=True, tag="send checkpoint"):
+    """Send the checkpoint in `HostFacts`, which other hosts lack, in messages `CheckpointPart`."""
+
+
+class TakeCheckpoint(msgspec.Struct, frozen=True, tag="take checkpoint"):
+    """Write a checkpoint, whose parts follow; the answer is `CheckpointTaken`.
+
+    Attributes:
+        held: what its host has told of it.
+        keep: the number of checkpoints to keep.
+    """
+
+    held: HeldCheckpoint
+    keep: int
+
+
+class CheckpointPart(msgspec.Struct, frozen=True, tag="checkpoint part"):
+    """A part of a checkpoint, in both directions.
+
+    Attributes:
+        file: the number of its file.
+        part: the bytes that follow those of the part before; empty after the last one.
+    """
+
+    file: int
+    part: bytes
+
+
+class CheckpointTaken(msgspec.Struct, frozen=True, tag="checkpoint taken"):
+    """A checkpoint has been written, or cannot be read or written for the reason `failure`."""
+
+    failure: str = ""
 
 
 class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
@@ -204,6 +267,12 @@ class PauseOutput(msgspec.Struct, frozen=True, tag="pause output"):
     pauses: bool
 
 
+class ShowNote(msgspec.Struct, frozen=True, tag="note"):
+    """Show a note to the users of the host."""
+
+    text: str
+
+
 class ReportAll(msgspec.Struct, frozen=True, tag="report all"):
     """Report every message that workers have sent so far, then `AllReported`."""
 
@@ -214,10 +283,12 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
     Attributes:
         grace: seconds that they have to exit on their own.
         evidence: workers whose log and stack the agent reports.
+        status: the exit status of the job.
     """
 
     grace: float
     evidence: tuple[int, ...] = ()
+    status: int = 0
 
 
 # From an agent to the coordinator.
@@ -370,6 +441,7 @@ Instruction = (
     | EndExchange
     | KeepAlive
     | PauseOutput
+    | ShowNote
     | ReportAll
     | EndHost
 )
@@ -390,8 +462,17 @@ HostReport = (
     | HostEnded
 )
 
-RemoteInstruction = Prepare | BeginJob | Instruction
+RemoteInstruction = (
+    KeepWaiting
+    | Rejected
+    | Prepare
+    | SendCheckpoint
+    | TakeCheckpoint
+    | CheckpointPart
+    | BeginJob
+    | Instruction
+)
 """What an agent on another host receives."""
 
-RemoteReport = HostFacts | HostReport
+RemoteReport = HostOffer | HostFacts | CheckpointPart | CheckpointTaken | HostReport
 """What an agent on another host sends."""

@@ -49,6 +49,8 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
         cores: number of cores that the process may use.
         gpus: the GPUs that are visible to the process.
         target: the script or module that it runs.
+        module: whether `target` is a module.
+        here: the tasks whose addresses are of the same host, by index; empty if all are.
     """
 
     tasks: tuple[Task, ...]
@@ -58,11 +60,18 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     cores: int
     gpus: tuple[str, ...]
     target: str
+    module: bool = False
+    here: tuple[int, ...] = ()
 
     @property
     def task(self) -> Task:
         """The task that the process is for."""
         return self.tasks[self.slot]
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The tasks of this host, by index."""
+        return self.here or tuple(range(len(self.tasks)))
 
 
 class KeepWaiting(msgspec.Struct, frozen=True, tag="patience"):
@@ -131,8 +140,9 @@ def decode_arrival(packet: bytes) -> Arrival:
         arrival = _arrivals.decode(packet)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    if not 0 <= arrival.slot < len(arrival.tasks):
-        raise ValueError(f"no slot {arrival.slot} of {len(arrival.tasks)}")
+    for slot in (arrival.slot, *arrival.here):
+        if not 0 <= slot < len(arrival.tasks):
+            raise ValueError(f"no slot {slot} of {len(arrival.tasks)}")
     return arrival
 
 

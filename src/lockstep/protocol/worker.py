@@ -33,10 +33,12 @@ class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
     Attributes:
         path: of the file, absolute.
         line: of the program, such as `train.py:41`.
+        shared: whether it is in a file system that other hosts may share.
     """
 
     path: str
     line: str
+    shared: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

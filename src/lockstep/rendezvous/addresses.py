@@ -1,11 +1,13 @@
-"""The addresses of tasks on this host, and the names by which their processes find each other.
+"""The addresses of tasks, and the names by which the processes of one host find each other.
 
-Nothing listens at the addresses themselves. Each stands for the name of an abstract Unix socket, which has no
-file, and which the kernel frees when the last process that has the socket ends.
+Each address on this host stands for the name of an abstract Unix socket, which has no file, and which the
+kernel frees when the last process that has the socket ends. If all tasks are on one host, nothing listens at
+the addresses themselves.
 """
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import threading
@@ -22,23 +24,33 @@ def resolve(address: str, task: str) -> str:
     """Return the place of an address: the same, with the host's IP address instead of its name.
 
     Raises:
-        ConfigError: the name cannot be resolved, or the place is on another host.
-        UnfitError: the address cannot be used.
+        ConfigError: the name cannot be resolved.
     """
     host, _, port = address.rpartition(":")
     number = _number(host.strip("[]"), address, task)
-    place = f"[{number}]:{int(port)}" if ":" in number else f"{number}:{int(port)}"
+    return f"[{number}]:{int(port)}" if ":" in number else f"{number}:{int(port)}"
+
+
+def is_here(place: str, task: str) -> bool:
+    """Whether a place is on this host.
+
+    Raises:
+        UnfitError: the address cannot be used.
+    """
+    number, _ = _split(place)
     with contextlib.closing(socket.socket(_family(number))) as probe:
         try:
             probe.bind((number, 0))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
-                raise UnfitError(f"{task}'s address {address} cannot be used: {error.strerror}") from None
-            raise ConfigError(
-                f"{task}'s address {address} is not one of this host: workers that are started by hand must "
-                "run on one host. Give all of them addresses of this host, such as 127.0.0.1:20000"
-            ) from None
-    return place
+                raise UnfitError(f"{task}'s address {place} cannot be used: {error.strerror}") from None
+            return False
+    return True
+
+
+def is_loopback(place: str) -> bool:
+    """Whether only processes of this host reach a place."""
+    return ipaddress.ip_address(_split(place)[0].partition("%")[0]).is_loopback
 
 
 def check_free(place: str, task: str) -> None:

@@ -1,7 +1,8 @@
 """The main program of a job whose workers are started by hand: its coordinator and agent, in one process.
 
 The first of the processes that are started by hand starts it (see `lockstep.rendezvous.take_part`). It waits
-for a process per task, runs the job, and ends when no process remains.
+for a process per task, runs the job, and ends when no process remains. If the tasks are on several hosts,
+each host has such a process: see `lockstep.rendezvous.over_hosts`.
 """
 
 import os
@@ -51,7 +52,11 @@ def main(arguments: Sequence[str]) -> None:
     # Release the terminal of the first process: this process must not keep it open after that one has ended.
     os.dup2(0, 2)
     try:
-        if _gather(server):
+        if server.first.here:
+            from lockstep.rendezvous.over_hosts import serve_host
+
+            serve_host(server, terminals)
+        elif _gather(server):
             _coordinate(server, terminals)
     except LockstepError as error:
         server.turn_away(str(error))

@@ -119,6 +119,7 @@ class Terminals(Console):
         self._handles = handles
         self._prefixers = []
         self._told = set()
+        self.readers = []
 
     def shows(self, worker: int) -> bool:
         """True: each worker writes to its own terminal."""
@@ -126,6 +127,8 @@ class Terminals(Console):
 
     def say(self, text: str) -> None:
         """Show a note, once per terminal."""
+        for read in self.readers:
+            read(text)
         seen = set()
         for sink in [handle.terminal for handle in self._handles() if handle.terminal is not None]:
             with contextlib.suppress(OSError):

@@ -73,8 +73,8 @@ class RendezvousServer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a process waits for each task."""
-        return len(self.waiting) == len(self.first.tasks)
+        """Whether a process waits for each task of this host."""
+        return len(self.waiting) == len(self.first.local)
 
     @property
     def is_empty(self) -> bool:
@@ -101,14 +101,22 @@ class RendezvousServer:
         """
 
         def wait() -> None:
-            for process in self.waiting.values():
-                process.tell(KeepWaiting(f"{job} to admit it"))
+            self.keep_waiting(f"{job} to admit it")
 
         def arrive() -> None:
             wait()
             came()
 
         self._came, self._left = arrive, wait
+
+    def tell_of_changes(self, changed: Callable[[], None]) -> None:
+        """From now on, call `changed` when a process that waits has arrived or left."""
+        self._came = self._left = changed
+
+    def keep_waiting(self, what: str) -> None:
+        """Tell all processes what they wait for."""
+        for process in self.waiting.values():
+            process.tell(KeepWaiting(what))
 
     def take(self, worker: int, admitted: Callable[[bool], Admitted]) -> tuple[int, StartedProcess]:
         """Admit the process that waits for the first task; return its slot and the process.

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,13 +21,23 @@ from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tas
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.launcher.backend import Choice, Wishes, choose_backend, refuse_legacy_keras
 from lockstep.protocol.rendezvous import MOST_OF_ARRIVAL, Admitted, Arrival, Task, encode
-from lockstep.rendezvous.addresses import check_free, claim, connect, holder, resolve
+from lockstep.rendezvous.addresses import (
+    check_free,
+    claim,
+    connect,
+    holder,
+    is_here,
+    is_loopback,
+    resolve,
+)
 from lockstep.rendezvous.waiting import RendezvousWait
 from lockstep.system.environment import (
+    KEY_FILE,
     RUN,
     WorkerConfig,
     environment_at_start,
     keras_backend,
+    key_file,
     legacy_keras,
     tf_config_given,
     tf_config_now,
@@ -108,10 +119,23 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     )
     mine = config.task_type, config.task_id
     slot = next(at for at, task in enumerate(tasks) if (task.kind, task.index) == mine)
-    check_free(tasks[slot].place, tasks[slot].name)
+    here = _tasks_here(tasks, slot)
+    if not here or slot != here[0]:
+        # Over hosts, the agent of this host listens at the address of its first task.
+        check_free(tasks[slot].place, tasks[slot].name)
     program, choice = _program(), _backend()
-    target = Script.parse(program.command).target
-    arrival = Arrival(tasks, slot, __version__, choice.backend, usable_cores(), visible_gpus(), target)
+    script = Script.parse(program.command)
+    arrival = Arrival(
+        tasks,
+        slot,
+        __version__,
+        choice.backend,
+        usable_cores(),
+        visible_gpus(),
+        script.target,
+        script.module,
+        here,
+    )
     _check_size(arrival)
     admitted, connection = _meet(arrival)
     why = "the job is running" if admitted.joins else "all workers are connected"
@@ -134,6 +158,43 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     arguments = (*program.options, "-P", "-m", "lockstep.launcher.worker_main", *program.command)
     environment = _environment(worker, text, choice.backend, admitted.shares)
     os.execve(sys.executable, (sys.executable, *arguments), environment)
+
+
+def _tasks_here(tasks: Sequence[Task], slot: int) -> tuple[int, ...]:
+    """Return the tasks of this host, by index; none if all are.
+
+    Raises:
+        ConfigError: the task of this process is on another host, hosts cannot reach each other, or there is
+            no key.
+        UnfitError: an address cannot be used.
+    """
+    own = tasks[slot]
+    here = tuple(at for at, task in enumerate(tasks) if is_here(task.place, task.name))
+    if len(here) == len(tasks):
+        return ()
+    other = next(task for at, task in enumerate(tasks) if at not in here)
+    if slot not in here:
+        raise ConfigError(
+            f"{own.name}'s address {own.address} is not one of this host: start this task on the host that "
+            "has the address, or correct the address in every TF_CONFIG"
+        )
+    for task in tasks:
+        if is_loopback(task.place):
+            at = "" if task.place == task.address else f", which is {task.place} here,"
+            raise ConfigError(
+                f"{task.name}'s address {task.address}{at} cannot be reached from other hosts, such as that "
+                f"of {other.name} ({other.address}); give it an address that all hosts reach"
+            )
+    path = key_file()
+    if path is None:
+        raise ConfigError(
+            f"{other.name} ({other.address}) is on another host, so the job needs a key: make one with "
+            f"lockstep key FILE, copy the file to each host, and set {KEY_FILE} to its path there"
+        )
+    from lockstep.transport.keys import JobKey
+
+    JobKey.read(path)
+    return here
 
 
 def _check_size(arrival: Arrival) -> None:
@@ -204,7 +265,7 @@ def _backend() -> Choice:
 
 def _connect(arrival: Arrival) -> socket.socket:
     """Return a connection to the coordinator; start one if there is none."""
-    places = [task.place for task in arrival.tasks]
+    places = [arrival.tasks[slot].place for slot in arrival.local]
     begun = said = time.monotonic()
     while (now := time.monotonic()) - begun < _PATIENCE:
         claimed = claim(places)
@@ -228,7 +289,7 @@ def _connect(arrival: Arrival) -> socket.socket:
 
 
 def _start_coordinator(arrival: Arrival, listeners: list[socket.socket]) -> None:
-    descriptors = [listener.fileno() for listener in listeners]
+    descriptors, path = [listener.fileno() for listener in listeners], key_file()
     command = [
         sys.executable,
         "-P",
@@ -242,7 +303,7 @@ def _start_coordinator(arrival: Arrival, listeners: list[socket.socket]) -> None
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=environment_at_start(),
+            env=environment_at_start() | ({KEY_FILE: str(path.absolute())} if path is not None else {}),
             pass_fds=descriptors,
             start_new_session=True,
             check=False,

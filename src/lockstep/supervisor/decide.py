@@ -101,9 +101,10 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _join_requested(state, event, now)
         case StateGiven():
             decision = _state_given(state, event, now)
-        case WorkerArrived():
+        case WorkerArrived(host):
             size = replace(state.size, wanted=len(state.present) + len(state.joiners) + 1, closed=False)
-            arrived = replace(state, size=size)
+            admission = replace(state.admission, arrivals=(*state.admission.arrivals, host))
+            arrived = replace(state, size=size, admission=admission)
             decision = Decision(arrived, reason="a worker that was started by hand arrived")
         case ScaleRequested():
             decision = _scale_requested(state, event, now)
@@ -642,8 +643,9 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     unsure = state.failures and state.shutdown.deadline is not None
     if missing > 0 and not paused and not unsure:
         for worker in range(first := max(state.workers) + 1, first + missing):
-            record = WorkerRecord(Phase.JOINING, state.roomiest_host(), started_at=now)
-            state = state.with_worker(worker, record)
+            host, *later = admission.arrivals or (state.roomiest_host(),)
+            admission = replace(admission, arrivals=tuple(later))
+            state = state.with_worker(worker, WorkerRecord(Phase.JOINING, host, started_at=now))
             actions = (*actions, StartWorker(worker))
         admission = replace(admission, backoff_until=None)
     if not admission.given:

@@ -62,7 +62,9 @@ class StateGiven:
 
 @dataclass(frozen=True)
 class WorkerArrived:
-    """A user has started one more worker by hand, which waits until the job uses it."""
+    """A user has started one more worker by hand on a host; it waits until the job uses it."""
+
+    host: int = 0
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,7 @@ class Admission:
         backoff_until: the earliest time to start a worker; None for no limit.
         young_losses: how many workers in a row were lost soon after their start.
         unreported: the consequence of the last loss, until a message has reported it.
+        arrivals: the hosts of workers that wait because a user has started them by hand.
     """
 
     posted: Notice = Notice.NOTHING
@@ -170,6 +171,7 @@ class Admission:
     backoff_until: float | None = None
     young_losses: int = 0
     unreported: str = ""
+    arrivals: tuple[int, ...] = ()
 
 
 class Stage(Enum):

@@ -48,6 +48,7 @@ class Checkpoints:
         seconds: the interval in seconds; None if it is a number of steps.
         keep: number of checkpoints to keep.
         resume: the one to resume from; None to start from the beginning.
+        given: the folder as the user wrote it.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Checkpoints:
     seconds: float | None
     keep: int
     resume: Path | None = None
+    given: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class WorkerConfig:
         adopts: whether models that a script compiles without a strategy are distributed.
         joint_input: whether this worker reads everything of a dataset, also where reading could be divided.
         by_hand: whether the user started this process.
+        host: the name of the worker's host, as the user wrote it; empty if the job has one host.
     """
 
     worker: int
@@ -96,6 +99,7 @@ class WorkerConfig:
     adopts: bool = False
     joint_input: bool = False
     by_hand: bool = False
+    host: str = ""
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -131,6 +135,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         adopts=f"{_PREFIX}ADOPTS" in environ,
         joint_input=f"{_PREFIX}JOINT_INPUT" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
+        host=environ.get(f"{_PREFIX}HOST", ""),
     )
     if config.worker >= config.workers and not config.joins:
         raise ConfigError(
@@ -369,6 +374,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         values["JOINT_INPUT"] = "yes"
     if config.by_hand:
         values["BY_HAND"] = "yes"
+    if config.host:
+        values["HOST"] = config.host
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}
 
 

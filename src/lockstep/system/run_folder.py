@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.system.files import FOLDER_MODE
+from lockstep.system.files import FOLDER_MODE, open_own, read_regular
 from lockstep.system.locks import try_lock
 from lockstep.system.paths import RunPaths
 
+_HOLDER = ".lockstep-job"
+"""The name of a file with the id of the job over hosts that holds the lock of a folder."""
+_SIGNS_WITHIN = 2.0
+_LOOK_EVERY = 0.05
 _RECORD = re.compile("[0-9a-f]{32}")
 """File names of the records of saved models; see `lockstep.keras.shared_saves`."""
 
@@ -62,6 +66,48 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
     return descriptor
 
 
+def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:
+    """Lock a folder for a job over several hosts, of which others may share it; see `claim_folder`.
+
+    Args:
+        folder: the folder to lock.
+        job: identifies the job.
+        what: its description, for messages.
+        option: the option that names it, for messages.
+
+    Returns:
+        A descriptor; None if another host of the job holds the lock.
+
+    Raises:
+        ConfigError: as for `claim_folder`.
+    """
+    give_up = time.monotonic() + _SIGNS_WITHIN
+    while True:
+        try:
+            descriptor = claim_folder(folder, what, option)
+        except ConfigError:
+            with contextlib.suppress(OSError):
+                if read_regular(folder / _HOLDER) == job.encode():
+                    return None
+            # Another host of the job may have taken the lock just now.
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(_LOOK_EVERY)
+        else:
+            sign_claim(folder, job)
+            return descriptor
+
+
+def sign_claim(folder: Path, job: str) -> None:
+    """Let other hosts of a job that share a folder find that the job holds its lock; for the holder."""
+    with contextlib.suppress(OSError):
+        descriptor = open_own(folder / _HOLDER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            os.write(descriptor, job.encode())
+        finally:
+            os.close(descriptor)
+
+
 @contextlib.contextmanager
 def gone_if_refused(folder: Path | None) -> Iterator[None]:
     """Remove `folder` again if it is created and claimed in the block, and the block raises.
@@ -77,6 +123,7 @@ def gone_if_refused(folder: Path | None) -> Iterator[None]:
         for each in missing:
             with contextlib.suppress(OSError):
                 RunPaths(each).lock.unlink(missing_ok=True)
+                (each / _HOLDER).unlink(missing_ok=True)
                 each.rmdir()
         raise
 

@@ -27,6 +27,18 @@ def split_address(address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+def with_port(address: str) -> str:
+    """Return an address with a port: 0, for any free one, if it has none.
+
+    Raises:
+        ConfigError: the address is malformed.
+    """
+    bare = address.startswith("[") and address.endswith("]")
+    complete = f"{address}:0" if bare or ":" not in address else address
+    split_address(complete)
+    return complete
+
+
 def join_address(place: Place) -> str:
     """Return the text of the address of a socket."""
     host, port = place[:2]

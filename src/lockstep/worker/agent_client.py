@@ -2,6 +2,7 @@
 
 import select
 import time
+from pathlib import Path
 
 from lockstep.errors import InternalError
 from lockstep.observability.bus import PublishedEvent
@@ -22,6 +23,7 @@ from lockstep.protocol.worker import (
     WaitReport,
     WorkerMessage,
 )
+from lockstep.system.mounts import is_shared
 
 _PATIENCE = 1.0
 
@@ -51,7 +53,7 @@ class AgentClient:
 
     def file_opened(self, path: str, line: str) -> None:
         """Report that a line of the program opens a file for writing."""
-        self._channel.send(FileOpened(path, line), _PATIENCE)
+        self._channel.send(FileOpened(path, line, is_shared(Path(path))), _PATIENCE)
 
     def failed(self, status: int, summary: str, traceback: str, *, blames: bool, prints: bool) -> bool:
         """Report that the script raised; return whether the report was sent."""

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import sys
 import threading
 import time
@@ -141,7 +142,8 @@ class CompilationCache:
 
     def put(self, key: str, value: bytes) -> None:
         """Save an entry; ignore errors of the file system."""
-        new = f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
+        # Hosts may share the folder, and have processes of equal ids.
+        new = f"{key}.{secrets.token_hex(8)}.new"
         try:
             self._trim()
             with os.fdopen(open_in(self._folder, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

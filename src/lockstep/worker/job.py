@@ -104,6 +104,9 @@ class JobContext:
         folder: of the run, where workers share files; None without one.
         began_with: the number of workers with which the job began; None if no worker can join.
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
+        host: the name of its host, as the user wrote it; empty if that is not known.
+        over_hosts: whether the job has several hosts; then some members may enter a view one call later than
+            others.
     """
 
     worker: int
@@ -113,6 +116,8 @@ class JobContext:
     folder: Path | None = None
     began_with: int | None = None
     joint_input: bool = False
+    host: str = ""
+    over_hosts: bool = False
 
 
 class Job:

@@ -10,7 +10,11 @@ from typing import Any
 import keras
 
 from lockstep.keras.state.callback_states import listed
+from lockstep.keras.worker_exchange import agree
+from lockstep.system.mounts import is_shared
+from lockstep.system.notes import note
 from lockstep.worker import job
+from lockstep.worker.program_sources import file_hash
 
 
 class ChiefCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -34,9 +38,22 @@ class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     resumes: bool
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore, unless the job resumes from a checkpoint of its own."""
+        """Restore, unless the job resumes from a checkpoint of its own.
+
+        Raises:
+            DisagreementError: hosts have different backups.
+        """
         if not self.resumes:
+            own = job.current()
+            if len(own.view.hosts) > 1:
+                agree(own, "the beginning of the training", {"backup": self._found()})
             super().on_train_begin(logs)
+
+    def _found(self) -> str:
+        """Describe the backup on this host."""
+        files = (self._weights_path, self._training_metadata_path)
+        hashes = [file_hash(Path(file)) for file in files if "://" not in file]
+        return " ".join(f"#{text[:16]}" for text in hashes if text) or "none"
 
     def _save_model(self) -> None:
         job.current().as_chief(super()._save_model)
@@ -52,9 +69,11 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
     append: bool
     resumes: bool
     rows: int
+    here: bool
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the file, on the chief."""
+        self.here = _with_chief()
         self.rows = len(_lines(Path(self.filename))[1:]) if self.append else 0
         if not self.resumes:
             job.current().as_chief(lambda: keras.callbacks.CSVLogger.on_train_begin(self, logs))
@@ -62,7 +81,10 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a row, on the chief."""
         rows, self.rows = self.rows, self.rows + 1
+        here = _with_chief()
         job.current().as_chief(lambda: self._write(rows, epoch, logs))
+        # Also if this worker was not on the chief's host before.
+        self.here = self.here or here
 
     def on_train_end(self, logs: Any = None) -> None:
         """Close the file, on the chief."""
@@ -72,7 +94,11 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
         if self.csv_file is None or self.csv_file.closed:
             # Another process has written these rows, and perhaps further ones or part of one.
             path = Path(self.filename)
-            path.write_bytes(b"".join(_lines(path)[: 1 + rows]))
+            # If that was on another host, a file here is of another training.
+            found = _lines(path) if self.here or is_shared(path.absolute()) else []
+            if len(found) <= rows and len(job.current().view.hosts) > 1:
+                note(f"{path} lacks the rows that another host has written")
+            path.write_bytes(b"".join(found[: 1 + rows]))
             own, self.append = self.append, True
             super().on_train_begin()
             self.append = own
@@ -193,6 +219,23 @@ def on_chief(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
     if verbose and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in given):
         given = [*given, ChiefProgbar()]
     return [_on_chief(callback, resumes) for callback in given]
+
+
+def chief_files(callbacks: Any) -> tuple[str, ...]:
+    """Return the absolute paths to which the chief's callbacks write, of files that hosts do not share."""
+    found = []
+    for callback in keras.tree.flatten(callbacks or []):
+        inner = getattr(callback, "_inner", callback)
+        names = [vars(inner).get(name) for name in ("filepath", "backup_dir", "filename", "log_dir")]
+        if isinstance(callback, (*_ON_CHIEF, OnChief)):
+            found += [Path(name).absolute() for name in names if isinstance(name, str) and "://" not in name]
+    return tuple(str(path) for path in found if not is_shared(path))
+
+
+def _with_chief() -> bool:
+    """Whether this worker is on the chief's host."""
+    own = job.current()
+    return own.worker in own.view.hosts[0]
 
 
 def writes(callbacks: Any) -> bool:

@@ -19,7 +19,7 @@ from lockstep.keras.backends.common import (
     refuse_synchronized_normalization,
 )
 from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.fit.callbacks import has_batch_methods, on_chief, writes
+from lockstep.keras.fit.callbacks import chief_files, has_batch_methods, on_chief, writes
 from lockstep.keras.fit.exactness import (
     introduction,
     per_replica_note,
@@ -50,7 +50,7 @@ from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
 from lockstep.keras.worker_exchange import Facts, agree, chiefs_decision, setting_facts, state_facts
-from lockstep.observability.events import CallStarted, TrainingEnded
+from lockstep.observability.events import CallStarted, ChiefWrites, TrainingEnded
 from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
@@ -175,6 +175,8 @@ class ModelMethods:
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], resumes=self.forwarding)
+            if len(self._job.view.hosts) > 1 and (files := chief_files(call.callbacks)):
+                self._job.events.publish(ChiefWrites(files))
             self._snapshots.note_settings(model)
             call.callback_hashes = [attribute_hashes(call.callbacks)]
             call.model, call.by_batch = model, has_batch_methods(call.callbacks)

@@ -18,7 +18,7 @@ from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras.backends.contract import Partial, Total
 from lockstep.keras.per_replica import Values
 from lockstep.keras.synchronization import AllReduce, PartialLayout, Round
-from lockstep.keras.worker_exchange import Facts, gather
+from lockstep.keras.worker_exchange import Facts, compare_all
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
@@ -39,6 +39,7 @@ class RunRounds:
         self._job = job
         self._synchronization = AllReduce(self._exchange, job.worker)
         self.to_numpy = to_numpy
+        self._compared = False
 
     @property
     def owned(self) -> range:
@@ -101,7 +102,17 @@ class RunRounds:
 
     def agree(self, what: str, facts: Facts) -> None:
         """Check that every worker calls this with equal facts; see `lockstep.keras.worker_exchange.agree`."""
-        self._exchange(lambda _, communicator: gather(self._job.worker, communicator, what, facts, b""))
+        self._exchange(lambda _, communicator: compare_all(self._job, communicator, what, facts))
+
+    def compare_hosts(self) -> None:
+        """Before the first call of `strategy.run` in a loop of the script, check what hosts must share.
+
+        Raises:
+            DisagreementError: hosts differ.
+        """
+        if not self._compared and not self._job.driven and len(self._job.view.hosts) > 1:
+            self.agree("the first strategy.run", {})
+        self._compared = True
 
     def _exchange(
         self,

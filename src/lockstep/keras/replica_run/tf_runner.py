@@ -40,6 +40,7 @@ class TensorFlowRunner:
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run `function` on each replica, in the graph that is being built or in a graph of its own."""
+        self._rounds.compare_hosts()
         if not tf.executing_eagerly():
             converted = as_in_autograph(function)
             return GraphRun(self._job, self._rounds, converted, args, kwargs).build()

@@ -3,8 +3,10 @@
 import atexit
 import os
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import keras
 import msgspec
 
 from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of, parts_of_checkpoint
+from lockstep.checkpoint.held import HeldCheckpoint, choose_newest
 from lockstep.checkpoint.resume import (
-    job_facts,
-    note_if_finished,
+    note_on_end,
     note_on_versions,
     refuse_different_job,
 )
@@ -35,11 +38,14 @@ from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.worker_exchange import agree
 from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.notes import note
+from lockstep.system.prose import count
 from lockstep.topology import View
 from lockstep.worker.job import Alone, Job
 
 _PATIENCE = 20.0
 _LAST_SECONDS = 60.0
+_PART = 1 << 20
+"""Bytes of a checkpoint that hosts hand over at once."""
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -93,11 +99,23 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         )
 
 
-class _Choice(msgspec.Struct):
-    """What the chief found in the folder: why the job cannot resume, or the newest checkpoint, if any."""
+class _HostFinding(msgspec.Struct, frozen=True):
+    """What one worker of a host has found in the folder.
 
+    Attributes:
+        worker: its id.
+        host: the name of its host; empty if the view has one host.
+        refusal: why the job cannot save checkpoints there; empty if it can.
+        path: of the newest complete checkpoint.
+        held: what it is; None if there is none.
+        notes: for the user.
+    """
+
+    worker: int
+    host: str = ""
     refusal: str = ""
     path: str = ""
+    held: HeldCheckpoint | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -110,6 +128,7 @@ class ScriptCheckpoints:
         self._snapshots = snapshots
         self._resumable = snapshots.resumable
         self._folder: Path | None = None
+        self._keep_copies = 1
 
     def begin(self, asked: Checkpoint) -> None:
         """Save checkpoints from the current call on, and resume from the newest one, if there is one.
@@ -141,10 +160,12 @@ class ScriptCheckpoints:
             self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
+        self._keep_copies = keep
         self._resumable.request_checkpoints()
         try:
             if not self._resumable.catches_up:
-                facts = {"checkpoints": f"in {folder}, every {asked.every}, keep {keep}"}
+                named = os.fspath(asked.folder)
+                facts = {"checkpoints": f"in {named}, every {asked.every}, keep {keep}"}
                 agree(self._job, self._calls.current.name, facts)
                 self._resume(folder, claim)
         except LockstepError:
@@ -158,51 +179,129 @@ class ScriptCheckpoints:
         self._save_at_exit(scheduler)
 
     def _resume(self, folder: Path, claim: FolderLock) -> None:
-        """Resume from the checkpoint that the chief chooses."""
+        """Resume from the newest checkpoint of all hosts; hosts that lack it get it first."""
+        what = f"the beginning of {self._calls.current.name}"
+        while True:
+            own: list[tuple[Path, Contents]] = []
+            found = self._look(what, folder, claim, own)
+            for one in found if self._job.is_chief else ():
+                for text in one.notes:
+                    note(f"{one.host}: {text}" if one.host else text)
+            if refusal := next((one.refusal for one in found if one.refusal), ""):
+                raise ConfigError(refusal)
+            chosen = choose_newest([one.host for one in found], [one.held for one in found])
+            if chosen is None:
+                return
+            best = found[chosen]
+            assert best.held is not None
+            facts = msgspec.to_builtins(best.held.job)
+            refuse_different_job(Path(best.path), facts, self._snapshots.facts())
+            lacking = [one for one in found if not best.held.is_same(one.held)]
+            if not lacking:
+                break
+            self._hand_over(what, folder, best, lacking)
+        path = Store(folder).path(best.held.step)
+        if self._job.is_chief:
+            end = note_on_end(folder, best.held.step) if best.held.finished else ""
+            for text in filter(None, [note_on_versions(path, facts), f"resuming from {path}", end]):
+                note(text)
+        contents = own[0][1] if own and own[0][0] == path else load(path)
+        self._resumable.begin(contents)
+        self._job.checkpoints.resume(contents)
 
-        found: Contents | None = None
+    def _look(
+        self, what: str, folder: Path, claim: FolderLock, own: list[tuple[Path, Contents]]
+    ) -> list[_HostFinding]:
+        """Return what the first worker of each host finds in the folder, which the chief locks for this job.
 
-        def choose(view: View, communicator: Communicator) -> bytes:
-            nonlocal found
-            own = None
-            if self._job.worker == view.chief:
-                choice, found = self._claim(folder, claim)
-                own = msgspec.json.encode(choice)
-            return communicator.broadcast(own, root=0, what=f"the beginning of {self._calls.current.name}")
+        Adds to `own` the checkpoint that this worker has found.
+        """
+        looked: list[_HostFinding] = []
 
-        choice = msgspec.json.decode(self._job.exchange(choose), type=_Choice)
-        if choice.refusal:
-            raise ConfigError(choice.refusal)
-        for text in choice.notes if self._job.is_chief else ():
-            note(text)
-        if choice.path:
-            contents = found or load(Path(choice.path))
-            self._resumable.begin(contents)
-            self._job.checkpoints.resume(contents)
+        def look(view: View, communicator: Communicator) -> list[bytes]:
+            if not looked and any(self._job.worker == host[0] for host in view.hosts):
+                looked.append(self._find(folder, own))
+            if looked and self._job.worker == view.chief:
+                with_lock = self._lock(claim)
+                looked[0] = msgspec.structs.replace(looked[0], refusal=with_lock or looked[0].refusal)
+            return communicator.gather(msgspec.json.encode(looked[0]) if looked else b"", what=what)
 
-    def _claim(self, folder: Path, claim: FolderLock) -> tuple[_Choice, Contents | None]:
-        """Lock the folder for this job; return its newest checkpoint, or why the job cannot resume."""
-        notes: list[str] = []
-        choice, contents = _Choice(), None
+        return [msgspec.json.decode(blob, type=_HostFinding) for blob in self._job.exchange(look) if blob]
+
+    def _find(self, folder: Path, own: list[tuple[Path, Contents]]) -> _HostFinding:
+        job, notes = self._job, list[str]()
+        host = (job.context.host or socket.gethostname()) if len(job.view.hosts) > 1 else ""
+        try:
+            newest = Store(folder).newest(notes.append)
+            if newest is None:
+                return _HostFinding(job.worker, host, notes=tuple(notes))
+            own.append(newest)
+            return _HostFinding(job.worker, host, "", str(newest[0]), held_of(newest[0]), tuple(notes))
+        except LockstepError as error:
+            return _HostFinding(job.worker, host, refusal=str(error), notes=tuple(notes))
+
+    def _lock(self, claim: FolderLock) -> str:
+        """Lock the folder for this job; return why that is impossible."""
         try:
             claim.acquire()
-            if newest := Store(folder).newest(notes.append):
-                path, contents = newest
-                facts = job_facts(path, contents)
-                refuse_different_job(path, facts, self._snapshots.facts())
-                notes += filter(
-                    None,
-                    [
-                        note_on_versions(path, facts),
-                        f"resuming from {path}",
-                        note_if_finished(folder, contents.step),
-                    ],
-                )
-                choice = _Choice(path=str(path))
         except LockstepError as error:
-            choice = _Choice(refusal=str(error))
-        choice.notes = tuple(notes)
-        return choice, contents
+            return str(error)
+        return ""
+
+    def _hand_over(
+        self, what: str, folder: Path, best: _HostFinding, lacking: Sequence[_HostFinding]
+    ) -> None:
+        """Copy a checkpoint from the host of the worker that has found it to those that lack it.
+
+        If a worker is lost meanwhile, the copy may be missing.
+
+        Raises:
+            ConfigError: it cannot be copied; raised on every worker.
+        """
+        assert best.held is not None
+        job, failure = self._job, ""
+        if job.is_chief:
+            hosts = " and ".join(one.host for one in lacking)
+            step = count(best.held.step, "step")
+            note(f"the newest checkpoint, after {step}, is on {best.host}; copying it to {hosts}")
+        arriving: ArrivingCheckpoint | None = None
+        parts: Iterator[tuple[int, bytes]] = iter(())
+        try:
+            if job.worker in [one.worker for one in lacking]:
+                arriving = ArrivingCheckpoint(folder, best.held, self._keep_copies)
+            if job.worker == best.worker:
+                parts = parts_of_checkpoint(Path(best.path), _PART)
+        except LockstepError as error:
+            failure = str(error)
+        while True:
+            own = b""
+            try:
+                own = next((bytes([file]) + part for file, part in parts), b"")
+            except LockstepError as error:
+                failure = str(error)
+            part = self._from_any(what, own)
+            if not part:
+                break
+            try:
+                if arriving is not None and not failure:
+                    arriving.add(part[0], part[1:])
+            except LockstepError as error:
+                failure = str(error)
+        try:
+            if arriving is not None and not failure:
+                arriving.complete()
+        except LockstepError as error:
+            failure = str(error)
+        if failed := self._from_any(what, failure.encode()):
+            raise ConfigError(failed.decode())
+
+    def _from_any(self, what: str, blob: bytes) -> bytes:
+        """Return the blob of the first worker that has one; empty if none has."""
+
+        def receive(_: View, communicator: Communicator) -> bytes:
+            return next(filter(None, communicator.gather(blob, what=what)), b"")
+
+        return self._job.exchange(receive)
 
     def _save_at_exit(self, scheduler: CheckpointScheduler) -> None:
         """Save the last checkpoint when the process ends; forked processes save none."""

@@ -15,6 +15,7 @@ from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.logs import mapped
+from lockstep.keras.host_report import libraries
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import (
@@ -238,14 +239,6 @@ class Snapshots:
         if (found or sources) and self._job.is_chief:
             what = f"with other settings: {found}" if found else "with the same settings"
             note(f"resuming from the checkpoint of step {step}{changed} {what}")
-
-
-def libraries() -> dict[str, str]:
-    """Return the versions of the imported libraries that affect training."""
-    names = ("keras", keras.backend.backend(), "jaxlib", "numpy", "lockstep")
-    modules = [sys.modules[name] for name in names if name in sys.modules]
-    # PyTorch's version is of a subclass of str.
-    return {module.__name__: str(module.__version__) for module in modules}
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""What a host tells others of the newest checkpoint in its folder, and which one a job resumes from. Pure."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from lockstep.errors import ConfigError
+
+
+class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a checkpoint records about its job; defaults stand for facts that older checkpoints lack."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1)]
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    threads: Annotated[int, msgspec.Meta(ge=0)]
+    input: str = ""
+    backend: str = ""
+    libraries: dict[str, str] = {}
+
+
+class HeldCheckpoint(msgspec.Struct, frozen=True):
+    """The newest complete checkpoint in a folder of one host.
+
+    Attributes:
+        step: training steps since the start of the job.
+        digest: a hash of the state; equal for checkpoints of one step of one training.
+        job: what it records about its job.
+        finished: whether the job finished with it.
+    """
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    digest: str
+    job: JobFacts
+    finished: bool = False
+
+    def is_same(self, other: "HeldCheckpoint | None") -> bool:
+        """Whether another host holds the same state."""
+        return other is not None and (self.step, self.digest) == (other.step, other.digest)
+
+
+def choose_newest(names: Sequence[str], held: Sequence[HeldCheckpoint | None]) -> int | None:
+    """Return the position of the first host with the newest checkpoint; None if no host has one.
+
+    Args:
+        names: of the hosts, for messages.
+        held: the newest complete checkpoint of each host; None for none.
+
+    Raises:
+        ConfigError: two hosts have checkpoints of different trainings, of the same step.
+    """
+    chosen = None
+    for position, own in enumerate(held):
+        best = held[chosen] if chosen is not None else None
+        if own is not None and (best is None or own.step > best.step):
+            chosen = position
+    best = held[chosen] if chosen is not None else None
+    for name, own in zip(names, held, strict=True):
+        if best is not None and own is not None and own.step == best.step and not own.is_same(best):
+            assert chosen is not None
+            raise ConfigError(
+                f"the checkpoints of step {own.step} on {names[chosen]} and {name} are of different "
+                "trainings; remove those of one host, or give another folder"
+            )
+    return chosen

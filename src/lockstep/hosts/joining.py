@@ -1,0 +1,90 @@
+"""How the agent of a host joins a coordinator over the network: one connection, tried until it succeeds."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from lockstep.errors import ConfigError, NetworkError
+from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.greeting import ConnectionKind, Greeting
+from lockstep.system.event_loop import EventLoop
+from lockstep.transport.dial import connect
+
+_ATTEMPT = 4.0
+_PAUSE = 0.5
+
+
+class CoordinatorDialer:
+    """Connects to a coordinator in a thread, again and again until that succeeds.
+
+    Args:
+        address: of the coordinator.
+        credentials: of the job.
+        loop: calls `news`.
+        news: called when there is a result, or when another attempt has failed.
+
+    Attributes:
+        failure: why the last attempt failed; empty before.
+        connection: once there is one; the caller takes it.
+        error: why there can be none.
+    """
+
+    def __init__(
+        self, address: str, credentials: Credentials, loop: EventLoop, news: Callable[[], None]
+    ) -> None:
+        self.failure = ""
+        self.connection: socket.socket | None = None
+        self.error: ConfigError | None = None
+        self._address = address
+        self._credentials = credentials
+        self._loop = loop
+        self._news = news
+        self._ended = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        loop.watch(self._wake, self._serve)
+        self._thread = threading.Thread(target=self._run, name="join", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the attempts; a connection that the caller has not taken is closed."""
+        self._ended.set()
+        self._thread.join()
+        self._loop.unwatch(self._wake)
+        os.close(self._wake)
+        if self.connection is not None:
+            self.connection.close()
+
+    def take(self) -> socket.socket | None:
+        """Return the connection, if there is one now.
+
+        Raises:
+            ConfigError: there can be none.
+        """
+        if self.error is not None:
+            raise self.error
+        connection, self.connection = self.connection, None
+        return connection
+
+    def _serve(self) -> None:
+        os.eventfd_read(self._wake)
+        self._news()
+
+    def _check(self) -> None:
+        if self._ended.is_set():
+            raise NetworkError("the attempts were ended")
+
+    def _run(self) -> None:
+        greeting = Greeting(ConnectionKind.CONTROL)
+        while not self._ended.is_set():
+            try:
+                self.connection = connect(self._address, greeting, self._credentials, _ATTEMPT, self._check)
+                return
+            except NetworkError as error:
+                self.failure = str(error)
+            except ConfigError as error:
+                self.error = error
+                return
+            finally:
+                os.eventfd_write(self._wake, 1)
+            self._ended.wait(_PAUSE)

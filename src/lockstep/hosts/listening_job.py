@@ -1,0 +1,253 @@
+"""A job that agents of other hosts join: waits until its hosts are complete, then coordinates."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import TypeVar
+
+from lockstep.errors import ConfigError, NetworkError, UnfitError
+from lockstep.hosts.agent_server import AgentServer, JoiningAgent
+from lockstep.hosts.facts import own_facts
+from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, Stopped
+from lockstep.hosts.host_listener import HostListener, own_credentials
+from lockstep.hosts.job_on_hosts import (
+    Resumed,
+    ThisHost,
+    first_message,
+    run_on_hosts,
+    started_here,
+    terminal_of,
+)
+from lockstep.local_job.composition import LocalHost
+from lockstep.observability.console import Console
+from lockstep.protocol.channel import Channel, PeerGone
+from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.host import HostOffer, Stop
+from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.system.clock import SystemClock
+from lockstep.system.environment import KEY_FILE
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.prose import count
+
+_FIRST_NOTE = 1.0
+_RETRY = 60.0
+"""Seconds in which the name of this host may become known."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a job waits for agents.
+
+    Attributes:
+        address: HOST:PORT of this host; port 0 means any free one.
+        here: the number of workers on this host.
+        patience: seconds until the job gives up to wait.
+        retries: whether an address that is not known yet, or not of this host yet, is tried again.
+    """
+
+    address: str
+    here: int = 1
+    patience: float = 600.0
+    retries: bool = False
+
+
+def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
+    """Run a job on this host and on those whose agents join it; return its exit status.
+
+    Args:
+        spec: the job, with the number of all workers and without hosts; its threads may be 0.
+        listening: where it waits.
+        resumed: see `Resumed`.
+        command: the channel over which the job is stopped.
+
+    Raises:
+        ConfigError: there is no key, the address cannot be used, the hosts do not fit together, or one cannot
+            run the script.
+        NetworkError: the address cannot be used.
+        UnfitError: too few hosts have joined in time, or one was lost.
+    """
+    try:
+        with ExitStack() as ends:
+            loop = ends.enter_context(EventLoop())
+            gate = _Gate(spec, listening, command, terminal_of(spec), loop)
+            credentials = gate.retried(lambda: own_credentials(listening.address, encrypted=not spec.plain))
+            server, listener = gate.open(credentials)
+            ends.enter_context(closing(server))
+            ends.enter_context(closing(listener))
+            gate.wait(server, listener)
+            agents = server.begin("the job has begun, and its hosts are complete")
+            for agent in agents:
+                ends.enter_context(closing(agent.channel))
+            hosts, others = placed(spec.workers, listening.here, listener.place[0], agents)
+            prepare = first_message(spec, encrypted=credentials.encrypted)
+
+            def workers(job: JobSpec, host: int) -> LocalHost:
+                return started_here(job, host, gate.console)
+
+            return run_on_hosts(
+                replace(spec, hosts=hosts),
+                prepare,
+                command,
+                console=gate.console,
+                loop=loop,
+                here=ThisHost(0, listener, own_facts(prepare, *listener.place)),
+                others=others,
+                workers=workers,
+                notifies=True,
+                resumed=resumed,
+            )
+    except Stopped as stopped:
+        return 128 + stopped.signal
+
+
+def placed(
+    workers: int, here: int, own: str, agents: Sequence[JoiningAgent]
+) -> tuple[tuple[JobHost, ...], dict[int, AwaitedHost]]:
+    """Return the hosts of a job, this one first, and the agents of the others by the index of their host.
+
+    Args:
+        workers: of the job.
+        here: those of this host.
+        own: the name of this host.
+        agents: that have offered enough workers; the last one may get fewer than it has offered.
+    """
+    hosts, others, missing = [JobHost(own, here)], {}, workers - here
+    for agent in agents:
+        assert agent.offer is not None
+        names = [host.name for host in hosts]
+        name = agent.peer if agent.peer not in names else f"{agent.peer} ({len(hosts) + 1})"
+        others[len(hosts)] = AwaitedHost(name, agent.channel, lambda: "its agent has ended")
+        hosts.append(JobHost(name, min(missing, agent.offer.workers)))
+        missing -= hosts[-1].workers
+    return tuple(hosts), others
+
+
+def vacancies(wanted: int, agents: Sequence[JoiningAgent]) -> int:
+    """Return how many of the workers that other hosts must run have no host yet."""
+    return max(0, wanted - sum(agent.offer.workers for agent in agents if agent.offer is not None))
+
+
+def objection(agent: JoiningAgent, offer: HostOffer, agents: Sequence[JoiningAgent], own: str) -> str:
+    """Return why an agent cannot join beside `agents`; empty if it can.
+
+    Args:
+        agent: the agent.
+        offer: what it offers.
+        agents: those that have joined.
+        own: the address of the coordinator's host; empty if several agents may run on one host.
+    """
+    if offer.first is not None:
+        return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
+    if own and agent.peer in (own, *(other.peer for other in agents)):
+        return (
+            f"the job already has an agent on host {agent.peer}: start one agent on each host, and tell it "
+            "with -n how many workers to run"
+        )
+    return ""
+
+
+@dataclass
+class _Gate:
+    """The wait for the hosts of a job."""
+
+    spec: JobSpec
+    listening: Listening
+    command: Channel[Stop, Stop]
+    console: Console
+    loop: EventLoop
+
+    def __post_init__(self) -> None:
+        self.clock = SystemClock()
+        self.loop.watch(self.command.fileno(), lambda: None)
+
+    @property
+    def wanted(self) -> int:
+        return self.spec.workers - self.listening.here
+
+    def retried(self, act: Callable[[], Result]) -> Result:
+        """Return what `act` returns; try again for a while, if the name of this host may not be known yet."""
+        begun = self.clock.now()
+        said = begun - SAY_EVERY + _FIRST_NOTE
+        while True:
+            try:
+                return act()
+            except (ConfigError, NetworkError) as error:
+                now = self.clock.now()
+                if not self.listening.retries or now - begun >= _RETRY:
+                    raise
+                if now - said >= SAY_EVERY:
+                    said = now
+                    self.console.say(f"waiting for the name of this host, {now - begun:.0f} s: {error}")
+            self._turn(1.0)
+
+    def open(self, credentials: Credentials) -> tuple[AgentServer, HostListener]:
+        """Listen."""
+        own = ""
+
+        def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+            return objection(agent, offer, server.agents, own)
+
+        server = AgentServer(credentials, judge, self.console.say, loop=self.loop, clock=self.clock)
+        listener = self.retried(
+            lambda: HostListener.open(
+                self.listening.address,
+                credentials,
+                self.console.say,
+                loop=self.loop,
+                clock=self.clock,
+                agents=server,
+            )
+        )
+        place = ip_address(listener.place[0].partition("%")[0])
+        if place.is_unspecified:
+            listener.close()
+            raise ConfigError(
+                f"--listen {self.listening.address} is no address that other hosts can connect to; give the "
+                "one at which they reach this host"
+            )
+        own = "" if place.is_loopback else str(place)
+        return server, listener
+
+    def wait(self, server: AgentServer, listener: HostListener) -> None:
+        """Wait until the agents of other hosts have offered enough workers.
+
+        Raises:
+            Stopped: the user has stopped the job.
+            UnfitError: they have not within the limit.
+        """
+        begun = self.clock.now()
+        due = begun + _FIRST_NOTE
+        key = f"{KEY_FILE}=... " if listener.credentials.greeting_key else ""
+        plain = " --plain" if self.spec.plain else ""
+        address = listener.listener.address
+        join = f"{key}lockstep agent --join {address}{plain} [-n WORKERS]"
+        port = listener.place[1]
+        while missing := vacancies(self.wanted, server.agents):
+            workers = count(missing, "more worker")
+            server.keep_waiting(f"other hosts to join with {workers}")
+            waited = (now := self.clock.now()) - begun
+            if waited >= self.listening.patience:
+                server.turn_away(f"too few hosts have joined within {self.listening.patience:g} s")
+                raise UnfitError(
+                    f"no host has joined with {workers} within {self.listening.patience:g} s; run on "
+                    f"each: {join}"
+                )
+            if now >= due:
+                due = now + SAY_EVERY
+                self.console.say(
+                    f"waiting at {address} for other hosts to join with {workers}, {waited:.0f} s; run "
+                    f"there: {join} (a firewall must let TCP connections to port {port} through)"
+                )
+            self._turn(max(0.0, min(due, begun + self.listening.patience) - now))
+        self.loop.unwatch(self.command.fileno())
+
+    def _turn(self, seconds: float) -> None:
+        self.loop.turn(seconds)
+        match self.command.receive():
+            case Stop(number):
+                raise Stopped(number)
+            case PeerGone():
+                raise Stopped(0)

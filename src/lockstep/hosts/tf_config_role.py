@@ -1,0 +1,68 @@
+"""What a process of `lockstep run --tf-config` is for, given the `TF_CONFIG` of its pod. Pure."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lockstep.cluster.tf_config import TRAINING, parse, training_tasks
+from lockstep.errors import ConfigError
+
+
+class TaskRole(Enum):
+    """What a process does."""
+
+    COORDINATOR = auto()
+    """It begins the job, and waits for the agents of the other tasks."""
+    AGENT = auto()
+    """It joins the coordinator."""
+    ALONE = auto()
+    """It is the only one that trains."""
+    EVALUATOR = auto()
+    """It evaluates, and trains nothing."""
+    SERVER = auto()
+    """A parameter server: it does nothing."""
+
+
+@dataclass(frozen=True)
+class TaskPlace:
+    """The place of a process in its cluster.
+
+    Attributes:
+        role: what it does.
+        name: of its task, for messages.
+        address: of its task; empty for an evaluator that the cluster does not list.
+        coordinator: the address of the coordinator; empty if there is none.
+        workers: number of tasks that train.
+    """
+
+    role: TaskRole
+    name: str
+    address: str
+    coordinator: str
+    workers: int
+
+
+def find_place(text: str | None) -> TaskPlace:
+    """Return the place of the process with this `TF_CONFIG`.
+
+    Raises:
+        ConfigError: there is none, or it is invalid.
+    """
+    if text is None:
+        raise ConfigError(
+            "--tf-config needs the variable TF_CONFIG, which names the tasks of the job and the one of this "
+            "process; without it, use -n, --hosts or --listen"
+        )
+    config = parse(text)
+    tasks = training_tasks(config.cluster)
+    name = f"{config.task_type} {config.task_id}"
+    if config.task_type == "ps":
+        return TaskPlace(TaskRole.SERVER, name, "", "", len(tasks))
+    if config.task_type not in TRAINING:
+        return TaskPlace(TaskRole.EVALUATOR, name, "", "", len(tasks))
+    address = config.cluster.task_address(config.task_type, config.task_id)
+    if len(tasks) == 1:
+        return TaskPlace(TaskRole.ALONE, name, address, "", 1)
+    kind, index, first = tasks[0]
+    begins = (config.task_type, config.task_id) == (kind, index)
+    role = TaskRole.COORDINATOR if begins else TaskRole.AGENT
+    return TaskPlace(role, name, address, first, len(tasks))

@@ -1,0 +1,358 @@
+"""The process of one host in a job whose workers are started by hand on several hosts.
+
+On each host, the first process that a user starts for a task starts this one, which is the agent of the host.
+It listens at the address of the host's first task. On the host of the job's first task it also coordinates
+the job, and the agents of the other hosts join it there.
+"""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from lockstep.agent.worker_output import ForwardedOutput, LocalOutput, WorkerOutput
+from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone
+from lockstep.hosts.agent_server import AgentServer, JoiningAgent
+from lockstep.hosts.facts import own_facts
+from lockstep.hosts.gathering import AwaitedHost
+from lockstep.hosts.host_listener import HostListener, own_credentials
+from lockstep.hosts.job_on_hosts import ThisHost, first_message, run_on_hosts
+from lockstep.hosts.joining import CoordinatorDialer
+from lockstep.local_job.composition import LocalHost
+from lockstep.protocol.channel import Channel
+from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.host import (
+    MOST_QUEUED,
+    BeginJob,
+    HostFacts,
+    HostOffer,
+    Prepare,
+    RemoteInstruction,
+    RemoteReport,
+    Stop,
+)
+from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.rendezvous import Arrival, Task, refusal
+from lockstep.rendezvous.addresses import check_free
+from lockstep.rendezvous.processes import ExternalProcesses, Terminals
+from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
+from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.paths import RunPaths
+from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
+from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.stream_channel import StreamChannel
+
+TIMEOUT = 600.0
+_PAUSE = 1.0
+_TOO_LATE = "the job runs on other processes; start this host's tasks again when it has ended"
+
+
+def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
+    """Run this host's part of a job until it has ended, or until no process remains that waits.
+
+    Raises:
+        ConfigError: the tasks or the hosts do not fit together, or a port is in use.
+        NetworkError: this host cannot listen.
+        UnfitError: a host was lost before the job began.
+    """
+    user, command = LocalChannel.pair()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        user.send(Stop(number))
+
+    signal.signal(signal.SIGTERM, pass_on)
+    with EventLoop() as loop:
+        loop.watch(server.fileno(), server.serve)
+        while not server.waiting:
+            loop.turn(None)
+            if server.is_empty:
+                return
+        host = _TasksOfHost(server, terminals, loop, user, command)
+        if 0 in server.first.here:
+            host.coordinate()
+        else:
+            host.join()
+
+
+def missing_tasks(first: Arrival, waiting: Sequence[int], agents: Sequence[HostOffer]) -> str:
+    """Name the tasks that no process has been started for; empty if there are none.
+
+    Args:
+        first: an arrival on the coordinator's host.
+        waiting: the tasks of that host for which a process waits.
+        agents: what the agents of other hosts offer.
+    """
+    there = {*waiting, *(slot for offer in agents for slot in offer.slots)}
+    connected = {*first.here, *(slot for offer in agents if offer.first for slot in offer.first.here)}
+    missing = [slot for slot, _ in enumerate(first.tasks) if slot not in there]
+    text = ", ".join(str(first.tasks[slot]) for slot in missing)
+    if all(slot in connected for slot in missing):
+        return text
+    address = first.tasks[0].address
+    port = address.rpartition(":")[2]
+    return (
+        f"{text}; no process of its host has connected to {address} yet (a firewall must let TCP "
+        f"connections to port {port} through)"
+    )
+
+
+def objection(first: Arrival, offer: HostOffer, peer: str, others: Sequence[tuple[str, HostOffer]]) -> str:
+    """Return why the agent of a host cannot take part; empty if it can.
+
+    Args:
+        first: an arrival on the coordinator's host.
+        offer: of the agent.
+        peer: the IP address of its host.
+        others: addresses of other hosts, and what their agents offer.
+    """
+    if offer.first is None:
+        return "this job follows TF_CONFIG: set it on this host too, and start the program with python"
+    if reason := refusal(by_address(first), offer.first, None):
+        return reason
+    claims = [("the host of the coordinator", first), *((name, other.first) for name, other in others)]
+    for name, claim in claims:
+        if claim is not None and (both := sorted({*claim.here}.intersection(offer.first.here))):
+            task = first.tasks[both[0]]
+            return (
+                f"{task} is on two hosts, {name} and {peer}: both have its address; give each host an "
+                "address of its own"
+            )
+    return ""
+
+
+def by_address(arrival: Arrival) -> Arrival:
+    """Return an arrival whose places are the addresses: hosts may resolve their own names differently."""
+    tasks = tuple(Task(task.kind, task.index, task.address, task.address) for task in arrival.tasks)
+    return msgspec.structs.replace(arrival, tasks=tasks)
+
+
+@dataclass
+class RendezvousWorkers:
+    """Workers that a user starts on this host; a `HostWorkers`.
+
+    Attributes:
+        server: where their processes wait.
+        paths: of the folder that they share, absolute.
+    """
+
+    server: RendezvousServer
+    paths: RunPaths
+
+    def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
+        """Return the facts of this host for the script that its processes run."""
+        first = self.server.first
+        own = msgspec.structs.replace(prepare, target=first.target, module=first.module)
+        arrivals = [process.arrival for process in self.server.waiting.values()]
+        cores = min((arrival.cores for arrival in arrivals if arrival is not None), default=first.cores)
+        return msgspec.structs.replace(own_facts(own, address, port), cores=cores)
+
+    def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
+        """Return what admits the processes."""
+        return self.admitting(begin.spec, output)
+
+    def admitting(self, spec: JobSpec, output: WorkerOutput) -> LocalHost:
+        """Return what admits the processes as workers of a job."""
+        empty_folder(self.paths.sources)
+        starter = RendezvousStarter(spec, self.paths, os.getpid(), self.server)
+        return LocalHost(output, starter, ExternalProcesses(self.server.workers), self.server)
+
+
+@dataclass
+class _TasksOfHost:
+    """The tasks of this host, and its part of the job."""
+
+    server: RendezvousServer
+    terminals: Terminals
+    loop: EventLoop
+    user: Channel[Stop, Stop]
+    command: Channel[Stop, Stop]
+
+    def __post_init__(self) -> None:
+        self.clock = SystemClock()
+        self.first = self.server.first
+        self.own = self.first.tasks[self.first.here[0]]
+        self.coordinator = self.first.tasks[0]
+        self.failure = ""
+        self.credentials: Credentials = own_credentials(self.own.place, encrypted=True)
+
+    def listen(self, agents: AgentServer | None = None) -> HostListener:
+        """Listen at the address of this host's first task."""
+        check_free(self.own.place, self.own.name)
+        return HostListener.open(
+            self.own.place,
+            self.credentials,
+            self.terminals.say,
+            loop=self.loop,
+            clock=self.clock,
+            agents=agents,
+        )
+
+    # The host of the coordinator.
+
+    def coordinate(self) -> None:
+        """Wait for a process per task on all hosts, and coordinate the job."""
+
+        def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+            others = [(one.peer, one.offer) for one in agents.agents if one is not agent and one.offer]
+            return objection(self.first, offer, agent.peer, others)
+
+        agents = AgentServer(self.credentials, judge, self.terminals.say, loop=self.loop, clock=self.clock)
+        with ExitStack() as ends:
+            ends.enter_context(closing(agents))
+            listener = ends.enter_context(closing(self.listen(agents)))
+            if not self._gather(agents):
+                return
+            joined = agents.begin(_TOO_LATE)
+            for agent in joined:
+                ends.enter_context(closing(agent.channel))
+            self._run(listener, joined)
+
+    def _gather(self, agents: AgentServer) -> bool:
+        """Wait for a process per task; return False if all processes of this host leave before."""
+        told = ("", 0)
+        self.server.tell_of_changes(lambda: None)
+        while True:
+            offers = [agent.offer for agent in agents.agents if agent.offer is not None]
+            missing = missing_tasks(self.first, tuple(self.server.waiting), offers)
+            if not missing:
+                return True
+            if self.server.is_empty:
+                return False
+            agents.keep_waiting(missing)
+            if told != (told := (missing, len(self.server.waiting))):
+                self.server.keep_waiting(missing)
+            self.loop.turn(None)
+
+    def _run(self, listener: HostListener, joined: Sequence[JoiningAgent]) -> None:
+        first = self.first
+        hosts, others = [JobHost(_host(self.own), len(first.here))], {}
+        for agent in sorted(joined, key=_first_slot):
+            assert agent.offer is not None
+            name = _host(first.tasks[_first_slot(agent)])
+            others[len(hosts)] = AwaitedHost(name, agent.channel, lambda: "its agent has ended")
+            hosts.append(JobHost(name, agent.offer.workers))
+        spec = JobSpec(
+            target=first.target,
+            module=first.module,
+            arguments=(),
+            workers=len(first.tasks),
+            replicas=len(first.tasks),
+            threads=0,
+            seed=0,
+            timeout=TIMEOUT,
+            run_dir=fresh_folder(Path("runs"), Path(first.target).stem, time.time()),
+            backend=first.backend,
+            hosts=tuple(hosts),
+        )
+        lock = claim_folder(spec.run_dir)
+        prepare = msgspec.structs.replace(first_message(spec, encrypted=True), environment={})
+        paths = RunPaths(spec.run_dir.absolute())
+        workers = RendezvousWorkers(self.server, paths)
+        try:
+            run_on_hosts(
+                spec,
+                prepare,
+                self.command,
+                console=self.terminals,
+                loop=self.loop,
+                here=ThisHost(0, listener, workers.facts(prepare, *listener.place)),
+                others=others,
+                workers=lambda job, host: workers.admitting(job, LocalOutput(self.terminals, paths)),
+                notifies=True,
+                by_hand=True,
+            )
+        finally:
+            leave_folder(spec.run_dir)
+            os.close(lock)
+        if not self.server.assigned:
+            self.server.turn_away("the job could not start for the reason above")
+
+    # The other hosts.
+
+    def join(self) -> None:
+        """Join the coordinator, and run the workers of this host; again, if it ends before the job begins."""
+        folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        try:
+            while not self.server.is_empty and not self._join(folder):
+                self._pause()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _join(self, folder: Path) -> bool:
+        """Return whether a job has run."""
+        with closing(self.listen()) as listener:
+            channel = self._connect()
+            if channel is None:
+                return False
+
+            def offer() -> None:
+                slots = tuple(sorted(self.server.waiting))
+                channel.send(HostOffer(len(self.first.here), by_address(self.first), slots))
+                if self.server.is_empty:
+                    self.user.send(Stop(signal.SIGTERM))
+
+            self.server.tell_of_changes(offer)
+            offer()
+            process = AgentProcess(
+                channel,
+                self.command,
+                self.loop,
+                self.clock,
+                lambda prepare: listener,
+                RendezvousWorkers(self.server, RunPaths(folder)),
+                folder,
+                joined=True,
+                waits=self.server.keep_waiting,
+                say=self.terminals.say,
+            )
+            try:
+                process.run()
+            except CoordinatorGone as gone:
+                if not process.begun:
+                    self.failure = str(gone)
+                    return False
+                self.terminals.say(f"{gone}, so the job ends on this host")
+            return True
+
+    def _connect(self) -> StreamChannel[RemoteReport, RemoteInstruction] | None:
+        """Return a channel to the coordinator; None if all processes of this host leave before."""
+
+        def tell() -> None:
+            why = dialer.failure or self.failure
+            self.server.keep_waiting(f"{self.coordinator}: {why}" if why else str(self.coordinator))
+
+        dialer = CoordinatorDialer(self.coordinator.address, self.credentials, self.loop, lambda: tell())
+        self.server.tell_of_changes(tell)
+        with closing(dialer):
+            tell()
+            while (connection := dialer.take()) is None:
+                if self.server.is_empty:
+                    return None
+                self.loop.turn(None)
+        return StreamChannel.over(
+            connection, RemoteInstruction, self.credentials, accepted=False, most_queued=MOST_QUEUED
+        )
+
+    def _pause(self) -> None:
+        until = self.clock.now() + _PAUSE
+        while not self.server.is_empty and (left := until - self.clock.now()) > 0:
+            self.loop.turn(left)
+
+
+def _first_slot(agent: JoiningAgent) -> int:
+    assert agent.offer is not None
+    assert agent.offer.first is not None
+    return agent.offer.first.here[0]
+
+
+def _host(task: Task) -> str:
+    return task.address.rpartition(":")[0].strip("[]")

@@ -1,0 +1,31 @@
+"""File systems that several hosts can share."""
+
+import os
+import re
+from pathlib import Path
+
+_OVER_NETWORKS = re.compile(
+    r"nfs\d?|cifs|smb.*|ceph|lustre|gpfs|beegfs|glusterfs|9p|virtiofs|afs|ocfs2|gfs2|pvfs2|orangefs|wekafs|fuse\..+"
+)
+_ESCAPE = re.compile(rb"\\([0-7]{3})")
+
+
+def is_shared(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether a file is in a file system that other hosts may share, as far as its kind tells.
+
+    Args:
+        path: of the file, absolute; it may not exist.
+        mounts: the kernel's list of the file systems of this process.
+    """
+    try:
+        lines = mounts.read_bytes().splitlines()
+    except OSError:
+        return False
+    file, longest, kind = os.fsencode(os.path.realpath(path)), -1, ""
+    for line in lines:
+        before, _, after = line.partition(b" - ")
+        place = _ESCAPE.sub(lambda found: bytes([int(found[1], 8)]), before.split(b" ")[4])
+        if (file == place or file.startswith(place.rstrip(b"/") + b"/")) and len(place) >= longest:
+            # A later file system hides an earlier one at the same place.
+            longest, kind = len(place), after.split(b" ")[0].decode()
+    return _OVER_NETWORKS.fullmatch(kind) is not None

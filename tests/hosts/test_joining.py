@@ -1,0 +1,164 @@
+"""Jobs that hosts join without ssh: `lockstep run --listen` and `--tf-config`, `lockstep agent --join`."""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+
+import chaos_steps
+import pytest
+from host_network import Host, Running
+from stepping_job import CHAOS, HERE
+
+from lockstep.transport.keys import JobKey
+
+FILES = (
+    HERE / "stepping.py",
+    HERE / "stepping_by_hand.py",
+    CHAOS / "chaos_steps.py",
+    CHAOS / "chaos_faults.py",
+)
+STEPS = 12
+
+
+@pytest.fixture
+def nodes(hosts: Sequence[Host], lean_environment: dict[str, str]) -> Sequence[Host]:
+    """Hosts with the same key file and the same program."""
+    key = JobKey.generate()
+    for host in hosts:
+        key.write(host.work / "job.key")
+        for file in FILES:
+            shutil.copy(file, host.work)
+    return hosts
+
+
+@pytest.fixture
+def keyed(lean_environment: dict[str, str]) -> dict[str, str]:
+    return {**lean_environment, "LOCKSTEP_KEY_FILE": "job.key"}
+
+
+def digest(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith("digest ")]
+    return line.removeprefix("digest ")
+
+
+def ended(*running: Running) -> tuple[int, ...]:
+    return tuple(one.end() for one in running)
+
+
+Begin = Callable[..., tuple[Running, ...]]
+
+
+@pytest.fixture
+def begin(nodes: Sequence[Host], keyed: dict[str, str]) -> Begin:
+    """Begin a job on node1 that other hosts join: options of the job, then those of each agent."""
+
+    def run(
+        options: str, *agents: str, steps: int = STEPS, faults: Sequence[str] = ()
+    ) -> tuple[Running, ...]:
+        begins = (
+            f"run --backend jax --listen {nodes[0].address}:7000 --run-dir run {options} stepping.py {steps}"
+        )
+        started = [nodes[0].lockstep(*begins.split(), *faults, **keyed)]
+        for host, agent in zip(nodes[1:], agents, strict=False):
+            command = f"agent --join {nodes[0].name}:7000 {agent}"
+            started.append(host.lockstep(*command.split(), **keyed))
+        return tuple(started)
+
+    return run
+
+
+def test_hosts_join_a_job(nodes: Sequence[Host], begin: Begin) -> None:
+    """One worker here, two on node2, and one of the two that node3 offers; a lost one is replaced there."""
+    fault = "2:3:after apply:SIGKILL"
+    job, *agents = begin("-n 4 --replicas 5", "-n 2", "-n 2", faults=[fault])
+    assert ended(job, *agents) == (0, 0, 0), (job.err, [agent.err for agent in agents])
+    logs = [(nodes[0].work / f"run/worker-{worker}.log").read_text() for worker in (0, 1, 3, 4)]
+    assert {digest(log) for log in logs} == {chaos_steps.alone(0, 5, STEPS)[-1]}
+    assert "4 workers on 3 hosts" in job.err
+    assert all("worker 4 joined (4 workers, view 3)" in one.err for one in (job, *agents))
+
+
+def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]) -> None:
+    early = nodes[1].lockstep("agent", "--join", "node1:7000", "--plain", **keyed)
+    early.wait_until(lambda: "must let TCP connections to port 7000 through" in early.err)
+    assert "waiting for the coordinator, " in early.err
+    (job,) = begin("-n 3 --plain", faults=["0:3:after apply:hold"])
+    early.wait_until(
+        lambda: "joined node1:7000; waiting for other hosts to join with 1 more worker" in early.err
+    )
+    job.wait_until(lambda: "with 1 more worker, " in job.err)
+    assert f"lockstep agent --join {nodes[0].address}:7000 --plain [-n WORKERS]" in job.err
+
+    def refused(host: Host, *options: str, **variables: str) -> str:
+        agent = host.lockstep("agent", "--join", "node1:7000", *options, **keyed | variables)
+        assert agent.end() in (1, 2)
+        return agent.err.splitlines()[-1]
+
+    assert "already has an agent on host 10.119.0.2: start one agent on" in refused(nodes[1], "--plain")
+    assert "only one side has --plain" in refused(nodes[2])
+    assert "--plain for `lockstep run` and `lockstep agent`, or for neither" in job.err
+    JobKey.generate().write(nodes[2].work / "other.key")
+    other = refused(nodes[2], "--plain", LOCKSTEP_KEY_FILE="other.key")
+    assert "it has another key or another version of Lockstep" in other
+    assert "make one with lockstep key FILE" in refused(nodes[2], LOCKSTEP_KEY_FILE="")
+    last = nodes[2].lockstep("agent", "--join", "node1:7000", "--plain", **keyed)
+    job.wait_until((nodes[0].work / "held-0").exists)
+    assert "the job has begun, and its hosts are complete" in refused(nodes[3], "--plain")
+    (nodes[0].work / "go").touch()
+    assert ended(job, early, last) == (0, 0, 0), job.err
+    gone = refused(nodes[3], "--plain", "--timeout", "1")
+    assert "the coordinator at node1:7000 did not answer in 1 s: node1:7000 refuses connections" in gone
+
+
+LOSSES = {
+    "the command": (0, signal.SIGKILL, -signal.SIGKILL, 1),
+    "an agent": (1, signal.SIGKILL, 1, -signal.SIGKILL),
+    "stopped": (0, signal.SIGTERM, 143, 143),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_both_ends_end_together(nodes: Sequence[Host], begin: Begin, loss: str) -> None:
+    """The fixture checks that no process is left."""
+    victim, number, *statuses = LOSSES[loss]
+    job, agent = running = begin("-n 2", "", faults=["0:3:after apply:hold"])
+    job.wait_until((nodes[0].work / "held-0").exists)
+    (commands := [one.process for one in running])[victim].send_signal(number)
+    assert [one.wait(300) for one in commands] == statuses, (job.err, agent.err)
+
+
+def test_a_script_that_fails_has_one_status(nodes: Sequence[Host], begin: Begin) -> None:
+    for host in nodes[:2]:
+        (host.work / "stepping.py").write_text("import sys\nsys.exit(7)\n")
+    job, agent = begin("-n 2", "")
+    assert ended(job, agent) == (7, 7)
+    assert "the job ended with exit status 7; its coordinator at node1:7000 says why" in agent.err
+    (nodes[1].work / "stepping.py").write_text("")
+    job, agent = begin("-n 2", "")
+    assert ended(job, agent) == (2, 2)
+    for one in (job, agent):
+        assert "stepping.py differs between 10.119.0.1 and 10.119.0.2; copy the same file" in one.err
+
+
+def test_the_tasks_of_tf_config(nodes: Sequence[Host], keyed: dict[str, str]) -> None:
+    """As in the pods of a TFJob: the chief coordinates, each pod shows the output of its worker."""
+    cluster = {"chief": ["node1:2222"], "worker": ["node2:2222", "node3:2222"], "ps": ["node4:2222"]}
+    tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+    started = []
+    for host, (kind, index) in zip(nodes, tasks, strict=False):
+        config = json.dumps(
+            {"cluster": cluster, "task": {"type": kind, "index": index}, "environment": "cloud"}
+        )
+        command = f"run --tf-config --backend jax --run-dir run stepping.py {STEPS}"
+        started.append(host.lockstep(*command.split(), **keyed, TF_CONFIG=config))
+    assert ended(*started) == (0, 0, 0, 0), [one.err for one in started]
+    wanted = chaos_steps.alone(0, 3, STEPS)[-1]
+    assert [digest(one.out) for one in started[:3]] == [wanted] * 3
+    assert [digest((nodes[0].work / f"run/worker-{n}.log").read_text()) for n in range(3)] == [wanted] * 3
+    assert "a parameter server has nothing to do" in started[3].err
+    (nodes[4].work / "alone.py").write_text("import os\nprint('alone', os.environ['TF_CONFIG'])\n")
+    task = {"cluster": cluster, "task": {"type": "evaluator", "index": 0}}
+    evaluator = nodes[4].lockstep("run", "--tf-config", "alone.py", **keyed, TF_CONFIG=json.dumps(task))
+    assert evaluator.end() == 0
+    assert evaluator.out == f"alone {json.dumps(task)}\n"

@@ -1,0 +1,102 @@
+"""Hosts that cannot compute equal bits are named in the first call; nothing else is compared."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import msgspec
+import numpy as np
+import pytest
+
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.errors import DisagreementError
+from lockstep.keras import host_report
+from lockstep.keras.host_report import HostReport, compare_reports, computed_bits
+from lockstep.keras.worker_exchange import agree
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
+from lockstep.topology import View, place_on_hosts
+from lockstep.worker.job import Job, JobContext
+
+HOSTS = ((0, 1), (2,))
+
+
+def report(worker: int, host: str, **facts: object) -> HostReport:
+    usual = HostReport(worker, host, "Some Processor", "jax", "a1", {"jax": "1.0"}, {"model.py": "11"})
+    return msgspec.structs.replace(usual, **facts)
+
+
+DIFFERENCES = {
+    "library": (
+        {"libraries": {"jax": "1.1"}},
+        "fit 1: node1 has jax 1.0, and node2 has 1.1; install the same version on all hosts",
+    ),
+    "source": (
+        {"sources": {"model.py": "12"}, "bits": "b2"},
+        "fit 1: model.py differs between node1 and node2; copy the same file to all hosts",
+    ),
+    "bits": (
+        {"bits": "b2", "processor": "Other Processor"},
+        "fit 1: the processors of node1 and node2 compute different bits with JAX (Some Processor and Other "
+        "Processor); run on hosts of one kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("differs", DIFFERENCES)
+def test_a_difference_names_the_hosts_and_the_workers(differs: str) -> None:
+    facts, message = DIFFERENCES[differs]
+    reports = [report(0, "node1"), report(1, "node1"), report(2, "node2", **facts)]
+    with pytest.raises(DisagreementError) as raised:
+        compare_reports("fit 1", [msgspec.msgpack.encode(own) for own in reports])
+    assert str(raised.value) == message
+    assert raised.value.workers == (2,)
+
+
+def test_what_only_some_workers_import_is_no_difference() -> None:
+    more = report(2, "node2", sources={"model.py": "11", "logs.py": "3"}, libraries={"keras": "3"})
+    compare_reports("fit 1", [msgspec.msgpack.encode(own) for own in (report(0, "node1"), more)])
+
+
+def in_all(view: View, act: Callable[[Job], None]) -> list[str]:
+    """Call a function as each worker of a view; return the errors."""
+    hub = Hub(ReducePlan.of(view))
+
+    def run(position: int, worker: int) -> str:
+        host = next(name for name, ids in zip(("node1", "node2"), HOSTS, strict=True) if worker in ids)
+        context = JobContext(worker, 0, 1, Bus(SystemClock(), worker), host=host)
+        try:
+            act(Job(context, (view, hub.member(position))))
+        except DisagreementError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(view.workers)) as threads:
+        runs = [threads.submit(run, *one) for one in enumerate(view.workers)]
+        return [one.result() for one in runs]
+
+
+def test_workers_of_several_hosts_compare_them_in_any_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    several, one = place_on_hosts(4, HOSTS), place_on_hosts(4, ((0, 1, 2),))
+
+    def act(job: Job) -> None:
+        agree(job, "fit 1", {"setting": "x"})
+
+    assert in_all(several, act) == ["", "", ""]
+    kinds = iter(("a", "a", "b"))
+    monkeypatch.setattr(host_report, "computed_bits", lambda: next(kinds))
+    (error,) = set(in_all(several, act))
+    assert "compute different bits with" in error
+    monkeypatch.setattr(host_report, "computed_bits", lambda: pytest.fail("not needed on one host"))
+    assert in_all(one, act) == ["", "", ""]
+
+
+def test_the_program_leaves_the_program_alone() -> None:
+    number = int(keras.layers.Dense(1).name.partition("_")[2] or 0)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    bits = computed_bits.__wrapped__()
+    assert computed_bits.__wrapped__() == bits
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert keras.layers.Dense(1).name == f"dense_{number + 1}"
