@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from host_network import Host
 
-SCRIPT = "import near\nprint('runs')\n"
+SCRIPT = "print('runs')\n"
 
 
 def prepare(hosts: Sequence[Host]) -> None:
     for host in hosts:
         (host.work / "script.py").write_text(SCRIPT)
-        (host.work / "near.py").write_text("")
 
 
 def other_version(hosts: Sequence[Host]) -> None:
@@ -27,10 +26,6 @@ def other_version(hosts: Sequence[Host]) -> None:
 
 def other_script(hosts: Sequence[Host]) -> None:
     (hosts[1].work / "script.py").write_text(SCRIPT + "\n")
-
-
-def other_module(hosts: Sequence[Host]) -> None:
-    (hosts[1].work / "near.py").write_text("\n")
 
 
 def no_script(hosts: Sequence[Host]) -> None:
@@ -55,7 +50,6 @@ REFUSALS: dict[str, tuple[Prepare, str, str]] = {
     "key": (no_key, "--hosts node1,node2", "`ssh node2 true` must work without a question"),
     "folder": (no_folder, "--hosts node1,node2", "host node2: the folder {here}/work cannot be used"),
     "script": (other_script, "--hosts node1,node2", "script.py differs between node1 and node2"),
-    "module": (other_module, "--hosts node1,node2", "near.py differs between node1 and node2"),
     "no script": (no_script, "--hosts node1,node2", "host node2: "),
     "version": (other_version, "--hosts node1,node2", "different versions of numpy: "),
     "loopback": (nothing, "--hosts localhost,node2", "localhost is 127.0.0.1 here"),
