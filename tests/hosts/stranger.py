@@ -1,4 +1,4 @@
-"""A stranger that disturbs a job: stranger.py ADDRESS PORT GREETING; prints what it did, and ends.
+"""A stranger that disturbs a job: stranger.py ADDRESS PORT GREETING...; prints what it did, and ends.
 
 GREETING is a file with a recorded greeting.
 """
@@ -40,10 +40,10 @@ for each in many:
     wait_closed(each)
 print("many", flush=True)
 
-greeting = Path(sys.argv[3]).read_bytes()
-connection = connect()
-connection.sendall(greeting)
-wait_closed(connection)
+for recorded in sys.argv[3:]:
+    connection = connect()
+    connection.sendall(greeting := Path(recorded).read_bytes())
+    wait_closed(connection)
 print("replayed", flush=True)
 
 slow = connect()

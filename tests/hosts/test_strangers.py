@@ -76,13 +76,13 @@ def test_strangers(hosts: Sequence[Host]) -> None:
     job.wait_held(FIRST)
     assert recorder.end() == 0, recorder.err
     assert list(hosts[0].work.glob("saved/*"))
-    greeting = (hosts[1].work / "greeting").read_bytes()
-    secrets = SECRET, greeting_key(greeting)
+    secrets = SECRET, greeting_key((hosts[1].work / "received").read_bytes())
     assert leaks(hosts[:2], *secrets) == []
-    (hosts[2].work / "greeting").write_bytes(greeting)
+    for name in ("received", "sent"):
+        shutil.copy(hosts[1].work / name, hosts[2].work)
     (port,) = hosts[1].listening()
     job.go(FIRST)
-    stranger = hosts[2].start(sys.executable, "stranger.py", hosts[1].address, str(port), "greeting")
+    stranger = hosts[2].start(sys.executable, "stranger.py", hosts[1].address, str(port), "received", "sent")
     made = [job.steps(0)]
     for phase in ("scanned", "garbage", "many", "replayed", "slow"):
         stranger.wait_until(lambda phase=phase: phase in stranger.out)  # type: ignore[misc]

@@ -18,7 +18,7 @@ from lockstep.protocol.greeting import (
 )
 
 KEY = b"k" * 32
-SAMPLE = Greeting(ConnectionKind.LANE, b"j" * JOB, 1, 2, 3, 4, 5, b"n" * NONCE)
+SAMPLE = Greeting(ConnectionKind.LANE, b"j" * JOB, 1, 2, 3, 4, 5, b"n" * NONCE, 6)
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 greetings = st.builds(
@@ -46,10 +46,13 @@ def test_a_greeting_is_decoded_with_its_key(greeting: Greeting, key: bytes) -> N
 def test_the_format_is_that_of_version_1() -> None:
     """Other versions find the version at the same place."""
     head = (
-        "4c4f434b53544550 0001 0002" + "6a" * 16 + "00000001 00000002 0000000000000003 0004 0005" + "6e" * 16
+        "4c4f434b53544550 0001 0002"
+        + "6a" * 16
+        + "00000001 00000002 0000000000000003 0004 0005 0006"
+        + "6e" * 16
     )
-    assert encode_greeting(SAMPLE, KEY)[:64] == bytes.fromhex(head)
-    assert SIZE == 96
+    assert encode_greeting(SAMPLE, KEY)[:66] == bytes.fromhex(head)
+    assert SIZE == 98
 
 
 def test_every_changed_bit_is_noticed() -> None:

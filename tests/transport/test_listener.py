@@ -208,8 +208,8 @@ def test_a_replay_is_refused(gate: Gate) -> None:
 
 
 def test_a_lane_is_connected_once_a_view(gate: Gate) -> None:
-    """Another nonce makes no difference, another view, host, incarnation or lane does."""
-    changes = [{"view": 3}, {"term": 2}, {"host": 4}, {"incarnation": 8}, {"lane": 5}]
+    """Another nonce makes no difference, another view, host, incarnation, lane or receiver does."""
+    changes = [{"view": 3}, {"term": 2}, {"host": 4}, {"incarnation": 8}, {"lane": 5}, {"receiver": 1}]
     for change in [{}, *changes]:
         gate.greet(msgspec.structs.replace(LANE, **change))
     gate.turn_until(lambda: len(gate.admitted) == 1 + len(changes))

@@ -258,6 +258,8 @@ class Agent:
 
     def _pass_connection(self, greeting: Greeting, connection: socket.socket) -> str | None:
         """Give a connection to the worker of its lane, once that is in the view."""
+        if greeting.receiver != self.host:
+            return "its greeting is a copy of one for another host"
         sender = next((host for host in self._view.hosts if host.host == greeting.host), None)
         here = next((host.workers for host in self._view.hosts if host.host == self.host), ())
         if sender is None or sender.incarnation != greeting.incarnation or greeting.lane >= len(here):

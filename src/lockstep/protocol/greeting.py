@@ -1,6 +1,6 @@
 """The greeting: the first bytes of a connection between hosts, before encryption.
 
-    magic  version  kind  job  term  view  incarnation  host  lane  nonce  |  HMAC-SHA256 of all of it
+    magic  version  kind  job  term  view  incarnation  host  lane  receiver  nonce  |  HMAC-SHA256 of all
 
 It says what the connection is for, and proves that the sender holds the key of the job. So a listener refuses
 a stranger after `SIZE` bytes, and knows which worker gets the connection. A recorded greeting that is sent
@@ -20,7 +20,7 @@ NONCE = 16
 JOB = 16
 """Bytes of the id of a job."""
 
-_HEAD = struct.Struct(f">8sHH{JOB}sIIQHH{NONCE}s")
+_HEAD = struct.Struct(f">8sHH{JOB}sIIQHHH{NONCE}s")
 _PROOF = "sha256"
 _PROOF_SIZE = 32
 SIZE = _HEAD.size + _PROOF_SIZE
@@ -48,6 +48,7 @@ class Greeting(msgspec.Struct, frozen=True):
         host: the index of the sender's host in the view.
         lane: the number of the lane.
         nonce: random bytes, which `connect` chooses.
+        receiver: the index of the host that accepts the connection, so that no other host takes a copy.
     """
 
     kind: ConnectionKind
@@ -58,6 +59,7 @@ class Greeting(msgspec.Struct, frozen=True):
     host: int = 0
     lane: int = 0
     nonce: bytes = bytes(NONCE)
+    receiver: int = 0
 
 
 def encode_greeting(greeting: Greeting, key: bytes) -> bytes:
@@ -79,6 +81,7 @@ def encode_greeting(greeting: Greeting, key: bytes) -> bytes:
             greeting.incarnation,
             greeting.host,
             greeting.lane,
+            greeting.receiver,
             greeting.nonce,
         )
     except struct.error as error:
@@ -99,7 +102,7 @@ def decode_greeting(data: bytes, key: bytes) -> Greeting:
     """
     if not may_begin(data) or len(data) != SIZE:
         raise ValueError("it is not a process of Lockstep")
-    _, version, kind, job, term, view, incarnation, host, lane, nonce = _HEAD.unpack_from(data)
+    _, version, kind, job, term, view, incarnation, host, lane, receiver, nonce = _HEAD.unpack_from(data)
     if version != VERSION:
         raise ValueError(
             f"its version of Lockstep greets in format {version}, this one in format {VERSION}: install the "
@@ -111,7 +114,7 @@ def decode_greeting(data: bytes, key: bytes) -> Greeting:
         kind = ConnectionKind(kind)
     except ValueError:
         raise ValueError(f"it asks for an unknown kind of connection ({kind})") from None
-    return Greeting(kind, job, term, view, incarnation, host, lane, nonce)
+    return Greeting(kind, job, term, view, incarnation, host, lane, nonce, receiver)
 
 
 def _prove(head: bytes, key: bytes) -> bytes:

@@ -76,7 +76,7 @@ class Listener:
         self._resumes: float | None = None
         self._job: bytes | None = None
         self._view = (0, 0)
-        self._lanes: dict[tuple[int, int], set[tuple[int, int, int]]] = {}
+        self._lanes: dict[tuple[int, int], set[tuple[int, int, int, int]]] = {}
         self._nonces: set[bytes] = set()
         loop.watch(self._events.fileno(), self._serve)
         loop.before_each_wait(self._tend)
@@ -263,7 +263,7 @@ class Listener:
             raise ValueError("it belongs to another job with the same key")
         if view < self._view:
             raise ValueError(f"it belongs to view {greeting.view}, which has ended")
-        lane = greeting.host, greeting.incarnation, greeting.lane
+        lane = greeting.host, greeting.incarnation, greeting.lane, greeting.receiver
         if lane in self._lanes.setdefault(view, set()):
             raise ValueError(
                 "its greeting is a copy of an earlier one, or that of a second connection of a lane"

@@ -210,6 +210,7 @@ class LaneConnector:
             own.incarnation,
             own.host,
             self.lane,
+            receiver=host.host,
         )
         address = join_address((host.address, host.port))
         self._finish(at, True, lambda: dial(address, greeting, self.credentials, self.patience, self._check))
