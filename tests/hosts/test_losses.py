@@ -119,3 +119,19 @@ def test_silent_hosts(hosts: Sequence[Host], lost: str) -> None:
     for pid in hosts[1].matching("sshd: "):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_short_interruptions(hosts: Sequence[Host]) -> None:
+    """A job survives a host that cannot be reached, or does not run, for less time than `SILENCE`."""
+    job = SteppingJob(hosts, "--hosts node1,node2:2", 40, "0:3:after apply:pace")
+    job.running.wait_until(lambda: job.steps(1) > 3)
+    hosts[1].cut()
+    time.sleep(0.4 * SILENCE)
+    hosts[1].reconnect()
+    made = job.steps(1)
+    job.running.wait_until(lambda: job.steps(1) > made)
+    hosts[1].signal_all(signal.SIGSTOP)
+    time.sleep(0.4 * SILENCE)
+    hosts[1].signal_all(signal.SIGCONT)
+    assert set(job.finish()) == {0, 1, 2}
+    assert job.events("lost") == []

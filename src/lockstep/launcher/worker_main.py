@@ -114,6 +114,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
         config.workers,
         config.joint_input,
         config.host,
+        membership.over_hosts,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)
     job.enter(job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins))

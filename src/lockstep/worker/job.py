@@ -105,6 +105,8 @@ class JobContext:
         began_with: the number of workers with which the job began; None if no worker can join.
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
         host: the name of its host, as the user wrote it; empty if that is not known.
+        over_hosts: whether the job has several hosts; then some members may enter a view one call later than
+            others.
     """
 
     worker: int
@@ -115,6 +117,7 @@ class JobContext:
     began_with: int | None = None
     joint_input: bool = False
     host: str = ""
+    over_hosts: bool = False
 
 
 class Job:

@@ -81,6 +81,11 @@ class AgentMembership:
         self._entrance: NetworkEntrance | None = None
         self._view = place(1, (config.worker,))
 
+    @property
+    def over_hosts(self) -> bool:
+        """Whether the job has several hosts."""
+        return self._credentials is not None
+
     def first_place(self) -> Place:
         """Enter the view with which the job begins.
 

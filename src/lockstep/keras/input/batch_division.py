@@ -184,8 +184,13 @@ class BatchDivision:
         return len(view.workers) > 1 and (self.divides or self.is_undecided(cycle, view))
 
     def is_undecided(self, cycle: int, view: View) -> bool:
-        """Whether the members of a view have not decided yet whether they divide a cycle."""
-        return cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
+        """Whether the members of a view have not decided yet whether they divide a cycle.
+
+        With members on several hosts, some enter a view in the last call before a cycle, and some in its
+        first one. So what they call must not depend on the view: they decide for each cycle.
+        """
+        over_hosts = self.reader.job.context.over_hosts
+        return over_hosts or cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
 
     def decide(self, view: View, divides: bool) -> None:
         """Note whether the members of a view divide batches, as its chief has decided for all of them."""
@@ -274,7 +279,8 @@ class _Pass:
         job = self._reader.job
         for done in [other for other in self._held if other < step]:
             del self._held[done]
-        begins = step % self._cycle == 0 or self._view != job.view.number
+        is_new_view = self._view != job.view.number and not job.context.over_hosts
+        begins = step % self._cycle == 0 or is_new_view
         if begins and self._division.calls(step // self._cycle, job.view):
             job.exchange(partial(self._hand_over, step, []), catching_up)
         held = self._held.get(step)

@@ -1,0 +1,227 @@
+"""Workers that a user starts by hand on several hosts, with `TF_CONFIG` and without a launcher."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chaos_steps
+import pytest
+from host_network import Host, Running
+from stepping_job import CHAOS, HERE
+
+from lockstep.protocol.host import HostOffer
+from lockstep.protocol.rendezvous import Arrival, Task
+from lockstep.rendezvous.over_hosts import missing_tasks, objection
+from lockstep.system.environment import usable_cores
+from lockstep.transport.keys import JobKey
+
+FILES = (
+    HERE / "stepping.py",
+    HERE / "stepping_by_hand.py",
+    CHAOS / "chaos_steps.py",
+    CHAOS / "chaos_faults.py",
+)
+STEPS = 400
+"""So many that a worker which asks to join at step 6 joins before the end."""
+CLUSTER = {"worker": ["node1:2222", "node2:2222", "node2:2223"]}
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(hosts: Sequence[Host], lean_environment: dict[str, str]) -> Start:
+    """Start a worker on a host, by its number; all hosts have the same key file and the same program."""
+    key = JobKey.generate()
+    for host in hosts:
+        key.write(host.work / "job.key")
+        for file in FILES:
+            shutil.copy(file, host.work)
+
+    def run(node: int, index: int, *faults: str, cluster: Any = CLUSTER, **variables: str) -> Running:
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        command = (sys.executable, "stepping_by_hand.py", str(STEPS), *faults)
+        keyed = {"LOCKSTEP_KEY_FILE": "job.key", "KERAS_BACKEND": "jax", **lean_environment, **variables}
+        return hosts[node - 1].start(*command, **keyed, TF_CONFIG=config)
+
+    return run
+
+
+def digest(running: Running) -> str:
+    (line,) = [line for line in running.out.splitlines() if line.startswith("digest ")]
+    return line.removeprefix("digest ")
+
+
+def test_workers_on_two_hosts(start: Start, hosts: Sequence[Host]) -> None:
+    """Waits name tasks and addresses; a killed worker that is started again joins on its host."""
+    wanted = chaos_steps.alone(0, 3, STEPS)[-1]
+    second = start(2, 1)
+    second.wait_until(
+        lambda: "worker 1 waits for worker 0 (node1:2222): node1:2222 refuses conn" in second.err
+    )
+    assert "must let TCP connections to port 2222 through" in second.err
+    first = start(1, 0, "0:6:after apply:hold")
+    waits = "worker 0 waits for worker 2 (node2:2223)"
+    first.wait_until(lambda: waits in first.err)
+    second.wait_until(lambda: waits.replace("worker 0", "worker 1", 1) in second.err)
+    third = start(2, 2, "2:3:after apply:SIGKILL")
+    assert third.end() == -signal.SIGKILL, third.err
+    lost = (
+        "worker 2 ended (exit status unknown); start it again and it joins; workers 0 and 1 continue (view 2)"
+    )
+    for one in (first, second):
+        one.wait_until(lambda one=one: lost in one.err)  # type: ignore[misc]
+    again = start(2, 2)
+    again.wait_until(lambda: "the job is running; worker 2 restarts the script as worker 3" in again.err)
+    (events,) = hosts[0].work.glob("runs/*/events.jsonl")
+    first.wait_until(lambda: '"event":"asks","worker":3' in events.read_text())
+    (hosts[0].work / "go").touch()
+    for one in (first, second, again):
+        assert one.end() == 0, one.err
+        assert digest(one) == wanted
+    assert "3 workers on 2 hosts" in first.err
+
+
+def test_refusals(start: Start, hosts: Sequence[Host]) -> None:
+    """What does not fit together is named on the host that is wrong; the others are not disturbed."""
+    first = start(1, 0)
+    first.wait_until(lambda: "no process of its host has connected to node1:2222 yet" in first.err)
+
+    def refused(node: int, index: int, **options: Any) -> str:
+        running = start(node, index, **options)
+        assert running.end() == 1
+        return running.err.splitlines()[-1]
+
+    assert "worker 1's address node2:2222 is not one of this host" in refused(1, 1)
+    assert "is on another host, so the job needs a key: make one with" in refused(2, 1, LOCKSTEP_KEY_FILE="")
+    (hosts[1].work / "job.key").chmod(0o644)
+    assert "(mode 644); run chmod 600" in refused(2, 1)
+    (hosts[1].work / "job.key").chmod(0o600)
+    other = {"worker": ["node1:2222", "node2:2222"]}
+    assert "worker 1 and worker 0 have different clusters: 2 tasks (" in refused(2, 1, cluster=other)
+    assert "runs Keras on torch, but worker 0 on jax" in refused(
+        2, 1, KERAS_BACKEND="torch", HIDDEN_PACKAGES=""
+    )
+    assert "process" in refused(1, 0)
+    local = {"worker": ["localhost:2222", "node2:2222"]}
+    assert "which is 127.0.0.1:2222 here, cannot be reached from other hosts" in refused(1, 0, cluster=local)
+    unknown = {"worker": ["node1:2222", "nodeX:2222"]}
+    assert "the host 'nodeX' of worker 1's address nodeX:2222 cannot be resolved" in refused(
+        1, 0, cluster=unknown
+    )
+    (hosts[1].work / "stepping_by_hand.py").write_text(
+        "from lockstep.rendezvous.take_part import take_part\ntake_part()\n"
+    )
+    others = [start(2, index) for index in (1, 2)]
+    for one in (first, *others):
+        assert one.end() == 1
+        assert (
+            "stepping_by_hand.py differs between node1 and node2; copy the same file to all hosts" in one.err
+        )
+
+
+def test_a_lost_coordinator_ends_the_workers_of_all_hosts(start: Start, hosts: Sequence[Host]) -> None:
+    """The fixture checks that no process is left."""
+    workers = [start(1, 0, "0:3:after apply:hold"), start(2, 1), start(2, 2)]
+    workers[0].wait_until((hosts[0].work / "held-0").exists)
+    (coordinator,) = hosts[0].matching("rendezvous.coordinator_main")
+    os.kill(coordinator, signal.SIGKILL)
+    assert workers[0].end() == 1
+    assert "has ended, so worker 0 exits; restart all workers" in workers[0].err
+    for one in workers[1:]:
+        assert one.end() != 0
+        assert "the connection to the coordinator is closed, so the job ends on this host" in one.err
+
+
+TASKS = tuple(Task("worker", at, f"node{at + 1}:2222", f"10.0.0.{at + 1}:2222") for at in range(3))
+
+
+def arrival(slot: int, *here: int, **fields: Any) -> Arrival:
+    known = {"version": "1", "backend": "jax", "cores": 2, "gpus": (), "target": "main.py"}
+    return Arrival(TASKS, slot, **known | fields, here=here or (slot,))
+
+
+def test_missing_tasks_and_objections() -> None:
+    offers = [HostOffer(1, arrival(1), (1,))]
+    assert missing_tasks(arrival(0), (0,), [HostOffer(1, arrival(1)), HostOffer(1, arrival(2), (2,))]) == (
+        "worker 1 (node2:2222)"
+    )
+    assert missing_tasks(arrival(0), (0,), offers) == (
+        "worker 2 (node3:2222); no process of its host has connected to node1:2222 yet (a firewall must let "
+        "TCP connections to port 2222 through)"
+    )
+    assert missing_tasks(arrival(0), (0,), [*offers, HostOffer(1, arrival(2), (2,))]) == ""
+
+    def objects(first: Arrival | None) -> str:
+        named = tuple(Task(task.kind, task.index, task.address, task.address) for task in TASKS)
+        offer = HostOffer(
+            1, first and Arrival(named, *[getattr(first, f) for f in first.__struct_fields__[1:]])
+        )
+        return objection(arrival(0), offer, "10.0.0.9", [("10.0.0.2", offers[0])])
+
+    assert objects(arrival(2)) == ""
+    assert "this job follows TF_CONFIG" in objects(None)
+    assert "runs Lockstep 2, but the job uses 1" in objects(arrival(2, version="2"))
+    assert "worker 1 (node2:2222) is on two hosts, 10.0.0.2 and 10.0.0.9" in objects(arrival(1))
+
+
+EXAMPLES = HERE.parents[1] / "examples"
+THREADS = str(max(1, usable_cores()))
+"""Of a replica: on each host, one replica has all cores."""
+
+
+def printed(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(label)]
+    return line
+
+
+def test_the_example_with_a_metric_trains_on_two_hosts(
+    start: Start, hosts: Sequence[Host], lean: Callable[..., dict[str, str]]
+) -> None:
+    """On TensorFlow, such a program with its own strategy hung on two hosts: TensorFlow's issue 33531."""
+    script = EXAMPLES / "two_hosts.py"
+    variables = {**lean(script, "tensorflow"), "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    cluster = {"worker": ["node1:2222", "node2:2222"]}
+    for host in hosts:
+        shutil.copy(script, host.work / "stepping_by_hand.py")
+    workers = [start(node, node - 1, cluster=cluster, **variables) for node in (1, 2)]
+    command = "run -n 2 --backend tensorflow --threads-per-worker"
+    alone = hosts[2].lockstep(*command.split(), THREADS, "stepping_by_hand.py", **variables)
+    for one in (*workers, alone):
+        assert one.end() == 0, one.err
+        assert float(printed(one.out, "accuracy: ").split()[1]) > 0.9
+    assert len({printed(one.out, "digest: ") for one in (*workers, alone)}) == 1
+
+
+@pytest.mark.slow
+def test_the_unchanged_tutorial_trains_in_two_pods(
+    hosts: Sequence[Host], start: Start, environment: dict[str, str]
+) -> None:
+    """A program for `tf.distribute` alone, with the bits of two workers on one machine."""
+    pytest.importorskip("tensorflow")
+    short = {"KERAS_MAX_EPOCHS": "1", "KERAS_MAX_STEPS_PER_EPOCH": "2"}
+    stand_in = str(HERE.parent / "training" / "stand_in")
+    variables = {**short, "PYTHONPATH": stand_in, "LOCKSTEP_KEY_FILE": "job.key", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    options = f"--tf-distribute --backend jax --run-dir run --threads-per-worker {THREADS}".split()
+    for host in hosts[:3]:
+        for file in ("main.py", "mnist.py"):
+            shutil.copy(EXAMPLES / "tutorial" / file, host.work)
+    cluster = {"worker": ["node1:2222", "node2:2222"]}
+    pods = [
+        host.lockstep(
+            "run",
+            "--tf-config",
+            *options,
+            "main.py",
+            **variables,
+            TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+        )
+        for index, host in enumerate(hosts[:2])
+    ]
+    assert [pod.end() for pod in pods] == [0, 0], [pod.err for pod in pods]
+    alone = hosts[2].lockstep("run", "-n", "2", *options, "main.py", **variables)
+    assert alone.end() == 0, alone.err
+    assert len({printed(one.out, "digest: ") for one in (*pods, alone)}) == 1
