@@ -48,6 +48,7 @@ from lockstep.system.run_folder import (
     gone_if_refused,
     leave_folder,
     remove_unused,
+    remove_unused_claim,
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.topology import place
@@ -309,6 +310,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     leave_folder(spec.run_dir)
     if created:
         remove_unused(spec.run_dir)
+    if folder is not None and not existed:
+        remove_unused_claim(folder)
     sys.exit(status)
 
 

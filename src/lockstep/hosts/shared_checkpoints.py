@@ -1,6 +1,7 @@
 """The checkpoint from which a job over hosts resumes: the newest of all hosts, which the others get."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -190,7 +191,7 @@ class SharedCheckpoints:
                     self._give(lacking, arriving, part_of)
             self._give(lacking, None, CheckpointPart(0, b""))
             if arriving is not None:
-                arriving.complete()
+                self._complete(arriving)
             for host in lacking:
                 self._await_taken(host)
         finally:
@@ -217,6 +218,14 @@ class SharedCheckpoints:
         if arriving is not None:
             arriving.add(part.file, part.part)
         self._live()
+
+    def _complete(self, arriving: ArrivingCheckpoint) -> None:
+        """Complete a copy on this host; the agents of others expect signs of life while the disk writes."""
+        with ThreadPoolExecutor(1) as threads:
+            done = threads.submit(arriving.complete)
+            while not wait([done], ALIVE_EVERY).done:
+                self._live()
+            done.result()
 
     def _part(self, host: int) -> CheckpointPart:
         match self._receive(host):

@@ -166,5 +166,15 @@ def remove_unused(folder: Path) -> None:
             folder.parent.rmdir()
 
 
+def remove_unused_claim(folder: Path) -> None:
+    """Remove a folder in which a job has left nothing but its claim; for the command that created it."""
+    own = {RunPaths(folder).lock, folder / _HOLDER}
+    with contextlib.suppress(OSError):
+        if set(folder.iterdir()) <= own:
+            for file in own:
+                file.unlink(missing_ok=True)
+            folder.rmdir()
+
+
 def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:
     return ConfigError(f"{what} {folder} cannot be used: {error.strerror}; give another {option}")

@@ -113,11 +113,11 @@ class Turns:
     def _locked(self, origin: str, name: str) -> Iterator[None]:
         file, descriptor = self._lock(origin, name)
         try:
-            holder = json.dumps({"job": self._job, "worker": self._worker, "process": os.getpid()}).encode()
+            own = {"job": self._job, "worker": self._worker, "process": os.getpid(), "host": _host()}
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, holder, 0)
+            os.pwrite(descriptor, json.dumps(own).encode(), 0)
             # The name is unique to this host and lock: any other process that wrote it has ended.
-            _turn.partial = f".{_digest(f'{os.uname().nodename} {file}')}.part"
+            _turn.partial = f".{_digest(f'{_host()} {file}')}.part"
             yield
         finally:
             _turn.partial = None
@@ -157,8 +157,11 @@ class Turns:
                 holder = json.loads(os.pread(descriptor, _MOST_HOLDER, 0))
             finally:
                 os.close(descriptor)
-            worker, process = holder["worker"], holder["process"]
-            return f"worker {worker}" if holder["job"] == self._job else f"another job (process {process})"
+            worker, process, host = holder["worker"], holder["process"], holder.get("host", _host())
+            if holder["job"] == self._job:
+                return f"worker {worker}"
+            # Another host of this job has another run folder.
+            return f"another job (process {process})" if host == _host() else f"process {process} on {host}"
         except (OSError, ValueError, KeyError, TypeError):
             # It has only just acquired the lock.
             return "another process"
@@ -215,6 +218,10 @@ def _whole(urlretrieve: Callable[..., Any]) -> Callable[..., Any]:
         return filename, headers
 
     return retrieve_whole
+
+
+def _host() -> str:
+    return os.uname().nodename
 
 
 def _digest(text: str) -> str:

@@ -46,6 +46,8 @@ _PATIENCE = 20.0
 _LAST_SECONDS = 60.0
 _PART = 1 << 20
 """Bytes of a checkpoint that hosts hand over at once."""
+_END = b"\xff"
+"""What follows the last part."""
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -117,6 +119,10 @@ class _HostFinding(msgspec.Struct, frozen=True):
     path: str = ""
     held: HeldCheckpoint | None = None
     notes: tuple[str, ...] = ()
+
+
+class _SourceLost(Exception):
+    """The worker that gave the others a checkpoint was lost."""
 
 
 class ScriptCheckpoints:
@@ -273,27 +279,50 @@ class ScriptCheckpoints:
                 parts = parts_of_checkpoint(Path(best.path), _PART)
         except LockstepError as error:
             failure = str(error)
-        while True:
-            own = b""
-            try:
-                own = next((bytes([file]) + part for file, part in parts), b"")
-            except LockstepError as error:
-                failure = str(error)
-            part = self._from_any(what, own)
-            if not part:
-                break
-            try:
-                if arriving is not None and not failure:
-                    arriving.add(part[0], part[1:])
-            except LockstepError as error:
-                failure = str(error)
         try:
-            if arriving is not None and not failure:
-                arriving.complete()
-        except LockstepError as error:
-            failure = str(error)
+            whole = self._receive_parts(what, parts if job.worker == best.worker else None, arriving)
+            failure = failure or whole
+        except _SourceLost:
+            return
+        finally:
+            if arriving is not None:
+                arriving.discard()
         if failed := self._from_any(what, failure.encode()):
             raise ConfigError(failed.decode())
+
+    def _receive_parts(
+        self, what: str, parts: Iterator[tuple[int, bytes]] | None, arriving: ArrivingCheckpoint | None
+    ) -> str:
+        """Give and take the parts of a checkpoint; return why this worker cannot do so, if it cannot.
+
+        Args:
+            what: names the call.
+            parts: on the worker that has the checkpoint.
+            arriving: on a worker that writes a copy.
+
+        Raises:
+            _SourceLost: the worker that has the checkpoint was lost; raised on every worker.
+        """
+        failure, part = "", b""
+        while part != _END:
+            own = b""
+            if parts is not None:
+                try:
+                    own = next((bytes([file]) + part for file, part in parts), _END)
+                except LockstepError as error:
+                    own, failure = _END, str(error)
+            part = self._from_any(what, own)
+            if not part:
+                raise _SourceLost
+            try:
+                if arriving is not None and not failure:
+                    if part == _END:
+                        arriving.complete()
+                    else:
+                        arriving.add(part[0], part[1:])
+            except LockstepError as error:
+                failure = str(error)
+        return failure
 
     def _from_any(self, what: str, blob: bytes) -> bytes:
         """Return the blob of the first worker that has one; empty if none has."""
