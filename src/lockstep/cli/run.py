@@ -51,7 +51,7 @@ from lockstep.system.run_folder import (
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.topology import place
-from lockstep.transport.addresses import with_port
+from lockstep.transport.addresses import split_address, with_port
 from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
@@ -338,9 +338,9 @@ def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
         case TaskRole.EVALUATOR:
             _evaluate(script, options)
         case TaskRole.AGENT:
-            joins = AgentOptions(
-                place.coordinator, listen=place.address, encrypted=not options["plain"], shows=True
-            )
+            # Its own name may not be known in the cluster yet.
+            _, port = split_address(place.address)
+            joins = AgentOptions(place.coordinator, port=port, encrypted=not options["plain"], shows=True)
             note(f"{place.name} joins {place.coordinator}, which coordinates the job")
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
