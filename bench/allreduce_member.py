@@ -76,14 +76,14 @@ class Lockstep:
 
 
 class Gloo:
-    def __init__(self, position: int, members: int) -> None:
+    def __init__(self, position: int, members: int, address: str = "127.0.0.1") -> None:
         import torch
         import torch.distributed
 
         torch.set_num_threads(1)
         port = os.environ[PORTS].split()[0]
         torch.distributed.init_process_group(
-            "gloo", f"tcp://127.0.0.1:{port}", rank=position, world_size=members
+            "gloo", f"tcp://{address}:{port}", rank=position, world_size=members
         )
         self._torch: Any = torch
 
@@ -132,18 +132,20 @@ class Member:
         return {case.name: self._measure(case, *arrays) for case, *arrays in self._cases}
 
     def _measure(self, case: Case, sources: list[Array], gradients: list[Array]) -> dict[str, Any]:
-        seconds = []
+        seconds, processor = [], []
         for number in range(case.skipped + case.rounds):
             for source, gradient in zip(sources, gradients, strict=True):
                 np.add(source, np.float32(number), out=gradient)
             self._exchange.barrier()
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             total = self._exchange.sum(gradients)
             seconds.append(time.perf_counter() - begin)
+            processor.append(time.process_time() - used)
         digest = xxhash.xxh3_128()
         for leaf in total:
             digest.update(leaf)
-        return {"seconds": seconds[case.skipped :], "digest": digest.hexdigest()}
+        measured = {"seconds": seconds[case.skipped :], "processor": processor[case.skipped :]}
+        return measured | {"digest": digest.hexdigest()}
 
 
 def start_lockstep(members: int, turns: int) -> None:

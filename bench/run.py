@@ -6,6 +6,7 @@ import allreduce
 import budget
 import checkpoints
 import events
+import hosts_reduce
 import input as input_cost
 import joining
 import launching
@@ -21,6 +22,8 @@ from programs import PEERS
 
 def main() -> None:
     allreduce.main()
+    print()
+    hosts_reduce.main()
     names = os.environ.get("BACKENDS") or "jax"
     backends = list(PEERS) if names == "all" else names.split()
     for backend in backends:

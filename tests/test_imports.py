@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
         *("supervisor", "system", "transport", "worker"),
     },
     "strategy": {"cluster", "errors", "keras", "launcher", "rendezvous", "system", "worker"},
-    "doctor": {"cluster", "errors", "launcher", "system", "worker"},
+    "doctor": {"cluster", "collectives", "errors", "hosts", "launcher", "system", "worker"},
     "cli": {
         *("agent", "checkpoint", "coordinator", "doctor", "errors", "hosts", "launcher", "local_job"),
         *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),

@@ -1,6 +1,8 @@
 """A training without a framework, on a worker of a job and in one process."""
 
 import hashlib
+import signal
+import sys
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from chaos_faults import Faults
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, Span
+from lockstep.observability.events import LastStepEnded
 from lockstep.topology import View, split_evenly
 from lockstep.worker.job import Job
 
@@ -77,6 +80,8 @@ def train(job: Job, steps: int, faults: Faults) -> str:
         faults.step = steps
         faults.step = job.membership.position().step
         step, state, chain = unpacked(job.join())
+    elif job.checkpoints.resumed is not None:
+        step, state, chain = unpacked(job.checkpoints.resumed)
     replicas = job.view.replicas
     while step < steps:
         faults.step = step
@@ -94,6 +99,10 @@ def train(job: Job, steps: int, faults: Faults) -> str:
         job.between_steps(lambda whole, now=now: now)  # type: ignore[misc]
         if job.checkpoints.scheduler is not None and job.is_chief:
             job.checkpoints.scheduler.after_step(step, lambda now=now: now)  # type: ignore[misc]
+            if job.checkpoints.scheduler.leaving:
+                job.events.publish(LastStepEnded(step))
+                assert job.checkpoints.scheduler.close(10)
+                sys.exit(128 + signal.SIGTERM)
     job.exchange(lambda view, communicator: communicator.barrier())
     if job.checkpoints.scheduler is not None:
         assert job.checkpoints.scheduler.close(10)

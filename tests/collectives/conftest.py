@@ -27,13 +27,13 @@ def alone(members: int) -> list[int]:
 
 
 def uneven(members: int) -> list[int]:
-    """One member on the last host, and three on the first one if there are more than three."""
+    """At most two hosts with different numbers of members, or three if there are many."""
     return {1: [1], 2: [1, 1], 3: [2, 1], 4: [3, 1]}.get(members, [3, members - 4, 1])
 
 
 def pairs(members: int) -> list[int]:
-    """Two members a host, and one on the last host if their number is odd."""
-    return {1: [1], 2: [1, 1], 4: [2, 1, 1]}.get(members, [2] * (members // 2) + [1] * (members % 2))
+    """Two members a host, and one on the last host if their number is odd; but never a single host."""
+    return {2: [1, 1]}.get(members, [2] * (members // 2) + [1] * (members % 2))
 
 
 HOSTS = {"hosts": (alone, False), "hosts, TLS": (pairs, True), "hosts of several": (uneven, False)}

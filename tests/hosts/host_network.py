@@ -32,6 +32,8 @@ rm -rf "$1"
 """
 """Waits until its input closes, which also happens when the process of the tests is killed."""
 _LOOK_EVERY = 0.02
+_LISTENS = "0A"
+_SSH = 22
 
 
 class Unavailable(Exception):
@@ -133,6 +135,13 @@ class Host:
     def matching(self, text: str) -> list[int]:
         """Ids of the processes with a text in the command line."""
         return sorted(pid for pid, line in self.processes().items() if text in line)
+
+    def listening(self) -> list[int]:
+        """The ports at which Lockstep listens on this host, for other hosts."""
+        pid = next(iter(self.processes()))
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        ports = {int(row[1].partition(":")[2], 16) for row in rows if row[3] == _LISTENS}
+        return sorted(ports - {_SSH})
 
     def signal_all(self, number: int) -> None:
         """Send a signal to all processes of this host."""

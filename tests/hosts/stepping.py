@@ -3,8 +3,9 @@
     stepping.py STEPS [WORKER:STEP:WHEN:WHAT]...
 
 WHEN is "before" or "after" and a method of a class in `POINTS`, with "+" between, or a point of the training.
-WHAT is the name of a signal that the worker sends itself, or "hold": it writes the file held-WORKER and waits
-for the file `go`, both in the current folder. Lies in one folder with `chaos_steps` and `chaos_faults`.
+WHAT is the name of a signal that the worker sends itself; "hold": it writes the file held-STEP and waits for
+the file go-STEP; "pace": it waits a moment there from now on, until there is the file `fast`. Each worker
+prints the steps that it has made. Lies in one folder with `chaos_steps` and `chaos_faults`.
 """
 
 import os
@@ -32,6 +33,7 @@ class Faults:
 
     def __init__(self, texts: list[str], worker: int) -> None:
         self.step = 0
+        self._pace = 0.0
         self._due = []
         for text in texts:
             who, step, when, what = text.split(":")
@@ -54,14 +56,19 @@ class Faults:
         setattr(owner, name, wrapped)
 
     def passing(self, point: str) -> None:
+        if point == "after apply":
+            print("made", self.step, flush=True)
+            time.sleep(0.0 if Path("fast").exists() else self._pace)
         for fault in self._due:
             step, when, what = fault
             if when == point and step <= self.step:
                 self._due.remove(fault)
                 if what == "hold":
-                    Path(f"held-{job.current().worker}").touch()
-                    while not Path("go").exists():
+                    Path(f"held-{step}").touch()
+                    while not Path(f"go-{step}").exists():
                         time.sleep(0.01)
+                elif what == "pace":
+                    self._pace = 0.05
                 else:
                     os.kill(os.getpid(), getattr(signal, what))
                 return
@@ -70,6 +77,7 @@ class Faults:
 def main() -> None:
     current = job.current()
     current.events.publish(StrategyInstalled("none"))
+    current.note_distribution()
     faults = Faults(sys.argv[2:], current.worker)
     print("digest", chaos_steps.train(current, int(sys.argv[1]), faults))
 

@@ -29,24 +29,18 @@ class SteppingJob:
         steps: int = 12,
         *faults: str,
         at: int = 0,
+        run: str = "run",
         **variables: str,
     ) -> None:
         self._hosts, self._steps = hosts, steps
         for host in hosts:
             for file in (HERE / "stepping.py", CHAOS / "chaos_steps.py", CHAOS / "chaos_faults.py"):
                 shutil.copy(file, host.work)
-        command = (
-            "run",
-            "--backend",
-            "jax",
-            "--replicas",
-            str(REPLICAS),
-            "--run-dir",
-            "run",
-            *options.split(),
+        job_options = ("--backend", "jax", "--replicas", str(REPLICAS), "--run-dir", run, *options.split())
+        self.running = hosts[at].lockstep(
+            "run", *job_options, "stepping.py", str(steps), *faults, **variables
         )
-        self.running = hosts[at].lockstep(*command, "stepping.py", str(steps), *faults, **variables)
-        self.folder = hosts[at].work / "run"
+        self.folder = hosts[at].work / run
 
     def end(self) -> int:
         """Wait for the end; return the exit status."""
@@ -78,15 +72,24 @@ class SteppingJob:
         """The process id of a worker."""
         return next(event["pid"] for event in self.events("started") if event["worker"] == worker)
 
-    def wait_held(self, *workers: int) -> None:
-        """Wait until workers hold."""
-        self.running.wait_until(
-            lambda: all(
-                any((host.work / f"held-{worker}").exists() for host in self._hosts) for worker in workers
-            )
-        )
+    def steps(self, worker: int) -> int:
+        """The number of steps that a worker has made."""
+        path = self.folder / f"worker-{worker}.log"
+        return path.read_text().count("made ") if path.exists() else 0
 
-    def go(self) -> None:
-        """Let workers that hold continue."""
+    def wait_held(self, step: int) -> None:
+        """Wait until a worker holds at a step."""
+        name = f"held-{step}"
+        self.running.wait_until(lambda: any((host.work / name).exists() for host in self._hosts))
+
+    def go(self, step: int) -> None:
+        """Let workers that hold at a step continue."""
+        self._signal(f"go-{step}")
+
+    def hurry(self) -> None:
+        """Let workers wait no more."""
+        self._signal("fast")
+
+    def _signal(self, name: str) -> None:
         for host in self._hosts:
-            (host.work / "go").touch()
+            (host.work / name).touch()

@@ -46,7 +46,7 @@ def test_lost_workers(hosts: Sequence[Host], losses: str) -> None:
 def held(hosts: Sequence[Host], options: str = "--hosts node1,node2:2", **variables: str) -> SteppingJob:
     """A job in the middle of its training."""
     job = SteppingJob(hosts, options, 12, "0:3:after apply:hold", **variables)
-    job.wait_held(0)
+    job.wait_held(3)
     return job
 
 

@@ -213,14 +213,23 @@ def key(file: Path, days: int) -> None:
     metavar="FILE",
     help="Append the readings of each GPU to FILE, one line per GPU; with --watch, every SECONDS.",
 )
-def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None) -> None:
+@click.option(
+    "--hosts",
+    metavar="LIST",
+    help="Only measure the links between these hosts, reached with ssh: node1,node2,node3.",
+)
+def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None, hosts: str | None) -> None:
     """Check whether this machine is ready for training, and suggest a fix for each problem.
 
     It checks versions, GPUs, backends, the machine and the environment, and trains for a second with two
     workers. The exit status is 0 if no check fails, 1 if jobs work with warnings, 2 if they do not.
     """
-    from lockstep.doctor.command import check, follow
+    from lockstep.doctor.command import check, check_hosts, follow
 
+    if hosts is not None:
+        if no_train or watch is not None or log is not None:
+            raise click.UsageError("--hosts cannot be combined with --no-train, --watch or --csv")
+        sys.exit(check_hosts(hosts, as_json=as_json))
     if watch is None and log is None:
         sys.exit(check(as_json=as_json, train=not no_train))
     if as_json or no_train:

@@ -8,7 +8,7 @@ the total do not depend on the number of workers.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
 from lockstep.collectives.contract import Span
@@ -233,18 +233,18 @@ class HostPlan:
         """Ids of the workers of this host."""
         return self.hosts[self.host]
 
-    @property
+    @cached_property
     def others(self) -> tuple[int, ...]:
         """The indices of the other hosts; each host begins with the one after it."""
         count = len(self.hosts)
         return tuple((self.host + step) % count for step in range(1, count))
 
-    @property
+    @cached_property
     def workers(self) -> tuple[int, ...]:
         """The ids of all workers of the view."""
         return tuple(worker for workers in self.hosts for worker in workers)
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """The number of lanes: as many as the host with the fewest workers has workers."""
         return min(map(len, self.hosts))

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from lockstep.doctor import report
 from lockstep.doctor.checkup import CheckupInput, examine
-from lockstep.doctor.finding import worst
+from lockstep.doctor.finding import Finding, worst
 from lockstep.doctor.gpus import absence
+from lockstep.doctor.links import examine_links, measured_by_a_job
 from lockstep.doctor.load_monitor import log_once, watch
 from lockstep.doctor.nvml import load, read, reader
 from lockstep.doctor.programs import ending_descendants
 from lockstep.errors import InternalError, LockstepError, UnfitError
+from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import Wishes
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
@@ -46,6 +48,24 @@ def check(*, as_json: bool, train: bool) -> int:
         # Python would exit with status 1, which means that jobs work.
         traceback.print_exception(error)
         raise InternalError(f"the check itself failed: {error}") from error
+    return _report(findings, as_json=as_json)
+
+
+def check_hosts(hosts: str, *, as_json: bool) -> int:
+    """Measure the links between hosts, show the findings, and return the exit status.
+
+    Raises:
+        ConfigError: the list of hosts is invalid, or has fewer than two.
+        UnfitError: the findings cannot be written.
+    """
+    fill_standard_descriptors()
+    names = [host.name for host in parse_hosts(hosts)]
+    with ending_descendants():
+        findings = examine_links(names, measured_by_a_job(environment_at_start()), note)
+    return _report(findings, as_json=as_json)
+
+
+def _report(findings: list[Finding], *, as_json: bool) -> int:
     if as_json:
         _write(report.as_json(findings) + "\n")
     else:

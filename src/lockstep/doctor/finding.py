@@ -22,7 +22,8 @@ class Finding:
     """One row.
 
     Attributes:
-        section: the part of the report: "versions", "gpus", "backends", "machine", "environment", "training".
+        section: the part of the report: "versions", "gpus", "backends", "machine", "environment", "training",
+            "hosts".
         name: what was examined.
         rating: `FAILURE` if a job would not work, `WARNING` if it works with a problem.
         reason: what was found, in at most one sentence.

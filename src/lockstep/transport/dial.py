@@ -115,7 +115,7 @@ def dial(
         while (answer := _received(connection, address)) is None:
             _wait(connection, select.POLLIN, until, check, late)
         if answer != _ACCEPTED:
-            raise NetworkError(_closed(address))
+            raise NetworkError(explain_refusal(address))
         connection.setblocking(True)
         undo.pop_all()
     return connection
@@ -188,11 +188,11 @@ def _secure(
                 except ssl.SSLWantWriteError:
                     _wait(secured, select.POLLOUT, until, check, late)
         except ssl.SSLEOFError:
-            raise NetworkError(_closed(peer)) from None
+            raise NetworkError(explain_refusal(peer)) from None
         except ssl.SSLError as error:
             raise NetworkError(f"{peer} is refused: {describe_tls_error(error)}") from None
         except OSError:
-            raise NetworkError(_closed(peer)) from None
+            raise NetworkError(explain_refusal(peer)) from None
         undo.pop_all()
     return secured
 
@@ -223,7 +223,8 @@ def _wait(connection: socket.socket, event: int, until: float, check: Callable[[
             raise NetworkError(late)
 
 
-def _closed(peer: str) -> str:
+def explain_refusal(peer: str) -> str:
+    """Say why the listener at the address `peer` may have closed a connection after the greeting."""
     return (
         f"{peer} closed the connection after the greeting: its job, its key or its version of Lockstep is "
         "another one, or its view has ended; the log of its host says why"

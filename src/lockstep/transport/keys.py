@@ -35,7 +35,7 @@ _BEGINNING = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True)
 class JobKey:
-    """The key of a job. Who holds it can join the job, and read what its hosts send each other.
+    """The key of a job. A process that holds it can join the job, and act as any of its hosts.
 
     Attributes:
         secret: the random bytes.

@@ -1,5 +1,6 @@
 """How a worker enters the exchange of a view whose members are on several hosts."""
 
+import atexit
 import queue
 import socket
 import threading
@@ -65,6 +66,9 @@ class NetworkEntrance:
         self._last = LastCall()
         if not config.joins:
             self._last.number = 0
+        self._current: NetworkCommunicator | None = None
+        # The others may still receive the last bytes of a call that is complete here.
+        atexit.register(self._leave)
 
     def enter(
         self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment, observe: WaitObserver
@@ -103,9 +107,14 @@ class NetworkEntrance:
             tuple(host.incarnation for host in endpoint.hosts),
             tuple(host.name for host in endpoint.hosts),
         )
-        return NetworkCommunicator(
+        self._current = NetworkCommunicator(
             segment, self._buffers, self._last, position, plan, of_job, links, self._policy, observe
         )
+        return self._current
+
+    def _leave(self) -> None:
+        if self._current is not None:
+            self._current.close()
 
 
 @dataclass

@@ -22,7 +22,6 @@ from lockstep.collectives.contract import Bytes, Leaves, Span, WaitObserver, Wai
 from lockstep.collectives.layout import Layout, allocate, joined
 from lockstep.collectives.network.frames import (
     HELLO_SIZE,
-    NO_CALL,
     Frame,
     FrameError,
     Header,
@@ -46,7 +45,7 @@ from lockstep.collectives.network.streams import Buffer
 from lockstep.collectives.plan import HostPlan
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import cached
-from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.control_segment import HOST_LIMIT, ControlSegment
 from lockstep.collectives.shared.packed_reduce import (
     SMALL,
     PackedReduce,
@@ -228,6 +227,8 @@ class NetworkCommunicator:
             raise InternalError(
                 f"a control segment for {segment.members} members on a host with {len(hosts.own)}"
             )
+        if len(hosts.hosts) > HOST_LIMIT:
+            raise InternalError(f"a view of {len(hosts.hosts)} hosts; at most {HOST_LIMIT} are supported")
         self._segment = segment
         self._buffers = buffers
         self._last = last
@@ -349,10 +350,12 @@ class NetworkCommunicator:
 
     def _plan_packed(self, layout: Layout, spans: tuple[Span, ...], half: int) -> _Packed:
         hosts, seen, size = self._hosts, self._hosts.seen, layout.size
-        whole = packed_size(layout, seen)
-        memory = (
-            allocate(whole) if self._alone else self._buffers.shared(Region.PACKED)[half * whole :][:whole]
-        )
+        if self._alone:
+            memory = allocate(packed_size(layout, seen))
+        else:
+            # Wherever a half begins, it is the same for all layouts: others may still read the other half.
+            region = self._buffers.shared(Region.PACKED)
+            memory = region[half * (region.size // 2) :]
         total = allocate(size)
         places: dict[Span, Bytes] = {}
         for published in seen.published:
@@ -378,9 +381,10 @@ class NetworkCommunicator:
 
     def _reduce_lanes(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
         placement = cached(self._placements, layout, lambda: LanePlacement.of(layout, self._hosts))
-        half = self._number % 2
-        sizes = (0, 0, 0, 0)
+        half, sizes = 0, (0, 0, 0, 0)
         if not self._alone:
+            # Workers that publish write before all hosts have begun this call, and so have the last total.
+            half = self._number % 2
             sizes = ((layout.size, 0)[half], (0, layout.size)[half], placement.size, 0)
         standing, unfit = self._make_room(call, sizes)
         spans, own = tuple(partials), {}
@@ -423,11 +427,12 @@ class NetworkCommunicator:
     ) -> bool:
         """Exchange this lane's bytes with the other hosts; return whether all hosts make the same call."""
         self._notice = self._barrier.notice
+        header = self._header(call, Standing.READY)
         for host, length in reduce.lengths.items():
-            lane.send_to(host, self._header(call, Standing.READY, length=length))
+            lane.send_to(host, header._replace(length=length))
             lane.send_buffers(host, reduce.buffers(host, own, self._lane_adders[host]))
-        headers = lane.headers(call, Frame.CALL, self._number + 1)
-        if not self._agree(lane, call, headers):
+        headers = lane.headers(call, header)
+        if not self._agree(lane, call, headers, header):
             return False
         remaining = list(self._hosts.others)
         wait = lane.wait(call, remaining)
@@ -545,8 +550,9 @@ class NetworkCommunicator:
         if not self._alone:
             self._barrier.arrive_and_wait(call)
         if self._first is not None:
-            self._first.send(self._header(call, Standing.READY, 2))
-            self._first.headers(call, Frame.CALL, self._number + 1, 2)
+            header = self._header(call, Standing.READY, 2)
+            self._first.send(header)
+            self._first.headers(call, header)
         self._end(call, True, list, "")
         self._complete(KeptResult(call, parts=tuple(received)))
         return received
@@ -586,6 +592,7 @@ class NetworkCommunicator:
         received: Sequence[Bytes],
     ) -> bool:
         """Send and receive the parts of the members of different hosts; return whether all hosts can."""
+        header = self._header(call, standing, 1)
         for host in self._hosts.others:
             buffers: list[memoryview] = []
             if standing is Standing.READY and self._alone:
@@ -594,10 +601,10 @@ class NetworkCommunicator:
                 ranges = [table.sent_to(local, host) for local in range(len(self._hosts.own))]
                 buffers = [memory[start:stop].data for start, stop in ranges if start < stop]
             length = sum(map(len, buffers))
-            lane.send_to(host, self._header(call, standing, 1, length))
+            lane.send_to(host, header._replace(length=length))
             lane.send_buffers(host, buffers)
-        headers = lane.headers(call, Frame.CALL, self._number + 1, 1)
-        if not self._agree(lane, call, headers, standing):
+        headers = lane.headers(call, header)
+        if not self._agree(lane, call, headers, header):
             return False
         remaining = list(self._hosts.others)
         wait = lane.wait(call, remaining)
@@ -672,8 +679,9 @@ class NetworkCommunicator:
         """Exchange hellos with the other hosts, and the result of the last call if a host lacks it."""
         view, own = self._view, self._hosts.host
         hello = Hello(view.job, view.term, view.number, view.incarnations[own], done, has_result)
-        lane.send(Header(Frame.HELLO, Standing.READY, 0, 0, 0, HELLO_SIZE, NO_CALL), hello.encode())
-        headers = lane.headers(call, Frame.HELLO, 0)
+        greeting = Header(Frame.HELLO, length=HELLO_SIZE)
+        lane.send(greeting, hello.encode())
+        headers = lane.headers(call, greeting)
         hellos = {own: hello}
         wait = lane.wait(call, self._hosts.others)
         try:
@@ -701,12 +709,10 @@ class NetworkCommunicator:
             assert self._last.result is not None
             data = encode_result(self._last.result.encoded())
             for host in behind:
-                lane.send_to(
-                    host, Header(Frame.RESULT, Standing.READY, 0, 0, newest, len(data), NO_CALL), data
-                )
+                lane.send_to(host, Header(Frame.RESULT, number=newest, length=len(data)), data)
         if own not in behind:
             return _Entered(newest, None)
-        header = lane.header(givers[0], call, Frame.RESULT, newest)
+        header = lane.header(givers[0], call, Header(Frame.RESULT, number=newest))
         wait = lane.wait(call, [givers[0]])
         try:
             return _Entered(newest, decode_result(lane.receive_blob(givers[0], header.length, wait)))
@@ -731,21 +737,22 @@ class NetworkCommunicator:
         self._notice = self._barrier.notice
         header = self._header(call, standing, length=sum(map(len, payload)))
         lane.send(header, *payload)
-        return self._agree(lane, call, lane.headers(call, Frame.CALL, self._number + 1), standing)
+        return self._agree(lane, call, lane.headers(call, header), header)
 
     def _agree(
         self,
         lane: Lane,
         call: CollectiveCall,
         headers: Mapping[int, Header],
-        standing: Standing = Standing.READY,
+        own: Header,
     ) -> bool:
-        own = describe_call(call)
+        """Return whether all hosts make the same call, and can; see `_announce`."""
         if self._hosts.host > 0:
             self._notice = headers[0].notice
         self._lengths = {host: header.length for host, header in headers.items()}
-        if standing is Standing.READY and all(
-            header.standing is Standing.READY and header.call == own for header in headers.values()
+        if own.standing is Standing.READY and all(
+            header is own or (header.standing is Standing.READY and header.call == own.call)
+            for header in headers.values()
         ):
             return True
         wait = lane.wait(call, self._hosts.others)
@@ -786,6 +793,8 @@ class NetworkCommunicator:
         """
         if self._lane is None and not self._hosts.others:
             self._notice = self._barrier.notice
+        if self._lane is not None:
+            self._lane.flush(call)
         agreed, extra = self._share(call, agreed, extra)
         if not agreed:
             self._refuse(call, describe(), unfit)
@@ -834,8 +843,9 @@ class NetworkCommunicator:
     ) -> list[list[MemberDetails]]:
         number = self._number + 1
         data = encode_details(local)
-        lane.send(Header(Frame.DETAILS, Standing.READY, 0, 0, number, len(data), NO_CALL), data)
-        headers = lane.headers(call, Frame.DETAILS, number)
+        header = Header(Frame.DETAILS, number=number, length=len(data))
+        lane.send(header, data)
+        headers = lane.headers(call, header)
         found = {self._hosts.host: local}
         wait = lane.wait(call, self._hosts.others)
         try:

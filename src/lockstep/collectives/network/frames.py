@@ -49,6 +49,7 @@ class Standing(enum.IntEnum):
 _PREFIX = struct.Struct("<4sBBxxIIQQ")
 _CALL = struct.Struct("<16sB64si16s")
 _MAGIC = b"LSX1"
+NO_CALL = bytes(_CALL.size)
 HEADER_SIZE = _PREFIX.size + _CALL.size
 REASON_LIMIT = 1 << 12
 """Bytes of the longest reason in a frame."""
@@ -70,12 +71,12 @@ class Header(NamedTuple):
     """
 
     frame: Frame
-    standing: Standing
-    step: int
-    notice: int
-    number: int
-    length: int
-    call: bytes
+    standing: Standing = Standing.READY
+    step: int = 0
+    notice: int = 0
+    number: int = 0
+    length: int = 0
+    call: bytes = NO_CALL
 
     def encode(self) -> bytes:
         """Return the header as bytes."""
@@ -97,9 +98,6 @@ class Header(NamedTuple):
             return cls(Frame(frame), Standing(standing), step, notice, number, length, data[_PREFIX.size :])
         except ValueError as error:
             raise FrameError(str(error)) from None
-
-
-NO_CALL = bytes(_CALL.size)
 
 
 def describe_call(call: CollectiveCall) -> bytes:

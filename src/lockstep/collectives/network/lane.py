@@ -5,16 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from lockstep.collectives.call import CallWait, CollectiveCall
+from lockstep.collectives.call import MAX_BLOCK_SECONDS, CallWait, CollectiveCall
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.network.frames import (
     HEADER_SIZE,
-    NO_CALL,
     REASON_LIMIT,
     Frame,
     FrameError,
     Header,
-    Standing,
 )
 from lockstep.collectives.network.streams import Buffer, Incoming, Outgoing, Stream
 from lockstep.collectives.plan import HostPlan
@@ -22,8 +20,6 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.errors import PeerLostError
 from lockstep.system.clock import Clock
 
-_FLUSH_SECONDS = 5.0
-"""How long a member that leaves waits until the others have received what it has sent."""
 _PIECE = 1 << 20
 """Bytes of a blob for which memory is taken before they arrive."""
 
@@ -61,7 +57,7 @@ class Lane:
         observe: WaitObserver | None,
         clock: Clock,
     ) -> None:
-        self._outgoing = {host: Outgoing(links[host].outgoing) for host in hosts.others}
+        self._outgoing = {host: Outgoing(links[host].outgoing, len(hosts.hosts)) for host in hosts.others}
         self._incoming = {host: Incoming(links[host].incoming) for host in hosts.others}
         self._index = index
         self._local = local
@@ -72,19 +68,20 @@ class Lane:
         self._observe = observe
         self._clock = clock
         self._has_ended = False
+        self._sent = b""
         self.waited = 0.0
         self.announced = 0
 
     def send(self, header: Header, *payload: Buffer) -> None:
         """Send a frame to all other hosts; return at once."""
         self.announced = max(self.announced, header.number)
-        encoded = header.encode()
+        self._sent = encoded = header.encode()
         for outgoing in self._outgoing.values():
             outgoing.send(encoded, *payload)
 
     def send_to(self, host: int, header: Header, *payload: Buffer) -> None:
         """Send a frame to one host; return at once."""
-        self.announced = max(self.announced, header.number)
+        self.announced, self._sent = max(self.announced, header.number), b""
         self._outgoing[host].send(header.encode(), *payload)
 
     def send_buffers(self, host: int, buffers: Iterable[Buffer]) -> None:
@@ -96,8 +93,8 @@ class Lane:
         for outgoing in self._outgoing.values():
             outgoing.send_each((chunk,))
 
-    def headers(self, call: CollectiveCall, frame: Frame, number: int, step: int = 0) -> dict[int, Header]:
-        """Receive the header of each other host.
+    def headers(self, call: CollectiveCall, own: Header) -> dict[int, Header]:
+        """Receive the headers of the other hosts that answer the `own` one; equal ones are this object.
 
         Raises:
             PeerLostError, PeerStuckError: as `Communicator` states.
@@ -108,36 +105,36 @@ class Lane:
         headers = {}
         try:
             for host in self._hosts.others:
-                headers[host] = self._header(host, call, frame, number, step, wait)
+                headers[host] = self._header(host, call, own, wait)
                 remaining.remove(host)
         finally:
             self.waited += time.perf_counter() - begun
             wait.end()
         return headers
 
-    def header(self, host: int, call: CollectiveCall, frame: Frame, number: int) -> Header:
+    def header(self, host: int, call: CollectiveCall, own: Header) -> Header:
         """Receive the header of one other host; see `headers`."""
         wait = self.wait(call, [host])
         try:
-            return self._header(host, call, frame, number, 0, wait)
+            return self._header(host, call, own, wait)
         finally:
             wait.end()
 
-    def _header(
-        self, host: int, call: CollectiveCall, frame: Frame, number: int, step: int, wait: "HostWait"
-    ) -> Header:
+    def _header(self, host: int, call: CollectiveCall, own: Header, wait: "HostWait") -> Header:
         data = bytearray(HEADER_SIZE)
         self.receive(host, memoryview(data), wait)
+        if data == self._sent:
+            return own
         try:
             header = Header.decode(bytes(data))
             if header.frame is Frame.ABORT:
                 self._end_with(host, header, wait)
             if header.frame is Frame.LEFT:
                 raise PeerLostError(f"worker {header.step} has left while others wait in {call}")
-            if (header.frame, header.number, header.step) != (frame, number, step):
+            if (header.frame, header.number, header.step) != (own.frame, own.number, own.step):
                 raise FrameError(
                     f"{header.frame.name} {header.step} of call {header.number} "
-                    f"instead of {frame.name} {step} of call {number}"
+                    f"instead of {own.frame.name} {own.step} of call {own.number}"
                 )
         except FrameError as error:
             raise self.malformed(host, call, error) from error
@@ -184,6 +181,21 @@ class Lane:
             self.receive(host, part[: min(length, _PIECE)], wait)
             length -= min(length, _PIECE)
 
+    def flush(self, call: CollectiveCall) -> None:
+        """Wait until everything has been sent, so that it arrives even if this process ends.
+
+        Raises:
+            PeerLostError, PeerStuckError: as `Communicator` states.
+        """
+        for host, outgoing in self._outgoing.items():
+            if not outgoing.is_idle:
+                wait = self.wait(call, [host])
+                while not outgoing.flush(MAX_BLOCK_SECONDS):
+                    if outgoing.error is not None:
+                        raise self._lost(host, call, outgoing.error)
+                    wait.blocked()
+                wait.end()
+
     def wait(self, call: CollectiveCall, remaining: Sequence[int]) -> "HostWait":
         """Return the wait for the hosts in `remaining`, which the caller may shorten."""
         return HostWait(self, call, remaining)
@@ -191,19 +203,13 @@ class Lane:
     def farewell(self, reason: str) -> None:
         """Tell the other hosts that the view has ended, where they can still be told."""
         text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
-        self._end(Header(Frame.ABORT, Standing.READY, 0, 0, 0, len(text), NO_CALL), text)
+        self._end(Header(Frame.ABORT, length=len(text)), text)
 
     def close(self) -> None:
         """Tell the other hosts that this worker makes no more calls, and close the connections."""
         if not self._has_ended:
-            end = time.monotonic() + _FLUSH_SECONDS
-            while time.monotonic() < end and self._segment.reason() is None:
-                busy = [each for each in self._outgoing.values() if not each.is_idle and not each.error]
-                if not busy:
-                    break
-                busy[0].flush(0.2)
             worker = self._hosts.own[self._local]
-            self._end(Header(Frame.LEFT, Standing.READY, worker, 0, 0, 0, NO_CALL))
+            self._end(Header(Frame.LEFT, step=worker))
         for outgoing in self._outgoing.values():
             outgoing.close()
         for incoming in self._incoming.values():
@@ -244,18 +250,13 @@ class HostWait:
         self.call = call
         self._lane = lane
         self._remaining = remaining
-        self._wait = self._begin()
-        self._advanced = False
+        self._wait: CallWait | None = None
         self._shown = len(lane._hosts.own) > 1
         self._show(remaining)
 
-    def _begin(self) -> CallWait:
-        lane = self._lane
-        return CallWait(self.call, lane._policy, lane._observe, lane._clock)
-
     def advanced(self) -> None:
         """Some bytes have arrived: the time without any begins anew."""
-        self._advanced = True
+        self._wait = None
         reason = self._lane._segment.reason()
         if reason is not None:
             raise PeerLostError(reason)
@@ -269,8 +270,8 @@ class HostWait:
         """
         lane = self._lane
         lane.raise_if_broken(self.call)
-        if self._advanced:
-            self._wait, self._advanced = self._begin(), False
+        if self._wait is None:
+            self._wait = CallWait(self.call, lane._policy, lane._observe, lane._clock)
         missing = [host for host in self._remaining if not lane._incoming[host].is_readable()]
         missing = missing or list(self._remaining)
         self._show(missing)

@@ -24,8 +24,10 @@ from lockstep.collectives.layout import ALIGNMENT, Layout, Piece, allocate
 from lockstep.collectives.plan import HostPlan, Sum
 from lockstep.collectives.shared.slice_reduce import PieceSum, run_sums
 
-CHUNK = 1 << 18
-"""Bytes that are summed at a time: so few that they stay in the cache."""
+CHUNK = 1 << 19
+"""Bytes that a host receives before it sums: so few that they stay in the cache."""
+SMALLEST_CHUNK = 1 << 16
+"""Bytes of the total that it sums at least."""
 DIRECT = 1 << 14
 """Bytes of a leaf that are worth a system call of their own; smaller pieces are copied together."""
 
@@ -173,7 +175,7 @@ class LaneReduce:
         slices = placement.slices[local]
         return cls(
             published,
-            {host: planner.sends(*slices[host]) for host in hosts.others},
+            {host: planner.sends(host, *slices[host]) for host in hosts.others},
             {
                 host: len(hosts.published[hosts.host]) * (slices[host][1] - slices[host][0])
                 for host in hosts.others
@@ -228,14 +230,15 @@ class _Planner:
                     sums += self._sums(local_sum, start, stop, {}, place)
         return tuple(sums)
 
-    def sends(self, start: int, stop: int) -> tuple[_OwnSend | _SumSend, ...]:
+    def sends(self, host: int, start: int, stop: int) -> tuple[_OwnSend | _SumSend, ...]:
         """Plan what is sent to the host that sums the bytes `start` to `stop`."""
+        size = self._chunk_size(host)
         beside = published_beside(self.hosts, self.local)
         sums = self.hosts.host_sums([*self.given, *beside])
-        staging = allocate(min(CHUNK, stop - start))
+        staging = allocate(min(size, stop - start))
         staging.fill(0)
         sends: list[_OwnSend | _SumSend] = []
-        for first, last in _chunks(start, stop):
+        for first, last in _chunks(start, stop, size):
             out = staging[: last - first]
             for each in sums:
                 if each.steps:
@@ -252,10 +255,10 @@ class _Planner:
         hosts = self.hosts
         everything = hosts.seen.total(hosts.position(self.local), self.given)
         beside = published_beside(hosts, self.local)
-        length = min(CHUNK, stop - start)
+        length = min(self._chunk_size(hosts.host), stop - start)
         memory = {host: allocate(len(hosts.published[host]) * length) for host in hosts.others}
         chunks = []
-        for first, last in _chunks(start, stop):
+        for first, last in _chunks(start, stop, length):
             size = last - first
             places = {span: self._place(self.local, span, first, last) for span in beside}
             for host in hosts.others:
@@ -267,6 +270,11 @@ class _Planner:
                 _OwnChunk(received, tuple(self._sums(everything, first, last, places, out)), out.data)
             )
         return tuple(chunks)
+
+    def _chunk_size(self, host: int) -> int:
+        """Return the bytes of the total that a host sums at a time."""
+        received = sum(len(spans) for other, spans in enumerate(self.hosts.published) if other != host)
+        return max(CHUNK // max(received, 1), SMALLEST_CHUNK) // ALIGNMENT * ALIGNMENT
 
     def _place(self, lane: int, span: Span, start: int, stop: int) -> Bytes:
         """Return the memory of the bytes `start` to `stop` of a sum that another worker has published."""
@@ -317,6 +325,6 @@ class _Planner:
         return tuple(runs)
 
 
-def _chunks(start: int, stop: int) -> Iterator[Range]:
-    for first in range(start, stop, CHUNK):
-        yield first, min(first + CHUNK, stop)
+def _chunks(start: int, stop: int, size: int) -> Iterator[Range]:
+    for first in range(start, stop, size):
+        yield first, min(first + size, stop)

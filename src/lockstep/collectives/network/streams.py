@@ -1,6 +1,8 @@
 """Sending to and receiving from one stream each: blocking, but never longer than the view lives."""
 
 import contextlib
+import functools
+import itertools
 import select
 import socket
 import ssl
@@ -20,6 +22,10 @@ Buffer: TypeAlias = memoryview | bytes
 Stream: TypeAlias = socket.socket
 """A connected stream socket; an `ssl.SSLSocket` after its handshake is one."""
 
+SEND_BUFFERS = 1 << 20
+"""Bytes that the kernel takes from all members that send to one. It would choose more itself; then the bytes
+that are under way do not stay in the processor's cache."""
+_SMALLEST_SEND_BUFFER = 1 << 17
 _JOIN_LIMIT = 1 << 18
 """Bytes up to which the buffers of one message are joined for TLS, which encrypts record by record."""
 
@@ -78,7 +84,7 @@ class Incoming:
         """Whether there are bytes to receive."""
         if isinstance(self._stream, ssl.SSLSocket) and self._stream.pending():
             return True
-        return bool(select.select([self._stream], [], [], 0)[0])
+        return _poll(self._stream, select.POLLIN, 0.0)
 
     def close(self) -> None:
         """Close the stream."""
@@ -95,7 +101,8 @@ class Outgoing:
         error: why the connection is lost, if it is.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, members: int) -> None:
+        """Send on `stream`, one of those that connect so many `members`."""
         self._stream = stream
         self._encrypted = isinstance(stream, ssl.SSLSocket)
         if self._encrypted:
@@ -103,6 +110,9 @@ class Outgoing:
         else:
             stream.settimeout(None)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(MAX_BLOCK_SECONDS))
+            size = max(SEND_BUFFERS // members, _SMALLEST_SEND_BUFFER)
+            if _allows_send_buffer(size):
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self._jobs: deque[Iterator[Buffer]] = deque()
         self._changed = threading.Condition()
         self._unfinished = 0
@@ -129,18 +139,32 @@ class Outgoing:
 
     def send_each(self, buffers: Iterable[Buffer]) -> None:
         """Send each of `buffers` after everything before; their iterator runs on the sending thread."""
+        rest = iter(buffers)
+        if not self._unfinished and not self._encrypted:
+            try:
+                for buffer in rest:
+                    left = self._send_what_fits((buffer,))
+                    if left:
+                        rest = itertools.chain(left, rest)
+                        break
+                else:
+                    return
+            except OSError as error:
+                self.error = error
+                return
         with self._changed:
-            self._jobs.append(iter(buffers))
+            self._jobs.append(rest)
             self._unfinished += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lockstep sender", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
-    def flush(self, seconds: float) -> None:
-        """Wait until everything has been sent, for at most `seconds`."""
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything has been sent, for at most `seconds`; return whether it has."""
         with self._changed:
             self._changed.wait_for(lambda: self.error or not self._unfinished, seconds)
+        return not self._unfinished
 
     def end(self) -> None:
         """Send nothing more; what was sent before still arrives."""
@@ -192,8 +216,8 @@ class Outgoing:
                     for buffer in job:
                         self._send_all(memoryview(buffer))
                 except OSError as error:
-                    self.error = error
                     with self._changed:
+                        self.error = error
                         self._changed.notify_all()
                     return
                 with self._changed:
@@ -210,7 +234,23 @@ class Outgoing:
             except (BlockingIOError, TimeoutError):
                 continue
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                select.select([], [self._stream], [], MAX_BLOCK_SECONDS)
+                _poll(self._stream, select.POLLOUT, MAX_BLOCK_SECONDS)
+
+
+@functools.cache
+def _allows_send_buffer(size: int) -> bool:
+    """Whether the kernel allows such a buffer; it would itself choose a larger one than it allows."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+        # The kernel doubles the size, for its own records.
+        return probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 2 * size
+
+
+def _poll(stream: Stream, event: int, seconds: float) -> bool:
+    """Wait for an event, for at most `seconds`; return whether there is one."""
+    poll = select.poll()
+    poll.register(stream, event)
+    return bool(poll.poll(seconds * 1e3))
 
 
 def _timeval(seconds: float) -> bytes:

@@ -127,6 +127,10 @@ class Barrier:
             PeerLostError, PeerStuckError: as the contract states.
         """
         segment, arrival = self._segment, self._arrival + 1
+        if not self._others:
+            segment.publish_notice(arrival)
+            self.notice = segment.notice(arrival)
+            return None, [blob]
         own = encode(call, len(blob))
         slots = self._slots[arrival % 2]
         segment.control[slots[self._position] : slots[self._position] + len(own)] = own
