@@ -305,7 +305,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
 
 def _refuse_contradictions(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if options cannot be combined."""
+    """Raise ConfigError if options cannot be combined, or name no address."""
     ways = [f"--{name}" for name in ("hosts", "listen", "tf-config") if options[name.replace("-", "_")]]
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
@@ -315,6 +315,8 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
     if options["here"] is not None and not options["listen"]:
         raise ConfigError("--workers-here is for jobs that other hosts join; give --listen too")
+    if options["listen"]:
+        with_port(options["listen"])
     if options["listen"] and options["workers"] is None:
         raise ConfigError("--listen needs the number of all workers; give -n too")
     if options["listen"] and (options["here"] or 1) > options["workers"]:
