@@ -162,3 +162,39 @@ def test_the_tasks_of_tf_config(nodes: Sequence[Host], keyed: dict[str, str]) ->
     evaluator = nodes[4].lockstep("run", "--tf-config", "alone.py", **keyed, TF_CONFIG=json.dumps(task))
     assert evaluator.end() == 0
     assert evaluator.out == f"alone {json.dumps(task)}\n"
+
+
+def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keyed: dict[str, str]) -> None:
+    """Loopback needs no key, and several agents may be there; other addresses are checked in one line."""
+    node = nodes[0]
+
+    def at(address: str, folder: str = "run") -> list[str]:
+        job = f"run --backend jax --run-dir {folder} --listen {address} -n 3 stepping.py {STEPS}"
+        return job.split()
+
+    refusals = [
+        (
+            node.lockstep(*at(node.address, "run1"), **lean_environment),
+            "so the job needs a key: make one with lockstep",
+        ),
+        (node.lockstep(*at("0.0.0.0", "run2"), **keyed), "is no address that other hosts can connect to"),
+        (node.lockstep(*at("node2:7000", "run3"), **keyed), "node2:7000 is not an address of this host"),
+        (node.lockstep(*at("node1:70000", "run4"), **keyed), "the port of node1:70000 is more than 65535"),
+        (node.lockstep("run", "--listen", "node1", "stepping.py", **keyed), "give -n too"),
+        (
+            node.lockstep("run", "--tf-config", "stepping.py", **keyed),
+            "--tf-config needs the variable TF_CONFIG",
+        ),
+        (node.lockstep("agent", **keyed), "give --join HOST:PORT"),
+    ]
+    for command, text in refusals:
+        assert command.end() == 2
+        assert text in command.err.splitlines()[-1]
+    assert list(node.work.glob("run*")) == []
+    job = node.lockstep(*at("localhost"), **lean_environment)
+    job.wait_until(lambda: "run there: lockstep agent --join 127.0.0.1:" in job.err)
+    address = job.err.split("--join ")[1].split()[0]
+    agents = [node.lockstep("agent", "--join", address, **lean_environment) for _ in range(2)]
+    assert ended(job, *agents) == (0, 0, 0), job.err
+    logs = [(node.work / f"run/worker-{worker}.log").read_text() for worker in range(3)]
+    assert {digest(log) for log in logs} == {chaos_steps.alone(0, 3, STEPS)[-1]}

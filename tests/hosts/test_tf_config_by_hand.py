@@ -25,7 +25,7 @@ FILES = (
     CHAOS / "chaos_steps.py",
     CHAOS / "chaos_faults.py",
 )
-STEPS = 400
+STEPS = 150
 """So many that a worker which asks to join at step 6 joins before the end."""
 CLUSTER = {"worker": ["node1:2222", "node2:2222", "node2:2223"]}
 
@@ -140,7 +140,7 @@ TASKS = tuple(Task("worker", at, f"node{at + 1}:2222", f"10.0.0.{at + 1}:2222") 
 
 
 def arrival(slot: int, *here: int, **fields: Any) -> Arrival:
-    known = {"version": "1", "backend": "jax", "cores": 2, "gpus": (), "target": "main.py"}
+    known: dict[str, Any] = {"version": "1", "backend": "jax", "cores": 2, "gpus": (), "target": "main.py"}
     return Arrival(TASKS, slot, **known | fields, here=here or (slot,))
 
 
@@ -166,6 +166,8 @@ def test_missing_tasks_and_objections() -> None:
     assert "this job follows TF_CONFIG" in objects(None)
     assert "runs Lockstep 2, but the job uses 1" in objects(arrival(2, version="2"))
     assert "worker 1 (node2:2222) is on two hosts, 10.0.0.2 and 10.0.0.9" in objects(arrival(1))
+    for invalid in (arrival(2, 3), arrival(7), arrival(0, 2)):
+        assert "names tasks that do not exist" in objects(invalid)
 
 
 EXAMPLES = HERE.parents[1] / "examples"

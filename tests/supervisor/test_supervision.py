@@ -65,7 +65,7 @@ from lockstep.supervisor.state import (
 )
 from lockstep.system.exit_status import signal_name
 from lockstep.system.prose import name_workers
-from lockstep.topology import place
+from lockstep.topology import place, place_on_hosts
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
@@ -464,3 +464,12 @@ def test_any_changes_of_the_membership_end_the_job_once(
     state: State, timed_events: list[tuple[float, Event]]
 ) -> None:
     play(state, timed_events)
+
+
+def test_a_worker_that_a_user_starts_joins_on_its_host() -> None:
+    """Also if another host lacks more workers."""
+    state = State.of(place_on_hosts(3, ((0, 1), (2,))), TimeLimits(), JobSize(1, by_hand=True))
+    state = replace(state, elastic=True).with_phase(Phase.LOST, 1, 2)
+    for host in (1, 0):
+        state = decide(state, WorkerArrived(host), 8.0).state
+    assert [state.workers[worker].host for worker in (3, 4)] == [1, 0]

@@ -154,7 +154,7 @@ def agent(
     split_address(coordinator)
     fill_standard_descriptors()
     own = with_port(listen) if listen else ""
-    sys.exit(join_and_run(AgentOptions(coordinator, workers, own, not plain, timeout)))
+    sys.exit(join_and_run(AgentOptions(coordinator, workers, own, encrypted=not plain, patience=timeout)))
 
 
 @cli.command()

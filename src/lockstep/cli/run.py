@@ -52,7 +52,7 @@ from lockstep.system.run_folder import (
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.topology import place
-from lockstep.transport.addresses import with_port
+from lockstep.transport.addresses import split_address, with_port
 from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
 
 def _refuse_contradictions(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if options cannot be combined."""
+    """Raise ConfigError if options cannot be combined, or name no address."""
     ways = [f"--{name}" for name in ("hosts", "listen", "tf-config") if options[name.replace("-", "_")]]
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
@@ -326,6 +326,8 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
     if options["here"] is not None and not options["listen"]:
         raise ConfigError("--workers-here is for jobs that other hosts join; give --listen too")
+    if options["listen"]:
+        with_port(options["listen"])
     if options["listen"] and options["workers"] is None:
         raise ConfigError("--listen needs the number of all workers; give -n too")
     if options["listen"] and (options["here"] or 1) > options["workers"]:
@@ -349,9 +351,9 @@ def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
         case TaskRole.EVALUATOR:
             _evaluate(script, options)
         case TaskRole.AGENT:
-            joins = AgentOptions(
-                place.coordinator, listen=place.address, encrypted=not options["plain"], shows=True
-            )
+            # Its own name may not be known in the cluster yet.
+            _, port = split_address(place.address)
+            joins = AgentOptions(place.coordinator, port=port, encrypted=not options["plain"], shows=True)
             note(f"{place.name} joins {place.coordinator}, which coordinates the job")
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:

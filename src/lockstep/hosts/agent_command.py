@@ -65,8 +65,9 @@ class AgentOptions:
     Attributes:
         coordinator: HOST:PORT of the job.
         workers: the number of workers that this host offers.
-        listen: HOST:PORT of this host for connections of workers of other hosts; empty for any port, at the
-            address from which this host reaches the coordinator.
+        listen: HOST:PORT of this host for connections of workers of other hosts; empty for the address from
+            which this host reaches the coordinator.
+        port: the port if `listen` is empty; 0 for any free one.
         encrypted: whether connections are encrypted.
         patience: seconds until this gives up to reach the coordinator.
         shows: whether the terminal of this process shows the output of its workers too.
@@ -75,6 +76,7 @@ class AgentOptions:
     coordinator: str
     workers: int = 1
     listen: str = ""
+    port: int = 0
     encrypted: bool = True
     patience: float = 600.0
     shows: bool = False
@@ -95,7 +97,7 @@ def join_and_run(options: AgentOptions) -> int:
             connection = _connect(options, credentials, command, loop, clock)
             if connection is None:
                 return 1
-            own = options.listen or join_address((connection.getsockname()[0], 0))
+            own = options.listen or join_address((connection.getsockname()[0], options.port))
             channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel.over(
                 connection, RemoteInstruction, credentials, accepted=False, most_queued=MOST_QUEUED
             )

@@ -45,7 +45,7 @@ class Listening:
         address: HOST:PORT of this host; port 0 means any free one.
         here: the number of workers on this host.
         patience: seconds until the job gives up to wait.
-        retries: whether an address that is not known yet, or not of this host yet, is tried again.
+        retries: whether a name that cannot be resolved yet is tried again.
     """
 
     address: str
@@ -139,6 +139,8 @@ def objection(agent: JoiningAgent, offer: HostOffer, agents: Sequence[JoiningAge
         agents: those that have joined.
         own: the address of the coordinator's host; empty if several agents may run on one host.
     """
+    if offer.workers < 1:
+        return "it offers no worker"
     if offer.first is not None:
         return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
     if own and agent.peer in (own, *(other.peer for other in agents)):
@@ -174,7 +176,7 @@ class _Gate:
         while True:
             try:
                 return act()
-            except (ConfigError, NetworkError) as error:
+            except NetworkError as error:
                 now = self.clock.now()
                 if not self.listening.retries or now - begun >= _RETRY:
                     raise
@@ -218,7 +220,7 @@ class _Gate:
             Stopped: the user has stopped the job.
             UnfitError: they have not within the limit.
         """
-        begun = self.clock.now()
+        begun, told = self.clock.now(), 0
         due = begun + _FIRST_NOTE
         key = f"{KEY_FILE}=... " if listener.credentials.greeting_key else ""
         plain = " --plain" if self.spec.plain else ""
@@ -227,8 +229,10 @@ class _Gate:
         port = listener.place[1]
         while missing := vacancies(self.wanted, server.agents):
             workers = count(missing, "more worker")
-            server.keep_waiting(f"other hosts to join with {workers}")
             waited = (now := self.clock.now()) - begun
+            if missing != told or now >= due:
+                told = missing
+                server.keep_waiting(f"other hosts to join with {workers}, {waited:.0f} s")
             if waited >= self.listening.patience:
                 server.turn_away(f"too few hosts have joined within {self.listening.patience:g} s")
                 raise UnfitError(

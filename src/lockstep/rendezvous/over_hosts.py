@@ -116,6 +116,9 @@ def objection(first: Arrival, offer: HostOffer, peer: str, others: Sequence[tupl
     """
     if offer.first is None:
         return "this job follows TF_CONFIG: set it on this host too, and start the program with python"
+    tasks, own = len(offer.first.tasks), offer.first.here
+    if not own or offer.first.slot not in own or not {*own, *offer.slots} <= {*range(tasks)}:
+        return "its message names tasks that do not exist; use one version of Lockstep on all hosts"
     if reason := refusal(by_address(first), offer.first, None):
         return reason
     claims = [("the host of the coordinator", first), *((name, other.first) for name, other in others)]
@@ -236,10 +239,9 @@ class _TasksOfHost:
         first = self.first
         hosts, others = [JobHost(_host(self.own), len(first.here))], {}
         for agent in sorted(joined, key=_first_slot):
-            assert agent.offer is not None
             name = _host(first.tasks[_first_slot(agent)])
             others[len(hosts)] = AwaitedHost(name, agent.channel, lambda: "its agent has ended")
-            hosts.append(JobHost(name, agent.offer.workers))
+            hosts.append(JobHost(name, len(_tasks(agent))))
         spec = JobSpec(
             target=first.target,
             module=first.module,
@@ -348,10 +350,14 @@ class _TasksOfHost:
             self.loop.turn(left)
 
 
-def _first_slot(agent: JoiningAgent) -> int:
+def _tasks(agent: JoiningAgent) -> tuple[int, ...]:
     assert agent.offer is not None
     assert agent.offer.first is not None
-    return agent.offer.first.here[0]
+    return agent.offer.first.here
+
+
+def _first_slot(agent: JoiningAgent) -> int:
+    return min(_tasks(agent))
 
 
 def _host(task: Task) -> str:

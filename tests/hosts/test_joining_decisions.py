@@ -1,0 +1,72 @@
+"""What a coordinator decides about agents that join, and what a task of `TF_CONFIG` is for."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.hosts.agent_server import JoiningAgent
+from lockstep.hosts.listening_job import objection, placed, vacancies
+from lockstep.hosts.tf_config_role import TaskPlace, TaskRole, find_place
+from lockstep.protocol.host import HostOffer
+from lockstep.protocol.job_spec import JobHost
+
+
+@dataclass
+class Silent:
+    """A channel that nothing is sent to."""
+
+
+def agent(peer: str, workers: int) -> JoiningAgent:
+    silent: Any = Silent()
+    return JoiningAgent(silent, peer, 0.0, HostOffer(workers))
+
+
+def test_hosts_get_the_workers_that_they_offer_in_the_order_of_their_agents() -> None:
+    agents = [agent("10.0.0.3", 2), agent("10.0.0.2", 4)]
+    hosts, others = placed(6, 1, "10.0.0.1", agents)
+    assert hosts == (JobHost("10.0.0.1", 1), JobHost("10.0.0.3", 2), JobHost("10.0.0.2", 3))
+    assert {host: other.name for host, other in others.items()} == {1: "10.0.0.3", 2: "10.0.0.2"}
+    twice, _ = placed(3, 1, "127.0.0.1", [agent("127.0.0.1", 1), agent("127.0.0.1", 1)])
+    assert [host.name for host in twice] == ["127.0.0.1", "127.0.0.1 (2)", "127.0.0.1 (3)"]
+
+
+def test_vacancies() -> None:
+    assert vacancies(5, []) == 5
+    assert vacancies(5, [agent("10.0.0.2", 2), agent("10.0.0.3", 1)]) == 2
+    assert vacancies(5, [agent("10.0.0.2", 7)]) == 0
+
+
+def test_objections() -> None:
+    joined = [agent("10.0.0.2", 1)]
+
+    def objects(peer: str, workers: int = 1, own: str = "10.0.0.1") -> str:
+        return objection(agent(peer, workers), HostOffer(workers), joined, own)
+
+    assert objects("10.0.0.3") == ""
+    assert objects("10.0.0.3", workers=0) == "it offers no worker"
+    for peer in ("10.0.0.1", "10.0.0.2"):
+        assert f"already has an agent on host {peer}" in objects(peer)
+    assert objects("10.0.0.2", own="") == ""
+
+
+CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
+
+
+def place(kind: str, index: int, cluster: Any = CLUSTER) -> TaskPlace:
+    return find_place(json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}}))
+
+
+def test_what_a_task_is_for() -> None:
+    assert place("chief", 0) == TaskPlace(TaskRole.COORDINATOR, "chief 0", "a:1", "a:1", 3)
+    assert place("worker", 1) == TaskPlace(TaskRole.AGENT, "worker 1", "c:1", "a:1", 3)
+    without = {"worker": ["b:1", "c:1"]}
+    assert place("worker", 0, without).role is TaskRole.COORDINATOR
+    assert place("worker", 1, without).coordinator == "b:1"
+    assert place("ps", 0).role is TaskRole.SERVER
+    assert place("evaluator", 0).role is TaskRole.EVALUATOR
+    assert place("chief", 0, {"chief": ["a:1"], "ps": ["d:1"]}).role is TaskRole.ALONE
+    with pytest.raises(ConfigError, match="--tf-config needs the variable TF_CONFIG"):
+        find_place(None)
