@@ -22,7 +22,7 @@ from lockstep.agent.worker_output import ForwardedOutput, LocalOutput, WorkerOut
 from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
 from lockstep.hosts.facts import own_facts
-from lockstep.hosts.gathering import AwaitedHost
+from lockstep.hosts.gathering import AwaitedHost, Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.job_on_hosts import ThisHost, first_message, run_on_hosts
 from lockstep.hosts.joining import CoordinatorDialer
@@ -77,10 +77,13 @@ def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
             if server.is_empty:
                 return
         host = _TasksOfHost(server, terminals, loop, user, command)
-        if 0 in server.first.here:
-            host.coordinate()
-        else:
-            host.join()
+        try:
+            if 0 in server.first.here:
+                host.coordinate()
+            else:
+                host.join()
+        except Stopped:
+            server.turn_away("the job was stopped before it began")
 
 
 def missing_tasks(first: Arrival, waiting: Sequence[int], agents: Sequence[HostOffer]) -> str:
