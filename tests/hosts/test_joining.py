@@ -103,9 +103,9 @@ def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, key
     assert "it has another key or another version of Lockstep" in other
     assert "make one with lockstep key FILE" in refused(nodes[2], LOCKSTEP_KEY_FILE="")
     last = nodes[2].lockstep("agent", "--join", "node1:7000", "--plain", **keyed)
-    job.wait_until((nodes[0].work / "held-0").exists)
+    job.wait_until((nodes[0].work / "held-3").exists)
     assert "the job has begun, and its hosts are complete" in refused(nodes[3], "--plain")
-    (nodes[0].work / "go").touch()
+    (nodes[0].work / "go-3").touch()
     assert ended(job, early, last) == (0, 0, 0), job.err
     gone = refused(nodes[3], "--plain", "--timeout", "1")
     assert "the coordinator at node1:7000 did not answer in 1 s: node1:7000 refuses connections" in gone
@@ -123,7 +123,7 @@ def test_both_ends_end_together(nodes: Sequence[Host], begin: Begin, loss: str) 
     """The fixture checks that no process is left."""
     victim, number, *statuses = LOSSES[loss]
     job, agent = running = begin("-n 2", "", faults=["0:3:after apply:hold"])
-    job.wait_until((nodes[0].work / "held-0").exists)
+    job.wait_until((nodes[0].work / "held-3").exists)
     (commands := [one.process for one in running])[victim].send_signal(number)
     assert [one.wait(300) for one in commands] == statuses, (job.err, agent.err)
 

@@ -78,7 +78,7 @@ def test_workers_on_two_hosts(start: Start, hosts: Sequence[Host]) -> None:
     again.wait_until(lambda: "the job is running; worker 2 restarts the script as worker 3" in again.err)
     (events,) = hosts[0].work.glob("runs/*/events.jsonl")
     first.wait_until(lambda: '"event":"asks","worker":3' in events.read_text())
-    (hosts[0].work / "go").touch()
+    (hosts[0].work / "go-6").touch()
     for one in (first, second, again):
         assert one.end() == 0, one.err
         assert digest(one) == wanted
@@ -126,7 +126,7 @@ def test_refusals(start: Start, hosts: Sequence[Host]) -> None:
 def test_a_lost_coordinator_ends_the_workers_of_all_hosts(start: Start, hosts: Sequence[Host]) -> None:
     """The fixture checks that no process is left."""
     workers = [start(1, 0, "0:3:after apply:hold"), start(2, 1), start(2, 2)]
-    workers[0].wait_until((hosts[0].work / "held-0").exists)
+    workers[0].wait_until((hosts[0].work / "held-3").exists)
     (coordinator,) = hosts[0].matching("rendezvous.coordinator_main")
     os.kill(coordinator, signal.SIGKILL)
     assert workers[0].end() == 1

@@ -190,6 +190,8 @@ class _Gate:
         own = ""
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+            if agent not in server.agents and not vacancies(self.wanted, server.agents):
+                return "the hosts of the job are complete"
             return objection(agent, offer, server.agents, own)
 
         server = AgentServer(credentials, judge, self.console.say, loop=self.loop, clock=self.clock)

@@ -276,7 +276,9 @@ class Job:
                     raise
                 if self.worker in differs.workers:
                     self.membership.end_differing(differs)
-                self._enter_next(PeerLostError(str(differs)), catching_up)
+                if not set(differs.workers).isdisjoint(self.view.workers):
+                    self._enter_next(PeerLostError(str(differs)), catching_up)
+                # Otherwise the call ended in an earlier view, and the one without these workers has begun.
             except PeerLostError as lost:
                 self._enter_next(lost, catching_up)
             else:

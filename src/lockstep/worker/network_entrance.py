@@ -1,6 +1,7 @@
 """How a worker enters the exchange of a view whose members are on several hosts."""
 
 import atexit
+import os
 import queue
 import socket
 import threading
@@ -68,7 +69,7 @@ class NetworkEntrance:
             self._last.number = 0
         self._current: NetworkCommunicator | None = None
         # The others may still receive the last bytes of a call that is complete here.
-        atexit.register(self._leave)
+        atexit.register(self._leave, os.getpid())
 
     def enter(
         self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment, observe: WaitObserver
@@ -112,8 +113,9 @@ class NetworkEntrance:
         )
         return self._current
 
-    def _leave(self) -> None:
-        if self._current is not None:
+    def _leave(self, pid: int) -> None:
+        # A child that the script has forked has copies of the connections.
+        if self._current is not None and os.getpid() == pid:
             self._current.close()
 
 
