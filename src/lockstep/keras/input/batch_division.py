@@ -1,10 +1,12 @@
 """A `PyDataset` whose batches are divided among the workers of a view, which hand over the rows.
 
 A pass consists of cycles of R batches. At the first step of a cycle, each member makes some of its batches,
-and sends each other member the rows of that member's replicas. In a new view, the members first tell each
-other which batches they hold: they hand over these, and make only those that no member holds. Otherwise, a
-worker that lacks rows makes the batch itself, without a call of the exchange. So all members make the same
-calls, and a batch does not depend on the worker that makes it.
+and sends each other member the rows of that member's replicas. In a new view, also within a cycle, the
+members first tell each other which batches they hold: they hand over these, and make only those that no
+member holds. With members on several hosts, they do so at the first step of each cycle instead, because some
+enter a view one call later than others. Otherwise, a worker that lacks rows makes the batch itself, without a
+call of the exchange. So all members make the same calls, and a batch does not depend on the worker that makes
+it.
 """
 
 import copy
