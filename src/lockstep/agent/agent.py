@@ -317,8 +317,9 @@ class Agent:
         elif reply.view == self._view.number:
             self._state = reply.state
             if self._view.networked and reply.state is not None:
-                for at, part in enumerate(parts_of(reply.state, STATE_PART)):
-                    self._tell(StatePart(reply.view, part, is_first=at == 0))
+                parts = enumerate(parts_of(reply.state, STATE_PART))
+                if not all(self._tell(StatePart(reply.view, part, is_first=at == 0)) for at, part in parts):
+                    failure = "the state is too large to be sent to other hosts"
         self._tell(StateHeld(reply.view, reply.whole, failure))
 
     def _hold_state(self, held: HoldState) -> None:

@@ -306,7 +306,11 @@ class Coordinator:
         parts = self._given if host != self._giver else []
         for at, part in enumerate(parts):
             held = HoldState(self._view.number, part, at == 0, at == len(parts) - 1)
-            self.agents[host].channel.send(held)
+            if not self.agents[host].channel.send(held):
+                name = self.agents[host].name
+                why = f"host {name} has taken too little of the state that a worker needs to join"
+                self._outcome = self._outcome or actions.JobOutcome(1, why)
+                return
 
     def _drop_output(self) -> None:
         """Workers do not wait for a slow terminal once the user wants the job to end."""

@@ -17,7 +17,7 @@ from lockstep.collectives.network.memory import NetworkBuffers
 from lockstep.collectives.plan import HostPlan
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.errors import LockstepError, PeerStuckError
+from lockstep.errors import LockstepError, NetworkError, PeerStuckError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.worker import AgentMessage, HostMembers, NetworkEndpoint, PeerConnected
@@ -197,6 +197,10 @@ class LaneConnector:
         if connected.view == self.view:
             hosts = enumerate(self.endpoint.hosts)
             at = next(at for at, host in hosts if host.host == connected.host)
+            if connected.connection.is_missing:
+                raise NetworkError(
+                    "a connection from another host was lost, because this worker has too many open files"
+                )
             self._start(self._accept, at, socket.socket(fileno=connected.connection.take()))
 
     def _start(self, act: Callable[..., None], *arguments: object) -> None:

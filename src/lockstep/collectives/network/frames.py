@@ -185,6 +185,8 @@ class Result(msgspec.Struct, frozen=True):
         blobs: the total, in parts, or the blobs of all members.
         error: the text of the error in which the call ended; None if it succeeded.
         differing: the workers of a disagreement; None if the error is that memory is lacking.
+        what: names the call; see `CollectiveCall`.
+        root: of the call; see `CollectiveCall`.
     """
 
     kind: str
@@ -192,6 +194,8 @@ class Result(msgspec.Struct, frozen=True):
     blobs: list[bytes]
     error: str | None = None
     differing: tuple[int, ...] | None = None
+    what: str = ""
+    root: int = 0
 
 
 _DETAILS = msgspec.msgpack.Decoder(list[MemberDetails])

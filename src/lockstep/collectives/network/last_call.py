@@ -41,7 +41,8 @@ class KeptResult:
             blobs = [total[start : start + _PART].tobytes() for start in range(0, total.size, _PART)]
         differing = self.error.workers if isinstance(self.error, DisagreementError) else None
         text = None if self.error is None else str(self.error)
-        return Result(self.call.kind, self.call.layout, blobs, text, differing)
+        call = self.call
+        return Result(call.kind, call.layout, blobs, text, differing, call.what, call.root)
 
     @classmethod
     def of(cls, result: Result, call: CollectiveCall, size: int, parts: tuple[Bytes, ...] | None) -> Self:
@@ -61,10 +62,12 @@ class KeptResult:
                 return cls(call, error=SharedMemoryError(result.error))
             return cls(call, error=DisagreementError(result.error, result.differing))
         length = sum(map(len, result.blobs))
-        if (result.kind, result.layout) != (call.kind, call.layout) or (
-            call.kind == "reduce" and length != size
-        ):
-            raise InternalError(f"another host has completed {result.kind}, but this worker repeats {call}")
+        completed = result.kind, result.what, result.root, result.layout
+        repeated = call.kind, call.what, call.root, call.layout
+        if completed != repeated or (call.kind == "reduce" and length != size):
+            raise InternalError(
+                f"another host has completed {result.kind} for {result.what}, but this worker repeats {call}"
+            )
         if call.kind == "reduce":
             total, start = allocate(size), 0
             for blob in result.blobs:

@@ -172,7 +172,8 @@ class Outgoing:
             self._closing = True
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            self._stream.shutdown(socket.SHUT_WR)
+            # `SSLSocket.shutdown` ends encryption: a thread that still sends would send in the clear.
+            socket.socket.shutdown(self._stream, socket.SHUT_WR)
 
     def close(self) -> None:
         """Send nothing more, and close the stream."""
