@@ -164,7 +164,10 @@ class Agent:
                     self._hear_all()
                     self._tell(AllReported())
                 case EndHost():
+                    # The coordinator may close the channel as soon as it has the answer.
+                    self.loop.unwatch(self.coordinator.fileno())
                     self._end(instruction)
+                    return
                 case PeerGone():
                     self.loop.unwatch(self.coordinator.fileno())
                     self.say("the connection to the coordinator is closed, so the job ends on this host")

@@ -167,8 +167,11 @@ def _of_address(place: TaskAddress, used: bool) -> Finding | None:
         remedy = "correct it in every TF_CONFIG, or give the IP address of the host"
     elif not place.here:
         reason = f"{place.address} is not an address of this machine"
-        refuse = "workers that are started by hand must run on one machine and refuse to train otherwise"
-        remedy = "give all tasks that train addresses of this machine, such as 127.0.0.1:20000"
+        refuse = "workers that are started by hand on several machines need a key"
+        remedy = (
+            "make a key with lockstep key FILE, copy it to each machine, and set LOCKSTEP_KEY_FILE; or give "
+            "all tasks that train addresses of this machine, such as 127.0.0.1:20000"
+        )
     elif place.user:
         reason = f"{place.address} is in use by {place.user}"
         remedy = "stop that program, or give this task another port in every TF_CONFIG"
