@@ -11,7 +11,7 @@ export BACKENDS
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check bench soak clean
+.PHONY: demo test test-all check style types layers bench soak clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -22,10 +22,16 @@ test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(BIN)/python -m pytest $(SHARED)
 
-check: .venv/dev
+check: style types layers
+
+style: .venv/dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+
+types: .venv/dev
 	$(BIN)/mypy
+
+layers: .venv/dev
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 bench: .venv/mpi

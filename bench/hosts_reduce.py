@@ -12,57 +12,29 @@ the kernel also charges them for some of the work of the virtual network.
 """
 
 import argparse
-import contextlib
 import importlib.util
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from allreduce_member import CASES, GLOO, LOCKSTEP
 from hosts_member import CERTIFICATE, TLS
+from hosts_network import available, network, within
 from report import Spread
 from turns import FailedError, Program, take_turns
 
 MEMBER = str(Path(__file__).with_name("hosts_member.py"))
 TURNS = 9
-PREFIX = "lsbench"
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-@contextlib.contextmanager
-def network(hosts: int) -> Iterator[list[str]]:
-    """Create namespaces on one bridge, with the addresses 10.219.0.1 and so on; return their names."""
-    names = [f"{PREFIX}{os.getpid()}h{host}" for host in range(hosts)]
-    bridge = f"{PREFIX}{os.getpid() % 100000}"
-    with contextlib.ExitStack() as stack:
-        ip("link", "add", bridge, "type", "bridge")
-        stack.callback(ip, "link", "delete", bridge)
-        ip("link", "set", bridge, "up")
-        for host, name in enumerate(names):
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "delete", name)
-            outside = f"lsb{os.getpid() % 100000}v{host}"
-            ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", outside, "master", bridge, "up")
-            ip("-n", name, "address", "add", f"10.219.0.{host + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
 
 
 def program(name: str, namespaces: list[str], lanes: int, turns: int, variables: dict[str, str]) -> Program:
     hosts = len(namespaces)
     words = [sys.executable, MEMBER, name, str(turns), str(hosts), str(lanes)]
-    commands = [["ip", "netns", "exec", space, *words, str(at)] for at, space in enumerate(namespaces)]
-    return Program(name, commands, hosts * lanes, hosts * lanes, variables)
+    commands = [[*words, str(at)] for at in range(hosts)]
+    return Program(name, within(namespaces, commands), hosts * lanes, hosts * lanes, variables)
 
 
 def rounds(found: Program, case: str, key: str) -> list[float]:
@@ -125,7 +97,7 @@ def certificate(path: Path) -> None:
 
 
 def main(turns: int = TURNS, hosts: tuple[int, ...] = (2, 4), lanes: tuple[int, ...] = (1,)) -> None:
-    if os.geteuid() or not shutil.which("ip"):
+    if not available():
         print("skipping the all-reduce between hosts, which needs root and the command ip")
         return
     try:

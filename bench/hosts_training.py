@@ -1,97 +1,108 @@
-"""A model trained by one worker on each of two hosts, against DistributedDataParallel over the same link.
+"""A model trained by one worker on each of several hosts, against DistributedDataParallel on the same links.
 
-    hosts_training.py [jax | tensorflow | torch] [MODEL] [--turns N] [--steps N]
+    hosts_training.py [jax | tensorflow | torch] [MODEL] [--hosts N] [--turns N] [--steps N]
 
-A host is a network namespace (see `hosts_reduce.py`); this needs root. The command reaches the other host
+A host is a network namespace (see `hosts_network.py`); this needs root. The command reaches the other hosts
 with a program in the place of ssh that starts a process there. Other rows are the same job without
-encryption, and two workers on one host. All processes are pinned and have one thread.
+encryption, as many workers on one host, with more than two hosts the job on two, and the peer without an
+exchange: what is left of its step. All processes are pinned, have one thread, and in their turns real-time
+priority, so that other programs of the machine do not disturb the comparison.
 """
 
 import argparse
-import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from hosts_reduce import network
+from hosts_network import available, network, run_over_hosts, within
 from models import COMPARED, MODELS
-from programs import HERE, KERAS_DDP_FUSED, LOCKSTEP, PEERS, Work, environment, peer_program
+from programs import (
+    KERAS_DDP_FUSED,
+    LOCKSTEP,
+    PEERS,
+    PeerProgram,
+    Work,
+    peer_program,
+    train_lockstep,
+    training_script,
+)
 from report import print_regime
 from results import Ratio, Results
-from turns import FailedError, Program, take_turns
+from turns import REALTIME, FailedError, Program, take_turns
 
 TURNS = 5
 PLAIN_LINK = "lockstep, not encrypted"
 ONE_HOST = "lockstep, one host"
-ADDRESSES = ("10.219.0.1", "10.219.0.2")
-RATIOS = [
-    Ratio("two hosts against ddp of keras, fused Adam", LOCKSTEP, KERAS_DDP_FUSED, "1.30"),
-    Ratio("two hosts, not encrypted, against it", PLAIN_LINK, KERAS_DDP_FUSED, "1.30"),
-    Ratio("two hosts against one", LOCKSTEP, ONE_HOST),
-    Ratio("two hosts, not encrypted, against one", PLAIN_LINK, ONE_HOST),
-]
-SSH = """#!/bin/sh
-while [ "$1" != -- ]; do shift; done
-exec ip netns exec "{namespace}" env SSH_CONNECTION="{ours} 1 $2 22" sh -c "$3"
-"""
+TWO_HOSTS = "lockstep, not encrypted, two hosts"
+NO_EXCHANGE = "keras, fused Adam, no exchange"
 
 
-def lockstep(
-    name: str, options: list[str], namespace: str, backend: str, work: Work, folder: Path
-) -> Program:
-    script = [str(HERE / "training_keras.py"), name, work.model, "lockstep", "-1", *work.arguments]
-    given = ["--replicas", "2", "--threads-per-worker", "1", "--run-dir", str(folder / name), *options]
-    run = [sys.executable, "-m", "lockstep", "run", *given, *script]
-    variables = environment(backend, 1) | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    return Program(name, [["ip", "netns", "exec", namespace, *run]], 2, 2, variables)
-
-
-def ddp(namespaces: list[str], work: Work) -> Program:
-    peer = next(peer for peer in PEERS["torch"] if peer.name == KERAS_DDP_FUSED)
-    program = peer_program(peer, peer.name, work, {"GLOO_SOCKET_IFNAME": "eth0"})
-    program.commands = [
-        ["ip", "netns", "exec", namespace, *command]
-        for namespace, command in zip(namespaces, program.commands, strict=True)
+def ratios(hosts: int) -> list[Ratio]:
+    return [
+        Ratio(f"{hosts} hosts against ddp of keras, fused Adam", LOCKSTEP, KERAS_DDP_FUSED, "1.30"),
+        Ratio(f"{hosts} hosts, not encrypted, against it", PLAIN_LINK, KERAS_DDP_FUSED, "1.30"),
+        Ratio("its processes without an exchange, against it", NO_EXCHANGE, KERAS_DDP_FUSED),
+        Ratio(f"{hosts} hosts against one", LOCKSTEP, ONE_HOST),
+        Ratio(f"{hosts} hosts, not encrypted, against one", PLAIN_LINK, ONE_HOST),
+        Ratio(f"{hosts} hosts, not encrypted, against two", PLAIN_LINK, TWO_HOSTS),
     ]
+
+
+def ddp(name: str, namespaces: list[str], exchange: int, work: Work) -> Program:
+    arguments = ("keras", "fused", str(exchange))
+    peer = PeerProgram(name, "training_ddp.py", arguments, "torch", processes=len(namespaces))
+    program = peer_program(peer, name, work, {"GLOO_SOCKET_IFNAME": "eth0"})
+    program.commands = within(namespaces, program.commands)
     return program
 
 
-def measure(backend: str, work: Work) -> None:
-    with network(2) as namespaces, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
-        folder = Path(name)
-        ssh = folder / "ssh"
-        ssh.write_text(SSH.format(namespace=namespaces[1], ours=ADDRESSES[0]))
-        ssh.chmod(0o755)
-        hosts = ["--hosts", ",".join(ADDRESSES)]
+def measure(backend: str, hosts: int, work: Work) -> None:
+    with network(hosts) as namespaces, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as temporary:
+        folder = Path(temporary)
+
+        def over_hosts(name: str, number: int, *options: str) -> Program:
+            script = training_script(name, work)
+            return run_over_hosts(name, script, options, namespaces[:number], backend, folder)
+
         programs = [
-            lockstep(LOCKSTEP, hosts, namespaces[0], backend, work, folder),
-            lockstep(PLAIN_LINK, [*hosts, "--plain"], namespaces[0], backend, work, folder),
-            lockstep(ONE_HOST, ["-n", "2"], namespaces[0], backend, work, folder),
+            over_hosts(LOCKSTEP, hosts),
+            over_hosts(PLAIN_LINK, hosts, "--plain"),
+            train_lockstep(ONE_HOST, hosts, hosts, backend, work, folder / ONE_HOST),
         ]
+        if hosts > 2:
+            programs.append(over_hosts(TWO_HOSTS, 2, "--plain"))
         if backend == "torch":
-            programs.append(ddp(namespaces, work))
+            programs.append(ddp(KERAS_DDP_FUSED, namespaces, hosts, work))
+            programs.append(ddp(NO_EXCHANGE, namespaces[:2], 0, work))
+        for program in programs:
+            program.variables[REALTIME] = "1"
         regime = take_turns(folder, programs, work.turns)
     measured = Results(backend, programs, work)
     measured.check()
     print(
-        f"{MODELS[work.model].title} on {backend}, two hosts, {work.batch} examples per replica, "
+        f"{MODELS[work.model].title} on {backend}, {hosts} hosts, {work.batch} examples per replica, "
         f"{work.turns} turns of {work.steps} steps: median (p10-p90)"
     )
     print_regime(regime)
     measured.report()
-    for ratio in RATIOS:
+    for ratio in ratios(hosts):
         measured.report_ratio(ratio)
 
 
-def main(backend: str = "torch", model: str = "cnn", turns: int = TURNS, steps: int | None = None) -> None:
-    if os.geteuid() or not shutil.which("ip"):
-        print("skipping the training on two hosts, which needs root and the command ip")
+def main(
+    backend: str = "torch",
+    model: str = "cnn",
+    hosts: int = 2,
+    turns: int = TURNS,
+    steps: int | None = None,
+) -> None:
+    if not available():
+        print("skipping the training on several hosts, which needs root and the command ip")
         return
     try:
-        measure(backend, Work.of(model, turns, steps))
+        measure(backend, hosts, Work.of(model, turns, steps))
     except FailedError as error:
-        sys.exit(f"{model} on {backend}, two hosts: {error}")
+        sys.exit(f"{model} on {backend}, {hosts} hosts: {error}")
 
 
 if __name__ == "__main__":
@@ -100,7 +111,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("backend", nargs="?", default="torch", choices=PEERS)
     parser.add_argument("model", nargs="?", default="cnn", choices=COMPARED)
+    parser.add_argument("--hosts", type=int, default=2, help="the number of hosts")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, help="steps per turn")
     options = parser.parse_args()
-    main(options.backend, options.model, options.turns, options.steps)
+    main(options.backend, options.model, options.hosts, options.turns, options.steps)

@@ -76,8 +76,8 @@ PEERS = {
     ],
     "tensorflow": [PeerProgram(MWMS, "training_mwms.py", (), "tensorflow")],
     "torch": [
-        PeerProgram(KERAS_DDP, "training_ddp.py", ("keras", "adam", "1"), "torch"),
-        PeerProgram(KERAS_DDP_FUSED, "training_ddp.py", ("keras", "fused", "1"), "torch"),
+        PeerProgram(KERAS_DDP, "training_ddp.py", ("keras", "adam", "2"), "torch"),
+        PeerProgram(KERAS_DDP_FUSED, "training_ddp.py", ("keras", "fused", "2"), "torch"),
     ],
 }
 
@@ -93,7 +93,7 @@ def plain_keras(backend: str) -> list[PeerProgram]:
 def beyond_keras(backend: str) -> list[PeerProgram]:
     """Return programs with neither Keras nor the backend: PyTorch's, and the fastest single process."""
     others = [
-        PeerProgram(DDP, "training_ddp.py", ("torch", "adam", "1"), "torch"),
+        PeerProgram(DDP, "training_ddp.py", ("torch", "adam", "2"), "torch"),
         PeerProgram(DDP_CEILING, "training_ddp.py", ("torch", "adam", "0"), "torch"),
     ]
     if backend != "tensorflow":
@@ -121,8 +121,12 @@ def run_lockstep(
 
 def train_lockstep(name: str, workers: int, replicas: int, backend: str, work: Work, folder: Path) -> Program:
     """Return the program that trains a model with Lockstep."""
-    script = [str(HERE / "training_keras.py"), name, work.model, "lockstep", "-1", *work.arguments]
-    return run_lockstep(name, script, workers, replicas, backend, folder)
+    return run_lockstep(name, training_script(name, work), workers, replicas, backend, folder)
+
+
+def training_script(name: str, work: Work) -> list[str]:
+    """Return the script that trains a model in a worker, and its arguments."""
+    return [str(HERE / "training_keras.py"), name, work.model, "lockstep", "-1", *work.arguments]
 
 
 def peer_programs(peer: PeerProgram, work: Work) -> list[Program]:

@@ -16,6 +16,7 @@ import placement
 import reading
 import recovery
 import scaling
+import strangers
 import training
 from models import COMPARED
 from programs import PEERS
@@ -26,6 +27,7 @@ def main() -> None:
     print()
     hosts_reduce.main()
     hosts_training.main()
+    strangers.main()
     names = os.environ.get("BACKENDS") or "jax"
     backends = list(PEERS) if names == "all" else names.split()
     for backend in backends:
@@ -39,6 +41,8 @@ def main() -> None:
         for replicas in (2, 4):
             print()
             reading.main(backend, replicas)
+        print()
+        reading.main(backend, over_hosts=True)
     print()
     launching.main(backends)
     # The last measurement pins this process.

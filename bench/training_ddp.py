@@ -3,8 +3,8 @@
     training_ddp.py PROGRAM MODEL LIBRARY ADAM EXCHANGE PROCESS BATCH TURNS STEPS
 
 LIBRARY is `torch`, or `keras`: a model of Keras on its PyTorch backend, which is a module of PyTorch. ADAM is
-`adam`, the default, or `fused`, which passes over the memory once. With EXCHANGE 1, two processes train
-together in DistributedDataParallel over gloo; otherwise each trains alone.
+`adam`, the default, or `fused`, which passes over the memory once. EXCHANGE processes train together in
+DistributedDataParallel over gloo; with 0, two processes train alone.
 """
 
 import itertools
@@ -35,18 +35,19 @@ def build() -> Any:
 
 
 torch.set_num_threads(1)
+replicas = EXCHANGE or 2
 measured = MODELS[MODEL]
 model = build()
 if EXCHANGE:
     rendezvous = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
-    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=PROCESS, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=PROCESS, world_size=EXCHANGE)
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=ADAM == "fused" or None)
 BETA, EPSILON = 0.999, 1e-7
 numbers = itertools.count(1)
 loss_of = torch.nn.CrossEntropyLoss()
-x, y = map(torch.from_numpy, measured.examples(STEPS * BATCH * 2))
+x, y = map(torch.from_numpy, measured.examples(STEPS * BATCH * replicas))
 # Keras takes the mode as an argument, PyTorch stores it in the module.
 mode = {"training": True} if LIBRARY == "keras" else {}
 
@@ -56,7 +57,7 @@ def epoch() -> tuple[float, Any]:
     begun = time.perf_counter()
     total = torch.zeros(())
     for step in range(STEPS):
-        start = (2 * step + PROCESS) * BATCH
+        start = (replicas * step + PROCESS) * BATCH
         optimizer.zero_grad(set_to_none=False)
         loss = loss_of(model(x[start : start + BATCH], **mode), y[start : start + BATCH])
         loss.backward()
@@ -74,5 +75,5 @@ for _ in range(TURNS):
     seconds, loss = epoch()
     if EXCHANGE:
         torch.distributed.all_reduce(loss)
-        loss /= 2
+        loss /= replicas
     turns.answer(seconds, loss.item(), (value.detach().numpy() for value in parameters))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from typing import Any
 from memory_regime import MemoryProbe
 
 SOCKET = "BENCH_TURNS"
+REALTIME = "BENCH_REALTIME"
+"""Set if the processes have real-time priority in their turns."""
 PORTS = "BENCH_PORTS"
 """Two free ports of the loopback, for programs that connect there."""
 CONNECT_SECONDS = 300.0
@@ -65,6 +67,8 @@ class Turns:
         """Wait until the turn of this process begins."""
         if self._driver.receive() is None:
             sys.exit("the driver has ended")
+        if REALTIME in os.environ:
+            schedule(os.SCHED_FIFO, 1)
 
     def answer(self, seconds: float, loss: float, weights: Iterable[Any] = ()) -> None:
         """Report the time of the turn, and the values that must be equal on all processes."""
@@ -75,6 +79,8 @@ class Turns:
 
     def send(self, measured: dict[str, Any]) -> None:
         """Report the measurements of the turn."""
+        if REALTIME in os.environ:
+            schedule(os.SCHED_OTHER, 0)
         self._driver.send(measured)
 
 
@@ -201,6 +207,13 @@ def pin(*cores: int) -> None:
     """Pin this process to these cores; call this before a framework counts the cores."""
     found = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {found[core % len(found)] for core in cores})
+
+
+def schedule(policy: int, priority: int) -> None:
+    """Change the scheduling of all threads of this process, if that is allowed."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(PermissionError, ProcessLookupError):
+            os.sched_setscheduler(int(thread.name), policy, os.sched_param(priority))
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,10 +1,16 @@
 import ast
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Tests decide on the results of code, never on its speed.
+settings.register_profile("lockstep", deadline=None)
+settings.load_profile("lockstep")
 
 # Before anything imports Keras.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -38,6 +44,14 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """A shell without job control starts background jobs that ignore Ctrl-C; processes of tests do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="session")
 def environment(shared_folder: Path) -> dict[str, str]:
     """Variables that let tests share compiled code of JAX, outside of the user's own cache."""
@@ -46,18 +60,21 @@ def environment(shared_folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def lean() -> Callable[..., dict[str, str]]:
-    """Variables for a script; one of the tests or examples finds only the optional packages that it imports.
+    """Variables for a script that finds only the optional packages that it imports.
 
-    Importing other packages takes seconds in each process. Unless `optimized`, XLA optimizes little for JAX,
-    which takes a third of the time: results that are compared must be compiled alike.
+    One that is neither a test nor an example, and does not import Keras, finds all. Importing other packages
+    takes seconds in each process. Unless `optimized`, XLA optimizes little for JAX, which takes a third of
+    the time: results that are compared must be compiled alike.
     """
 
     def variables(script: Path, backend: str, *, optimized: bool = False) -> dict[str, str]:
         compiling = {} if optimized or backend != "jax" else {"XLA_FLAGS": _QUICK}
-        if not {_HERE, _EXAMPLES} & {*script.parents}:
+        own = bool({_HERE, _EXAMPLES} & {*script.parents})
+        imported = _imported(script, backend) if own or script.is_file() else set()
+        if not own and "keras" not in imported:
             return compiling
         path = [str(_HERE / "lean"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        hidden = [name for name in _OPTIONAL if name not in {*_imported(script, backend), backend}]
+        hidden = [name for name in _OPTIONAL if name not in {*imported, backend}]
         packages = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HIDDEN_PACKAGES": ",".join(hidden)}
         return compiling | packages
 

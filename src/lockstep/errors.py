@@ -14,7 +14,8 @@
     |-- UnfitError             this machine or environment does not support the request
     |   |-- BackendError       the Keras backend is missing or not supported
     |   |-- SharedMemoryError  too little memory to exchange gradients in
-    |   |-- NetworkError       another host cannot be reached, or a connection to it is refused
+    |   |-- NetworkError       a connection to another host fails, or is refused
+    |   |   `-- UnreachableError   the host cannot be reached at all
     |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or belongs to another model
     |-- JobError               the job of `lockstep.launch` ended without a result
     `-- InternalError          a bug in Lockstep
@@ -91,7 +92,11 @@ class SharedMemoryError(UnfitError):
 
 
 class NetworkError(UnfitError):
-    """Another host cannot be reached, or a connection to it is refused."""
+    """A connection to another host fails, or is refused."""
+
+
+class UnreachableError(NetworkError):
+    """Another host cannot be reached at all: a further attempt would fail too."""
 
 
 class CheckpointError(UnfitError):

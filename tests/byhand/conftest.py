@@ -151,11 +151,3 @@ def is_gone() -> Callable[[Sequence[int], float], bool]:
         return all(ended)
 
     return gone
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _ctrl_c_interrupts() -> Iterator[None]:
-    """A shell without job control starts background jobs that ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -96,7 +96,7 @@ def train(job: Job, steps: int, faults: Faults) -> str:
         step += 1
         faults.step = step
         now = packed(step, state, chain)
-        job.between_steps(lambda whole, now=now: now)  # type: ignore[misc]
+        job.between_steps(lambda whole, now=now: now if whole else Contents(now.step, {}, {}))  # type: ignore[misc]
         if job.checkpoints.scheduler is not None and job.is_chief:
             job.checkpoints.scheduler.after_step(step, lambda now=now: now)  # type: ignore[misc]
             if job.checkpoints.scheduler.leaving:

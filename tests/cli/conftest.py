@@ -3,7 +3,6 @@
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -164,11 +163,3 @@ def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
 @pytest.fixture
 def is_gone() -> Callable[[list[int], float], bool]:
     return gone
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _ctrl_c_interrupts() -> Iterator[None]:
-    """A shell without job control starts background jobs that ignore Ctrl-C; the command respects that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -443,6 +443,28 @@ def test_garbage_of_another_host_ends_the_view(garbage: bytes, after: str) -> No
             each.close()
 
 
+@pytest.mark.parametrize("size", [-1, LENGTH_LIMIT + 1, (1 << 63) - 1])
+def test_parts_of_impossible_sizes_end_the_view(size: int) -> None:
+    hosts = hosts_of((1, 1))
+    view, workers = ConnectedView(2, hosts), workers_of(hosts)
+    call = describe_call(CollectiveCall("all_to_all", "all_to_all"))
+    hello = Hello(b"a job in a test.", 1, 1, 101, -1, False).encode()
+    view.pairs[1, 0][0].sendall(
+        Header(Frame.HELLO, length=HELLO_SIZE).encode()
+        + hello
+        + Header(Frame.CALL, number=1, length=16, call=call).encode()
+        + np.array([size, 1], np.int64).tobytes()
+    )
+    communicator = view.entrances[0].enter(workers[0])
+    try:
+        with pytest.raises(PeerLostError, match="sizes that no part has"):
+            communicator.all_to_all([[np.zeros(3, np.uint8)]] * 2)
+    finally:
+        communicator.close()
+        for each in (view, *workers.values()):
+            each.close()
+
+
 @pytest.mark.parametrize("wrong", ["job", "term", "view", "incarnation", "done"])
 def test_a_hello_of_another_view_is_refused(wrong: str) -> None:
     hosts = hosts_of((1, 1))

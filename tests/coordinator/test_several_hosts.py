@@ -14,14 +14,16 @@ from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.observability.events import StrategyInstalled
+from lockstep.observability.events import StrategyInstalled, WorkerConnectedLate
 from lockstep.protocol.host import (
     SILENCE,
     AllReported,
     BeginView,
+    ConnectedLate,
     DeliverPosition,
+    DeliveryFailed,
     EndHost,
-    HoldState,
+    FetchState,
     HostEnded,
     HostReport,
     Instruction,
@@ -33,7 +35,8 @@ from lockstep.protocol.host import (
     SignalProcess,
     StartProcess,
     StateHeld,
-    StatePart,
+    StateReceived,
+    StateSource,
     Stop,
     WorkerEvidence,
     WorkerSaid,
@@ -80,7 +83,7 @@ class Job:
             spec,
             RunPaths(self.folder),
             os.getpid(),
-            tuple(agents),
+            agents,
             command,
             self.loop,
             Console(Sink(self.out.fileno()), Sink(self.err.fileno()), "all", 0),
@@ -158,6 +161,40 @@ def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], J
     assert f"log: {job.folder}/worker-2.log" in job.notes()
 
 
+def test_a_late_connection_is_an_event_and_no_note(make: Callable[[Reaction], Job]) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        late = [ConnectedLate("10.0.0.1:5", 1)] if instruction == StartProcess(2) else []
+        return [*late, *well(host, instruction)]
+
+    job, found = make(react), list[object]()
+    job.coordinator.events.subscribe(lambda published: found.append(published.event), WorkerConnectedLate)
+    assert job.coordinator.run() == 0
+    assert found == [WorkerConnectedLate("node2", "10.0.0.1:5", 1)]
+    assert "10.0.0.1" not in job.notes()
+
+
+def test_the_end_of_output_over_a_slow_connection_is_waited_for(make: Callable[[Reaction], Job]) -> None:
+    class Ahead(SystemClock):
+        ahead = 0.0
+
+        def now(self) -> float:
+            return super().now() + self.ahead
+
+    job = make(lambda host, one: [] if host and isinstance(one, EndHost) else well(host, one))
+    job.coordinator.clock = clock = Ahead()
+    arriving = iter([*(OutputWritten(2, 1, b"%d\n" % piece) for piece in range(5)), HostEnded()])
+
+    def deliver() -> None:
+        if EndHost(0.5) in job.to(1) and (report := next(arriving, None)) is not None:
+            clock.ahead += 15.0
+            job.ends[1].send(report)
+
+    job.loop.before_each_wait(deliver)
+    assert job.coordinator.run() == 0
+    assert (job.folder / "worker-2.log").read_text() == "0\n1\n2\n3\n4\n"
+    assert "has not ended" not in job.notes()
+
+
 def test_the_loss_of_a_host_ends_the_job_with_its_name(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartProcess(2):
@@ -222,22 +259,57 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
             view = job.coordinator.state.view.number
-            parts = [StatePart(view, b"st", is_first=True), StatePart(view, b"ate", is_first=False)]
-            return [*parts, StateHeld(view, whole=notice == 2)]
+            return [StateHeld(view, whole=notice == 2, number=notice, size=1000 * notice)]
+        if isinstance(instruction, FetchState):
+            return [StateReceived(instruction.source.view)]
         return well(host, instruction)
 
     job = make(react)
     assert job.coordinator.run() == 0
     assert said == [1]
-    kinds = [one for one in job.to(1) if isinstance(one, HoldState | BeginView | DeliverPosition)]
-    held = [HoldState(2, b"st", True, False), HoldState(2, b"ate", False, True)]
-    views = [FIRST, FIRST[:1], (FIRST[0], HostMembers(1, (3,), "node2", *PEERS[1]))]
-    assert [(one.number, one.hosts) for one in kinds if isinstance(one, BeginView)] == [
-        *zip((1, 2, 3), views, strict=True)
+    position, state = (StateSource(2, number, 1000 * number, 0, "10.0.0.1", 4001) for number in (1, 2))
+    views = (FIRST, FIRST[:1], (FIRST[0], HostMembers(1, (3,), "node2", *PEERS[1])))
+    kinds = DeliverPosition | FetchState | BeginView
+    found = [one for one in job.to(1) if isinstance(one, kinds)]
+    assert [(one.number, one.hosts, one.state) for one in found if isinstance(one, BeginView)] == [
+        (1, views[0], 0),
+        (2, views[1], 0),
+        (3, views[2], 2),
     ]
-    assert [one for one in kinds if not isinstance(one, BeginView)] == [*held, DeliverPosition(3), *held]
-    assert [type(one) for one in kinds[-3:]] == [HoldState, HoldState, BeginView]
-    assert not any(isinstance(one, HoldState) for one in job.to(0))
+    assert found[2:4] == [DeliverPosition(3, position), FetchState(state)]
+    assert not any(isinstance(one, DeliverPosition | FetchState) for one in job.to(0))
+
+
+@pytest.mark.parametrize("missed", ["position", "state"])
+def test_a_joiner_that_the_state_does_not_reach_is_replaced(
+    make: Callable[[Reaction], Job], missed: str
+) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(0 | 1 as worker):
+                return [WorkerSaid(worker, EventReport(StrategyInstalled("jax")))]
+            case StartProcess(2):
+                return [ProcessExited(2, -signal.SIGKILL)]
+            case StartProcess(3):
+                return [WorkerSaid(3, JoinRequest(whole=missed == "state"))]
+            case StartProcess(4):
+                ends = [(WorkerSaid(worker, Finished()), ProcessExited(worker, 0)) for worker in (0, 1)]
+                return [report for pair in ends for report in pair]
+            case DeliverPosition(3, source):
+                return [DeliveryFailed(3, source.view, "no route")]
+            case FetchState(source):
+                return [StateReceived(source.view, "no route")]
+        notice = getattr(instruction, "notice", None)
+        if host == 0 and notice in (1, 2):
+            view = job.coordinator.state.view.number
+            return [StateHeld(view, whole=notice == 2, number=1, size=1000)]
+        return well(host, instruction)
+
+    job = make(react)
+    assert job.coordinator.run() == 0
+    assert f"worker 3 cannot join: node2 has not received the {missed}: no route" in job.notes()
+    assert SignalProcess(3, signal.SIGKILL) in job.to(1)
+    assert StartProcess(4, joins=True) in job.to(1)
 
 
 def test_workers_of_another_host_wait_for_a_slow_terminal(make: Callable[[Reaction], Job]) -> None:
@@ -249,7 +321,7 @@ def test_workers_of_another_host_wait_for_a_slow_terminal(make: Callable[[Reacti
         match instruction:
             case StartProcess(2):
                 return [OutputWritten(2, 1, b"x" * (1 << 20) + b"\n"), OutputWritten(2, 1, b"y" * (1 << 20))]
-            case PauseOutput(True):
+            case PauseOutput((2,)):
                 os.close(reading)
                 return [WorkerSaid(2, Finished()), ProcessExited(2, 0)]
             case StartProcess(worker):
@@ -259,5 +331,31 @@ def test_workers_of_another_host_wait_for_a_slow_terminal(make: Callable[[Reacti
     job.reacts = react
     assert job.coordinator.run() == 0
     os.close(writing)
-    assert PauseOutput(True) in job.to(1)
+    assert PauseOutput((2,)) in job.to(1)
     assert not any(isinstance(one, PauseOutput) for one in job.to(0))
+
+
+def test_workers_that_a_slow_terminal_does_not_show_do_not_wait(make: Callable[[Reaction], Job]) -> None:
+    """The terminal shows the chief, worker 0, and its reader has paused; the log of worker 2 is complete."""
+    reading, writing = os.pipe()
+    job = make(well)
+    console = job.coordinator.console
+    console.sinks, console._tee = (Sink(writing), console.sinks[1]), "chief"
+    text = b"y" * (1 << 21)
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(0):
+                console.outlets(0)[0](b"x" * (1 << 21))
+            case StartProcess(2):
+                assert console.full
+                return [OutputWritten(2, 1, text), *well(host, instruction)]
+            case EndHost() if host == 1:
+                os.close(reading)
+        return well(host, instruction)
+
+    job.reacts = react
+    assert job.coordinator.run() == 0
+    os.close(writing)
+    assert not any(isinstance(one, PauseOutput) for one in job.to(1))
+    assert (job.folder / "worker-2.log").read_bytes() == text

@@ -19,7 +19,7 @@ from lockstep.doctor import addresses
 from lockstep.doctor.addresses import LONGEST_WAIT, TaskAddress, examine_tf_config, judge
 from lockstep.doctor.finding import Finding, Rating
 from lockstep.errors import ConfigError, PeerStuckError
-from lockstep.rendezvous.addresses import check_free, is_here
+from lockstep.rendezvous.addresses import check_free, has_place
 from lockstep.rendezvous.waiting import WaitMessages
 from lockstep.system.environment import tf_config
 
@@ -208,7 +208,7 @@ def test_an_address_of_another_machine_is_a_warning() -> None:
         "elsewhere:2 is not an address of this machine: workers that are started by hand"
     )
     assert finding.facts["here"] is False
-    assert not is_here("192.0.2.1:2", "worker 1")
+    assert not has_place("192.0.2.1:2", "worker 1")
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -40,6 +40,7 @@ CHUNK = 100
 """Programs that one process runs: its memory grows with their number."""
 
 WORKER = Path(__file__).with_name("fuzz_worker.py")
+LEAN = Path(__file__).parents[1] / "lean"
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,14 @@ class Bench:
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         if self.quick:
-            environment["XLA_FLAGS"] = (
-                "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-                "--xla_cpu_use_fusion_emitters=false"
-            )
+            # No program needs these packages, which Keras and TensorFlow import if they find them.
+            unused = {"IPython", "sklearn", "jax"} - {self.backend}
+            environment |= {
+                "HIDDEN_PACKAGES": ",".join(sorted(unused)),
+                "PYTHONPATH": str(LEAN),
+                "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+                "--xla_cpu_use_fusion_emitters=false",
+            }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         return done.stdout
 

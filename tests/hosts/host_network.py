@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_TOOLS = ("ip", "sshd", "ssh", "ssh-keygen", "mount")
+_TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "mount")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _ENTER = 'mount --bind "$1" "$2" && mount --bind "$3" /etc/hosts && cd "$2/work" && shift 3 && exec "$@"'
 _SWEEP = """
@@ -118,7 +118,32 @@ class Host:
 
     def reconnect(self) -> None:
         """Give the network back."""
+        _ip("-n", self.namespace, "neigh", "flush", "dev", "eth0", "nud", "permanent")
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
+
+    def slow(self) -> None:
+        """Let the host send a megabyte per second, until `hasten`."""
+        limit = ["tbf", "rate", "8mbit", "burst", "128kb", "latency", "400ms"]
+        self._shape("replace", "dev", "eth0", "root", *limit)
+
+    def hasten(self) -> None:
+        """Let the host send at full speed."""
+        self._shape("replace", "dev", "eth0", "root", "noqueue")
+
+    def _shape(self, *arguments: str) -> None:
+        command = ["tc", "-n", self.namespace, "qdisc", *arguments]
+        subprocess.run(command, check=True, capture_output=True, env={"PATH": _PATH})
+
+    def break_connections(self) -> None:
+        """Break the connections between the workers of this host and those of others; both ends live."""
+        chosen = ["state", "established", f"( sport != :{_SSH} and dport != :{_SSH} )"]
+        command = ["ip", "netns", "exec", self.namespace, "ss", "--kill", "--tcp", *chosen]
+        subprocess.run(command, check=True, capture_output=True, env={"PATH": _PATH})
+
+    def part_from(self, other: "Host") -> None:
+        """Lose everything that this host sends to another one."""
+        nowhere = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+        _ip("-n", self.namespace, "neigh", "replace", other.address, *nowhere)
 
     def processes(self) -> dict[int, str]:
         """The command lines of all processes on this host but the `sshd` that waits for connections."""
@@ -154,6 +179,11 @@ class Host:
         files = [str(path.relative_to(self.folder)) for path in (self.folder / "tmp").glob("lockstep*")]
         return [f"{pid}: {line}" for pid, line in self.processes().items()] + files
 
+    def remove_abandoned(self) -> None:
+        """Remove folders of agents that were killed with the processes that watch them."""
+        for folder in (self.folder / "tmp").glob("lockstep-agent-*"):
+            shutil.rmtree(folder)
+
     def reset(self) -> None:
         """End all processes, and empty the folders."""
         while self.processes():
@@ -162,6 +192,7 @@ class Host:
         while self._started:
             self._started.pop().wait()
         self.reconnect()
+        self.hasten()
         self.accept_key()
         for path in self.folder.iterdir():
             if path.name == "cache":

@@ -1,20 +1,27 @@
 """A training with checkpoints, in which workers end as the arguments say; prints the digest of the model.
 
-    keeping_on_hosts.py [die:WORKER:EPOCH] [fail:EPOCH] [checkpoint:FOLDER] [csv] [backup] [import]
+    keeping_on_hosts.py [die:WORKER:EPOCH] [fail:EPOCH] [checkpoint:FOLDER] [lose:WORKER:PART] [slow] [csv]
+                        [best] [backup] [import]
 
 `die` kills a worker at the end of an epoch, `fail` raises in all of them, and `checkpoint` saves checkpoints
-with a callback. `csv` writes log.csv, `backup` saves backups, and `import` imports the module `own`.
+with a callback. While this callback copies a checkpoint, `lose` kills a worker, and with `slow` a disk does
+nothing until the workers have met three times. `csv` writes log.csv, `best` keeps the best epoch in
+best.keras and reads it in the end, `backup` saves backups, and `import` imports the module `own`.
 """
 
 import importlib
 import os
 import signal
 import sys
+import threading
+from pathlib import Path
 
 import keras
 import numpy as np
 
 import lockstep
+from lockstep.checkpoint import hand_over
+from lockstep.keras.state.checkpoint_callback import ScriptCheckpoints
 from lockstep.worker import job
 
 
@@ -28,7 +35,44 @@ class Faults(keras.callbacks.Callback):
             raise RuntimeError(f"epoch {epoch} fails")
 
 
+def lose_at(part: int) -> None:
+    """End this worker before it gives or takes a part of a checkpoint, counted from 0."""
+    left, exchange = iter(range(part)), ScriptCheckpoints._from_any
+
+    def lost(self: ScriptCheckpoints, what: str, blob: bytes) -> bytes:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(self, what, blob)
+
+    ScriptCheckpoints._from_any = lost  # type: ignore[method-assign]
+
+
+def slow_down() -> None:
+    """Let the disk of this worker wait until the workers have met."""
+    met, exchange, sync = threading.Semaphore(0), ScriptCheckpoints._from_any, hand_over.sync
+
+    def meet(self: ScriptCheckpoints, what: str, blob: bytes) -> bytes:
+        met.release()
+        return exchange(self, what, blob)
+
+    def slow(path: Path) -> None:
+        while met.acquire(blocking=False):
+            pass
+        for _ in range(3):
+            assert met.acquire(timeout=120.0)
+        hand_over.sync = sync
+        sync(path)
+
+    ScriptCheckpoints._from_any = meet  # type: ignore[method-assign]
+    hand_over.sync = slow
+
+
 def main() -> None:
+    if "slow" in sys.argv:
+        slow_down()
+    for argument in sys.argv[1:]:
+        if argument.startswith(f"lose:{job.current().worker}:"):
+            lose_at(int(argument.rpartition(":")[2]))
     keras.utils.set_random_seed(7)
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(64, 8)).astype("float32")
@@ -45,11 +89,17 @@ def main() -> None:
             callbacks.append(lockstep.callbacks.Checkpoint(folder, every=2))
     if "csv" in sys.argv:
         callbacks.append(keras.callbacks.CSVLogger("log.csv"))
+    if "best" in sys.argv:
+        callbacks.append(keras.callbacks.ModelCheckpoint("best.keras", monitor="loss", save_best_only=True))
     if "backup" in sys.argv:
         callbacks.append(keras.callbacks.BackupAndRestore("backup"))
     if "import" in sys.argv:
         importlib.import_module("own")
     model.fit(x, y, batch_size=16, epochs=6, verbose=0, callbacks=callbacks)
+    if "best" in sys.argv:
+        with strategy.scope():
+            model = keras.models.load_model("best.keras")
+        model.fit(x, y, batch_size=16, verbose=0)
     print("digest", lockstep.digest(model))
 
 

@@ -34,6 +34,13 @@ def draw(random_: random.Random) -> tuple[tuple[int, ...], list[str]]:
     """The workers of each host, and faults that at least one worker survives."""
     spread = random_.choice(SPREADS)
     first = sum(spread)
+    if len(spread) > 1 and random_.random() < 0.5:
+        # The coordinator is on the first host.
+        lost = random_.randrange(spread[0], first)
+        point, step = random_.choice(POINTS), random_.randrange(STEPS - 4)
+        others = [worker for worker in range(1, first) if worker != lost and random_.random() < 0.3]
+        faults = [f"{other}:{random_.randrange(STEPS)}:{random_.choice(POINTS)}:SIGKILL" for other in others]
+        return spread, [f"{lost}:{step}:{point}:host", *faults]
     same = random_.random() < 0.3
     step = random_.randrange(STEPS - 4)
     faults = []
@@ -62,6 +69,8 @@ def main(seed: int = 0, jobs: int = 10) -> int:
             job = SteppingJob(made.hosts, options, STEPS, *faults)
             try:
                 finished = job.finish()
+                for host in made.hosts[1:]:
+                    host.remove_abandoned()
                 left = made.left(60.0)
                 assert not left, left
                 print(number, names, *faults, "finished:", sorted(finished), flush=True)

@@ -1,13 +1,16 @@
 """A training without a framework, with faults; prints the digest of its end.
 
-    stepping.py STEPS [WORKER:STEP:WHEN:WHAT]...
+    stepping.py STEPS[+MEGABYTES] [WORKER:STEP:WHEN:WHAT]...
 
+With MEGABYTES, the state has that many more, which joiners compare.
 WHEN is "before" or "after" and a method of a class in `POINTS`, with "+" between, or a point of the training.
 WHAT is the name of a signal that the worker sends itself; "hold": it writes the file held-STEP and waits for
-the file go-STEP; "pace": it waits a moment there from now on, until there is the file `fast`. Each worker
-prints the steps that it has made. Lies in one folder with `chaos_steps` and `chaos_faults`.
+the file go-STEP; "pace" or "crawl": it waits a moment or half a second there from now on, until there is the
+file `fast`; "host": it kills everything on its host. Each worker prints the steps that it has made. Lies in
+one folder with `chaos_steps` and `chaos_faults`.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import chaos_steps
+import numpy as np
 
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.network.communicator import NetworkCommunicator
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker import job
@@ -24,6 +29,22 @@ from lockstep.worker.membership import AgentMembership
 from lockstep.worker.network_entrance import LaneConnector
 
 POINTS = (AgentMembership, LaneConnector, NetworkCommunicator)
+PACES = {"pace": 0.05, "crawl": 0.5}
+NUMBERS = 1 << 17
+"""In a megabyte."""
+
+
+def end_host() -> None:
+    """Kill all processes on this host but the `sshd` that waits for connections, and this one last."""
+    own = Path("/proc/self/ns/net").stat().st_ino
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            if pid != os.getpid() and (entry / "ns/net").stat().st_ino == own:
+                text = (entry / "cmdline").read_bytes()
+                if b"sshd: " not in text or b"[listener]" not in text:
+                    os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Faults:
@@ -67,19 +88,52 @@ class Faults:
                     Path(f"held-{step}").touch()
                     while not Path(f"go-{step}").exists():
                         time.sleep(0.01)
-                elif what == "pace":
-                    self._pace = 0.05
+                elif what in PACES:
+                    self._pace = PACES[what]
+                elif what == "host":
+                    end_host()
                 else:
                     os.kill(os.getpid(), getattr(signal, what))
                 return
 
 
+def enlarge(megabytes: int) -> None:
+    """Let the states of the chief carry an array of this size, whose pieces differ."""
+    packed, unpacked = chaos_steps.packed, chaos_steps.unpacked
+    numbers = np.empty(0, "int64")
+
+    def piece(at: int) -> Any:
+        return np.arange(at * NUMBERS, (at + 1) * NUMBERS) * 7
+
+    def enlarged(step: int, *rest: Any) -> Contents:
+        nonlocal numbers
+        contents = packed(step, *rest)
+        if not numbers.size and job.current().is_chief:
+            numbers = np.empty(megabytes * NUMBERS, "int64")
+            for at in range(megabytes):
+                numbers[at * NUMBERS : (at + 1) * NUMBERS] = piece(at)
+        return Contents(step, contents.manifest, {**contents.arrays, "numbers": numbers})
+
+    def compared(contents: Contents) -> Any:
+        nonlocal numbers
+        numbers = contents.arrays["numbers"]
+        assert numbers.size == megabytes * NUMBERS
+        for at in range(megabytes):
+            assert np.array_equal(numbers[at * NUMBERS : (at + 1) * NUMBERS], piece(at))
+        return unpacked(contents)
+
+    chaos_steps.packed, chaos_steps.unpacked = enlarged, compared
+
+
 def main() -> None:
+    steps, _, megabytes = sys.argv[1].partition("+")
+    if megabytes:
+        enlarge(int(megabytes))
     current = job.current()
     current.events.publish(StrategyInstalled("none"))
     current.note_distribution()
     faults = Faults(sys.argv[2:], current.worker)
-    print("digest", chaos_steps.train(current, int(sys.argv[1]), faults))
+    print("digest", chaos_steps.train(current, int(steps), faults))
 
 
 main()

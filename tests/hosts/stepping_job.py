@@ -30,6 +30,7 @@ class SteppingJob:
         *faults: str,
         at: int = 0,
         run: str = "run",
+        megabytes: int = 0,
         **variables: str,
     ) -> None:
         self._hosts, self._steps = hosts, steps
@@ -37,8 +38,9 @@ class SteppingJob:
             for file in (HERE / "stepping.py", CHAOS / "chaos_steps.py", CHAOS / "chaos_faults.py"):
                 shutil.copy(file, host.work)
         job_options = ("--backend", "jax", "--replicas", str(REPLICAS), "--run-dir", run, *options.split())
+        size = f"+{megabytes}" if megabytes else ""
         self.running = hosts[at].lockstep(
-            "run", *job_options, "stepping.py", str(steps), *faults, **variables
+            "run", *job_options, "stepping.py", f"{steps}{size}", *faults, **variables
         )
         self.folder = hosts[at].work / run
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from host_network import Host, Running
 
+from lockstep.transport.keys import JobKey
+
 SCRIPT = Path(__file__).parent / "keeping_on_hosts.py"
 
 Start = Callable[..., Running]
@@ -18,10 +20,10 @@ def start(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> Start:
     for host in hosts:
         shutil.copy(SCRIPT, host.work)
 
-    def run(at: int, *arguments: str) -> Running:
+    def run(at: int, *arguments: str, **variables: str) -> Running:
         options = ("--backend", "jax", "--replicas", "2", "--threads-per-worker", "1", "--tee", "all")
         command = ("run", *options, *arguments)
-        return hosts[at].lockstep(*command, **lean(SCRIPT, "jax"))
+        return hosts[at].lockstep(*command, **lean(SCRIPT, "jax"), **variables)
 
     return run
 
@@ -50,10 +52,22 @@ def rows(host: Host) -> list[int]:
     return [int(line.partition(",")[0]) for line in lines]
 
 
-def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start) -> None:
+@pytest.fixture(scope="module")
+def known() -> dict[str, str]:
+    """What a job on one host has computed for the tests so far."""
+    return {}
+
+
+@pytest.fixture
+def wanted(start: Start, known: dict[str, str]) -> str:
+    """The digest of an undisturbed training on one host; no callback changes it."""
+    if not known:
+        known["digest"] = digest(start(0, "-n", "2", SCRIPT.name))
+    return known["digest"]
+
+
+def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start, wanted: str) -> None:
     """The chief's host loses its workers; then the hosts are in another order, and others."""
-    wanted = digest(start(0, "-n", "2", SCRIPT.name, "csv"))
-    (hosts[0].work / "log.csv").unlink()
     (hosts[1].work / "log.csv").write_text("epoch,loss\n0,of another training\n")
     kept = ("--checkpoint", "kept", "--checkpoint-every", "2", "--max-restarts", "0")
     moved = failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "csv", "die:0:1", "fail:3"))
@@ -88,17 +102,80 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start)
 
 
 def test_a_callback_resumes_from_the_newest_checkpoint_of_all_hosts(
-    hosts: Sequence[Host], start: Start
+    hosts: Sequence[Host], start: Start, wanted: str
 ) -> None:
-    wanted = digest(start(0, "-n", "2", SCRIPT.name))
     script = ("--max-restarts", "0", SCRIPT.name, "checkpoint:kept")
     failed(start(0, "--hosts", "node1,node2", *script, "die:0:1", "fail:3"))
     first, second = newest(hosts[0]), newest(hosts[1])
     assert 0 < first < second
-    last = start(0, "--hosts", "node1,node2", *script)
+    last = start(0, "--hosts", "node1,node2", *script, "slow")
     assert digest(last) == wanted
     assert f"the newest checkpoint, after {second} steps, is on node2; copying it to node1\n" in last.err
     assert newest(hosts[0]) == 24
+
+
+def test_a_job_that_hosts_join_resumes(hosts: Sequence[Host], start: Start) -> None:
+    """Without ssh, from the host that joins: it has the newest checkpoint, and is the next to coordinate."""
+    wanted = digest(start(0, "-n", "3", "--replicas", "3", SCRIPT.name))
+    key = JobKey.generate()
+    for host in hosts:
+        key.write(host.work / "job.key")
+    keyed = {"LOCKSTEP_KEY_FILE": "job.key"}
+    kept = ("--checkpoint", "kept", "--checkpoint-every", "2", "--replicas", "3", "--max-restarts", "0")
+
+    def run(at: int, joining: int, *arguments: str) -> tuple[Running, Running]:
+        listening = ("--listen", f"{hosts[at].address}:7000", "-n", "3")
+        job = start(at, *listening, *kept, SCRIPT.name, *arguments, **keyed)
+        return job, hosts[joining].lockstep("agent", "--join", f"{hosts[at].name}:7000", "-n", "2", **keyed)
+
+    job, agent = run(0, 1, "die:0:1", "die:1:2", "fail:3")
+    failed(job)
+    assert agent.end() == 1
+    first, second = newest(hosts[0]), newest(hosts[1])
+    assert 0 < first < second
+    job, agent = run(1, 2, "die:1:4")
+    assert digest(job) == wanted
+    assert agent.end() == 0
+    assert f"{second} steps, is on this host; copying it to 10.119.0.3\n" in job.err
+
+
+def test_each_host_has_the_files_of_callbacks_that_a_program_reads(
+    hosts: Sequence[Host], start: Start
+) -> None:
+    """Also if the worker is killed that would write them on its host."""
+    script = ("--replicas", "3", SCRIPT.name, "best", "backup")
+    failed(start(0, "-n", "1", *script, "fail:3"))
+    wanted = digest(start(0, "-n", "1", *script))
+    (hosts[0].work / "best.keras").unlink()
+    spread = ("--hosts", "node1,node2:2", *script)
+    failed(start(0, *spread, "die:1:1", "fail:3"))
+    backups = [(host.work / "backup/training_metadata.json").read_text() for host in hosts[:2]]
+    assert backups == ['{"epoch": 3, "batch": 0}'] * 2
+    assert digest(start(0, *spread)) == wanted
+    assert [(host.work / "backup").exists() for host in hosts[:2]] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("lost", "note"),
+    [
+        ("lose:0:1", "steps, is on node2; copying it to node1\n"),
+        (
+            "lose:1:1",
+            "node2 has lost the worker that gave the checkpoint; looking for the newest again\n",
+        ),
+    ],
+)
+def test_a_worker_lost_while_a_callback_copies(
+    hosts: Sequence[Host], start: Start, lost: str, note: str
+) -> None:
+    """Worker 0 writes the copy, and worker 1 has the checkpoint: the others continue, with the same bits."""
+    wanted = digest(start(0, "-n", "2", SCRIPT.name))
+    script = (SCRIPT.name, "checkpoint:kept")
+    failed(start(1, "-n", "2", *script, "fail:3"))
+    last = start(0, "--hosts", "node1,node2", *script, lost)
+    assert digest(last) == wanted
+    assert f"worker {lost[5]} was killed by SIGKILL" in last.err
+    assert note in last.err
 
 
 REFUSED = {

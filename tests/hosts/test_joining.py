@@ -104,18 +104,43 @@ def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, key
     assert "make one with lockstep key FILE" in refused(nodes[2], LOCKSTEP_KEY_FILE="")
     last = nodes[2].lockstep("agent", "--join", "node1:7000", "--plain", **keyed)
     job.wait_until((nodes[0].work / "held-3").exists)
-    assert "the job has begun, and its hosts are complete" in refused(nodes[3], "--plain")
+    late = nodes[3].lockstep("agent", "--join", "node1:7000", "--plain", **keyed)
+    job.wait_until(lambda: "host 10.119.0.4 has joined, with room for 1 worker" in job.err)
     (nodes[0].work / "go-3").touch()
-    assert ended(job, early, last) == (0, 0, 0), job.err
+    assert ended(job, early, last, late) == (0, 0, 0, 0), job.err
     gone = refused(nodes[3], "--plain", "--timeout", "1")
     assert "the coordinator at node1:7000 did not answer in 1 s: node1:7000 refuses connections" in gone
 
 
 LOSSES = {
     "the command": (0, signal.SIGKILL, -signal.SIGKILL, 1),
-    "an agent": (1, signal.SIGKILL, 1, -signal.SIGKILL),
     "stopped": (0, signal.SIGTERM, 143, 143),
 }
+
+
+def test_a_host_takes_the_place_of_a_lost_one(
+    nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]
+) -> None:
+    """The job continues without a host that is lost, and with one that joins while it runs."""
+    job, agent = begin("-n 2 --replicas 4", "", steps=200, faults=["0:3:after apply:crawl"])
+
+    def steps(worker: int) -> int:
+        log = nodes[0].work / f"run/worker-{worker}.log"
+        return log.read_text().count("made ") if log.exists() else 0
+
+    job.wait_until(lambda: steps(1) > 3)
+    agent.process.kill()
+    job.wait_until(lambda: "lost worker 1; others start when a host joins; worker 0 continues" in job.err)
+    later = nodes[2].lockstep("agent", "--join", "node1:7000", "-n", "2", **keyed)
+    job.wait_until(lambda: steps(2) > 1)
+    assert nodes[0].lockstep("scale", "run", "3").end() == 0
+    job.wait_until(lambda: steps(3) > 1)
+    for node in nodes:
+        (node.work / "fast").touch()
+    assert ended(job, later) == (0, 0), job.err
+    logs = [(nodes[0].work / f"run/worker-{worker}.log").read_text() for worker in (0, 2, 3)]
+    assert {digest(log) for log in logs} == {chaos_steps.alone(0, 4, 200)[-1]}
+    assert agent.end() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -162,6 +187,26 @@ def test_the_tasks_of_tf_config(nodes: Sequence[Host], keyed: dict[str, str]) ->
     evaluator = nodes[4].lockstep("run", "--tf-config", "alone.py", **keyed, TF_CONFIG=json.dumps(task))
     assert evaluator.end() == 0
     assert evaluator.out == f"alone {json.dumps(task)}\n"
+
+
+def test_a_pod_that_restarts(nodes: Sequence[Host], keyed: dict[str, str]) -> None:
+    """Its command joins the job again."""
+
+    def pod(index: int, *faults: str) -> Running:
+        cluster = {"worker": ["node1:2222", "node2:2222"]}
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        command = "run --tf-config --backend jax --run-dir run stepping.py 150"
+        return nodes[index].lockstep(*command.split(), *faults, **keyed, TF_CONFIG=config)
+
+    first, second = pod(0, "0:3:after apply:crawl"), pod(1, "0:3:after apply:crawl")
+    second.wait_until(lambda: "made 4" in second.out)
+    nodes[1].signal_all(signal.SIGKILL)
+    first.wait_until(lambda: "worker 0 continues (view 2)" in first.err)
+    again = pod(1, "0:3:after apply:crawl")
+    again.wait_until(lambda: "made " in again.out)
+    (nodes[0].work / "fast").touch()
+    assert ended(first, again) == (0, 0), first.err
+    assert [digest(one.out) for one in (first, again)] == [chaos_steps.alone(0, 2, 150)[-1]] * 2
 
 
 def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keyed: dict[str, str]) -> None:

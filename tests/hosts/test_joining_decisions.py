@@ -40,10 +40,8 @@ def test_vacancies() -> None:
 
 
 def test_objections() -> None:
-    joined = [agent("10.0.0.2", 1)]
-
     def objects(peer: str, workers: int = 1, own: str = "10.0.0.1") -> str:
-        return objection(agent(peer, workers), HostOffer(workers), joined, own)
+        return objection(agent(peer, workers), HostOffer(workers), ["10.0.0.2"], own)
 
     assert objects("10.0.0.3") == ""
     assert objects("10.0.0.3", workers=0) == "it offers no worker"

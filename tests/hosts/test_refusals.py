@@ -53,12 +53,8 @@ REFUSALS: dict[str, tuple[Prepare, str, str]] = {
     "no script": (no_script, "--hosts node1,node2", "host node2: "),
     "version": (other_version, "--hosts node1,node2", "different versions of numpy: "),
     "loopback": (nothing, "--hosts localhost,node2", "localhost is 127.0.0.1 here"),
-    "twice": (nothing, "--hosts node2,node2", "names node2 twice; write node2:2"),
-    "workers": (nothing, "--hosts node1,node2:2 -n 2", "has 3 workers, but -n asks for 2"),
-    "too few": (nothing, "--hosts node1,node2 -n 1", "1 worker cannot run on 2 hosts"),
-    "empty": (nothing, "--hosts node1,,node2", "'' is not a host"),
-    "option": (nothing, "--hosts=-oProxyCommand=x", "is not a host"),
-    "no worker": (nothing, "--hosts node1:0,node2", "each host needs at least one worker"),
+    # test_host_list.py has the other lists that are refused.
+    "list": (nothing, "--hosts=-oProxyCommand=x", "is not a host"),
     "replicas": (nothing, "--hosts node1,node2 --replicas 1", "replica"),
     "devices": (nothing, "--hosts node1,node2 --devices 0,1", "--devices is for one host"),
 }

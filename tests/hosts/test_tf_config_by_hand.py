@@ -85,6 +85,24 @@ def test_workers_on_two_hosts(start: Start, hosts: Sequence[Host]) -> None:
     assert "3 workers on 2 hosts" in first.err
 
 
+def test_a_lost_host_whose_tasks_are_started_again(start: Start, hosts: Sequence[Host]) -> None:
+    """The others continue without it, and its tasks join again, with the state over the network."""
+    first = start(1, 0, "0:3:after apply:crawl")
+    lost = [start(2, index) for index in (1, 2)]
+    lost[0].wait_until(lambda: "made 4" in lost[0].out)
+    hosts[1].signal_all(signal.SIGKILL)
+    first.wait_until(
+        lambda: "lost workers 1 and 2; start it again and it joins; worker 0 continues" in first.err
+    )
+    again = [start(2, index) for index in (1, 2)]
+    for one in again:
+        one.wait_until(lambda one=one: "made " in one.out)  # type: ignore[misc]
+    (hosts[0].work / "fast").touch()
+    for one in (first, *again):
+        assert one.end() == 0, one.err
+        assert digest(one) == chaos_steps.alone(0, 3, STEPS)[-1]
+
+
 def test_refusals(start: Start, hosts: Sequence[Host]) -> None:
     """What does not fit together is named on the host that is wrong; the others are not disturbed."""
     first = start(1, 0)
@@ -134,6 +152,20 @@ def test_a_lost_coordinator_ends_the_workers_of_all_hosts(start: Start, hosts: S
     for one in workers[1:]:
         assert one.end() != 0
         assert "the connection to the coordinator is closed, so the job ends on this host" in one.err
+
+
+@pytest.mark.parametrize("node", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_ends_the_wait_for_other_hosts(
+    start: Start, hosts: Sequence[Host], node: int, number: int
+) -> None:
+    """Node 1 coordinates the job; the fixture checks that no process is left."""
+    waiting = start(node, node - 1)
+    waiting.wait_until(lambda: f"worker {node - 1} waits for worker" in waiting.err)
+    (process,) = hosts[node - 1].matching("rendezvous.coordinator_main")
+    os.kill(process, number)
+    assert waiting.end() == 1
+    assert waiting.err.splitlines()[-1].endswith("the job was stopped before it began")
 
 
 TASKS = tuple(Task("worker", at, f"node{at + 1}:2222", f"10.0.0.{at + 1}:2222") for at in range(3))

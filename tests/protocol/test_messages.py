@@ -15,6 +15,7 @@ from lockstep.protocol import host
 from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.worker import (
     AgentMessage,
+    BrokenView,
     EventReport,
     Failed,
     Finished,
@@ -34,6 +35,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 workers = st.integers(0, 9)
 groups = st.lists(workers).map(tuple)
 relayed = st.one_of(
+    st.builds(BrokenView, workers, texts, st.booleans()),
     st.builds(Started),
     st.builds(Finished),
     st.builds(JoinRequest, st.booleans()),
@@ -50,14 +52,17 @@ relayed = st.one_of(
     st.builds(Failed, st.integers(0, 255), texts, texts, st.booleans()),
 )
 members = st.builds(HostMembers, workers, groups, texts, texts, st.integers(0, 2**16), st.integers(0, 2**53))
+sources = st.builds(
+    host.StateSource, workers, workers, st.integers(0, 2**62), workers, texts, st.integers(0, 2**16)
+)
 instructions = st.one_of(
     st.builds(host.BeginView, workers, st.lists(members, max_size=3).map(tuple), texts, groups),
-    st.builds(host.HoldState, workers, st.binary(), st.booleans(), st.booleans()),
+    st.builds(host.FetchState, sources),
     st.builds(host.KeepAlive),
-    st.builds(host.PauseOutput, st.booleans()),
+    st.builds(host.PauseOutput, groups),
     st.builds(host.StartProcess, workers, st.booleans(), groups),
     st.builds(host.PostNotice, st.sampled_from(Notice)),
-    st.builds(host.DeliverPosition, workers),
+    st.builds(host.DeliverPosition, workers, sources),
     st.builds(host.SignalProcess, workers, st.integers(1, 64)),
     st.builds(host.TakeStack, workers),
     st.builds(host.EndExchange, texts),
@@ -74,12 +79,14 @@ reports = st.one_of(
     st.builds(host.ProcessArrived),
     st.builds(host.WorkerSaid, workers, relayed),
     st.builds(host.NotUnderstood, workers, texts),
-    st.builds(host.StateHeld, workers, st.booleans(), texts),
+    st.builds(host.StateHeld, workers, st.booleans(), texts, workers, st.integers(0, 2**62)),
+    st.builds(host.StateReceived, workers, texts),
+    st.builds(host.DeliveryFailed, workers, workers, texts),
     st.builds(host.ProcessExited, workers, st.integers(-(2**16), 255), st.integers(0, 3)),
+    st.builds(host.ConnectedLate, texts, workers),
     st.builds(host.ViewRefused, workers, texts),
     st.builds(host.KeepAlive),
     st.builds(host.OutputWritten, workers, st.sampled_from([1, 2]), st.binary()),
-    st.builds(host.StatePart, workers, st.binary(), st.booleans()),
     st.builds(host.AllReported),
     st.builds(host.HostEnded, groups, st.lists(evidence, max_size=3).map(tuple)),
 )

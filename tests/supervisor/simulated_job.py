@@ -1,6 +1,7 @@
 """A job in virtual time: its agent, its faults, and the user's requests. A seed determines all of them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers
 
@@ -15,15 +16,26 @@ from lockstep.supervisor.actions import (
     JobOutcome,
     KillWorker,
     SendPosition,
+    SendState,
     ShowMessage,
     SignalWorker,
     StartView,
     StartWorker,
 )
 from lockstep.supervisor.decide import decide, refusal
-from lockstep.supervisor.events import DeadlinePassed, Event, ScaleRequested, StateGiven, WorkerArrived
+from lockstep.supervisor.events import (
+    DeadlinePassed,
+    Event,
+    HostJoined,
+    HostLost,
+    PositionMissed,
+    ScaleRequested,
+    StateArrived,
+    StateGiven,
+    WorkerArrived,
+)
 from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
-from lockstep.topology import View, place
+from lockstep.topology import View, place_on_hosts
 
 LIMITS = TimeLimits(timeout=20.0, look=1.5, young=3.0, pause=0.5)
 
@@ -38,20 +50,24 @@ class Job(Workers):
         notices: the notes on the terminal.
         outcome: of the job; None until it has ended.
         slots: the largest number of workers that are started by hand.
+        holders: the hosts that have the state of that report.
         waiting: the number of workers started by hand that have not been admitted yet.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         count = self.dice.randint(1, 5)
-        view = place(self.dice.randint(count, 8), tuple(range(count)))
+        view = place_on_hosts(self.dice.randint(count, 8), self._drawn_hosts(count), 1)
         size = JobSize.of(count, self.dice.randint(1, count), self.dice.choice((0, 0, 1, 2, 5)))
         if self.dice.random() < 0.2:
             size = JobSize(count, by_hand=True)
         keeps = self.dice.random() < 0.5
-        self.state = replace(State.of(view, LIMITS, size, keeps=keeps), distributes=True)
+        cores = tuple(self.dice.randint(1, 4) for _ in view.hosts)
+        self.state = replace(State.of(view, LIMITS, size, keeps=keeps, cores=cores), distributes=True)
+        self.cut: set[int] = set()
         self.views = [view]
         self.holds: tuple[bool, int] | None = None
+        self.holders: set[int] = set()
         self.notices: list[str] = []
         self.outcome: JobOutcome | None = None
         self.slots, self.waiting = count, 0
@@ -59,6 +75,11 @@ class Job(Workers):
         self.mute = self.dice.random() < 0.03
         self._draw_faults(view)
         self._draw_requests(view)
+
+    def _drawn_hosts(self, count: int) -> tuple[tuple[int, ...], ...]:
+        cuts = sorted(self.dice.sample(range(1, count), self.dice.randint(0, min(2, count - 1))))
+        bounds = (0, *cuts, count)
+        return tuple(tuple(range(*pair)) for pair in pairwise(bounds))
 
     def _draw_faults(self, view: View) -> None:
         broken = self.dice.random() < 0.1
@@ -87,6 +108,30 @@ class Job(Workers):
             for _ in range(self.dice.choice((1, 1, 1, 2))):
                 self.after(8.0, lambda: self._stop(self.dice.choice((15, 15, 2))))
 
+        if len(view.hosts) > 1 and self.dice.random() < 0.4:
+            for _ in range(self.dice.randint(1, 2)):
+                self.after(8.0, self._lose_host)
+
+    def _lose_host(self) -> None:
+        """End all processes of a host at once; supervision learns of it by its silence, or at once."""
+        there = sorted(set(self.state.hosts) - self.cut)
+        if not there:
+            return
+        host = self.dice.choice(there)
+        self.cut.add(host)
+        for worker, record in self.state.workers.items():
+            one = self.workers.get(worker)
+            if record.host == host and one is not None and one.alive:
+                self.seen["lost with its host"] += 1
+                self.vanish(one)
+        self.after(self.dice.choice((0.1, 5.0)), lambda: self.decide(HostLost(host, f"host {host} was lost")))
+        if self.dice.random() < 0.6:
+            self.after(12.0, lambda: self._return_host(self.state.slots[host]))
+
+    def _return_host(self, workers: int) -> None:
+        self.seen["a host came back"] += 1
+        self.decide(HostJoined("again", workers, self.dice.randint(1, 4)))
+
     def _scale(self, workers: int) -> None:
         if not refusal(self.state, workers):
             self.seen["scaled"] += 1
@@ -100,8 +145,9 @@ class Job(Workers):
         """Start another worker by hand in place of one that has ended."""
         if sum(one.alive for one in self.workers.values()) + self.waiting < self.slots:
             self.seen["started by hand"] += 1
-            self.waiting += 1
-            self.decide(WorkerArrived())
+            if hosts := sorted(set(self.state.hosts) - self.cut):
+                self.waiting += 1
+                self.decide(WorkerArrived(self.dice.choice(hosts)))
 
     def run(self) -> None:
         """Play the job to its end."""
@@ -119,8 +165,9 @@ class Job(Workers):
         if isinstance(event, StateGiven):
             if event.view != self.views[-1].number:
                 self.seen["reported too late"] += 1
-            elif not event.failure:
-                self.holds = event.whole, step
+            event = replace(event, host=self.state.workers[self.views[-1].chief].host)
+            if event.view == self.views[-1].number and not event.failure:
+                self.holds, self.holders = (event.whole, step), {event.host}
         self.decide(event)
         if isinstance(event, WorkerExited) and self.state.size.by_hand and self.dice.random() < 0.7:
             self.after(8.0, self._start_by_hand)
@@ -143,7 +190,9 @@ class Job(Workers):
             case AskMembers(notice):
                 self.posted = notice
             case SendPosition(worker):
-                self.notify(worker, "position")
+                self._send_position(worker)
+            case SendState(host):
+                self._send_state_to(host)
             case StartWorker(worker):
                 self._start(worker)
             case AbortExchange():
@@ -161,6 +210,28 @@ class Job(Workers):
             case FinishJob(outcome):
                 self.outcome = outcome
 
+    def _send_position(self, worker: int) -> None:
+        if self.state.workers[worker].host in self.holders or self.dice.random() < 0.8:
+            self.notify(worker, "position")
+            return
+        view = self.views[-1].number
+        self.seen["position missed"] += 1
+        self.after(2.0, lambda: self.decide(PositionMissed(worker, view, "no connection")))
+
+    def _send_state_to(self, host: int) -> None:
+        view, failure = self.views[-1].number, "no connection" if self.dice.random() < 0.1 else ""
+        if self.dice.random() < 0.05:
+            self.seen["state is slow"] += 1
+            return
+
+        def arrive() -> None:
+            self.seen["state missed" if failure else "state arrived"] += 1
+            if view == self.views[-1].number and not failure:
+                self.holders.add(host)
+            self.decide(StateArrived(host, view, failure))
+
+        self.after(self.dice.choice((1.0, 8.0)), arrive)
+
     def _renew(self, view: View) -> None:
         before = self.views[-1]
         self.views.append(view)
@@ -173,10 +244,14 @@ class Job(Workers):
             self.workers[worker].dismissed = True
             self.seen["left"] += 1
             self.notify(worker, "leave")
-        self.posted, self.holds = Notice.NOTHING, None
+        self.posted, self.holds, self.holders = Notice.NOTHING, None, set()
 
     def _start(self, worker: int) -> None:
         one = self._drawn(worker, None, 0.5)
+        if self.state.workers[worker].host in self.cut:
+            # Nothing starts there, and supervision does not know it yet.
+            one.alive = False
+            return
         self.seen["started"] += 1
         self.waiting -= self.state.size.by_hand
         assert self.waiting >= 0, "a worker is admitted that was not started by hand"

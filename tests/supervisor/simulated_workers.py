@@ -185,6 +185,13 @@ class Workers:
 
         self.after(0.1, see)
 
+    def vanish(self, one: Worker) -> None:
+        """End a worker's process and its connections, without a message to the agent."""
+        one.alive = False
+        one.outbox.clear()
+        if one.view is not None and self.dice.random() < 0.5:
+            self._arrived.get(one.view.number, set()).discard(one.number)
+
     def send(self, one: Worker, event: Event) -> None:
         """Send the agent a message, which it receives a little later."""
         one.outbox.append((event, one.step))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.observability.events import (
@@ -38,6 +38,7 @@ from lockstep.supervisor.actions import (
     JobOutcome,
     KillWorker,
     SendPosition,
+    SendState,
     ShowMessage,
     SignalWorker,
     StartView,
@@ -48,8 +49,13 @@ from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
     FailureReported,
+    HostJoined,
+    HostLost,
+    PositionMissed,
     ScaleRequested,
+    StateArrived,
     StateGiven,
+    ViewBroken,
     ViewFailed,
     WorkerArrived,
 )
@@ -81,7 +87,16 @@ JOINING = replace(
     ELASTIC.with_worker(2, WorkerRecord(Phase.JOINING, started_at=1.0)), size=JobSize.of(3, 1, 0)
 )
 ASKED = replace(JOINING.with_phase(Phase.READY, 2), admission=Admission(Notice.CHANGE))
-WAITING = replace(JOINING, size=JobSize.of(3, 3, 0), admission=Admission(given=True, deadline=60.0))
+HERE = frozenset({0})
+WAITING = replace(
+    JOINING, size=JobSize.of(3, 3, 0), admission=Admission(given=True, holders=HERE, deadline=60.0)
+)
+AFAR = JOINING.with_worker(2, replace(JOINING.workers[2], host=1))
+SENDING = decide(
+    replace(AFAR.with_phase(Phase.READY, 2), admission=Admission(Notice.CHANGE)), StateGiven(1, True), 0.0
+)
+SENT = SENDING.state
+LATE = replace(SENT, admission=replace(SENT.admission, deadline=8.0))
 AT_THE_END = replace(THREE, elastic=True, size=JobSize.of(3, 1, 1)).with_phase(Phase.FINISHED, 1)
 ENDING = replace(TWO, shutdown=Shutdown(Stage.ENDING, 8.0, JobOutcome(3, "because")))
 TERMINATING = at_stage(ENDING, Stage.TERMINATING)
@@ -147,6 +162,8 @@ def render(action: Action) -> str:
             return f"abort: {reason}"
         case StartView(view, _):
             return f"view {view.number} of {name_workers(view.workers)}"
+        case SendState(host):
+            return f"send the state to host {host}"
         case StartWorker(worker):
             return f"start worker {worker}"
         case AskMembers(notice):
@@ -235,6 +252,12 @@ def test_there_are_scenarios() -> None:
         (TWO, WaitReported(0, "step 1", (1,), 59.9), None, Stage.RUNNING),
         (TWO, WaitReported(0, "step 1", (1,), 60.0), (DumpStack(1),), Stage.LOOKING),
         (TWO, WaitReported(0, "step 1", (1,), 9.9), (), Stage.RUNNING),
+        (
+            TWO,
+            ViewBroken(1, 1, "lost the connection"),
+            (AbortExchange("worker 1: lost the connection"),),
+            Stage.ENDING,
+        ),
         (TWO, StopRequested(2), (SignalWorker(0, 2), SignalWorker(1, 2)), Stage.TERMINATING),
         (TWO, DeadlinePassed(), (), Stage.RUNNING),
         (ENDING, DeadlinePassed(), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
@@ -313,6 +336,30 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (WAITING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15), SignalWorker(2, 15))),
         (replace(WAITING, keeps=True), StopRequested(15), (SignalWorker(0, 15), StartView, ShowMessage)),
         (replace(WAITING, admission=Admission(given=True, deadline=8.0)), DeadlinePassed(), (AbortExchange,)),
+        (SENT, StateArrived(1, 1), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
+        (
+            SENT,
+            StateArrived(1, 1, "lost"),
+            (ShowMessage("worker 2 cannot join: lost"), KillWorker(2), StartView, ShowMessage),
+        ),
+        (SENT, StateArrived(1, 0), ()),
+        (SENT, StateGiven(0, whole=True), ()),
+        (SENT, ViewBroken(1, 1, "lost"), ()),
+        (SENT, WaitReported(1, "the change of workers", (0,), 700.0), ()),
+        (SENT, WorkerExited(0, -9), (ShowMessage,)),
+        (SENT, WorkerExited(2, -9), (StartView, ShowMessage)),
+        (SENT, ScaleRequested(2), (KillWorker(2), StartView, ShowMessage)),
+        (SENT, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15), SignalWorker(2, 15))),
+        (SENT.with_phase(Phase.JOIN_FAILED, 2), StateArrived(1, 1, "lost"), (StartView, ShowMessage)),
+        (LATE, DeadlinePassed(), (ShowMessage, KillWorker(2), StartView, ShowMessage)),
+        (
+            replace(SENT, admission=replace(SENT.admission, report_at=8.0)),
+            DeadlinePassed(),
+            (ShowMessage("training waits until the state has reached the host of worker 2"),),
+        ),
+        (AFAR, PositionMissed(2, 1, "lost"), (ShowMessage("worker 2 cannot join: lost"), KillWorker(2))),
+        (AFAR, PositionMissed(2, 0, "view 0 has ended"), (AskMembers(Notice.POSITION),)),
+        (AFAR.with_phase(Phase.JOIN_FAILED, 2), PositionMissed(2, 1, "lost"), ()),
         (AT_THE_END, WorkerExited(0, -9), (StartView, ShowMessage)),
     ],
 )
@@ -321,6 +368,30 @@ def test_decision_about_the_membership(state: State, event: Event, actions: tupl
     assert len(decided) == len(actions)
     for action, expected in zip(decided, actions, strict=True):
         assert (type(action) if isinstance(expected, type) else action) == expected
+
+
+def test_the_state_is_sent_once_to_each_host_that_lacks_it() -> None:
+    assert SENDING.actions == (SendState(1),)
+    assert SENT.due == TimeLimits().repeat
+    with_two = SENT.with_worker(3, WorkerRecord(Phase.JOINING, host=1, started_at=2.0))
+    with_two = replace(with_two, size=JobSize.of(4, 1, 0))
+    again = decide(with_two, JoinRequested(3, whole=True), 3.0)
+    assert again.actions == ()
+    assert again.state.lacking == (2, 3)
+    begun = decide(again.state, StateArrived(1, 1), 4.0).state
+    assert begun.view.workers == (0, 1, 2, 3)
+    assert begun.admission == Admission()
+    # A replacement on a host that it has not reached needs it again.
+    waiting = decide(replace(SENT, size=JobSize.of(3, 3, 0)), StateArrived(1, 1, "lost"), 4.0).state
+    assert waiting.admission.given
+    replaced = waiting.with_worker(3, WorkerRecord(Phase.JOINING, host=1, started_at=4.0))
+    assert decide(replaced, JoinRequested(3, whole=True), 5.0).actions == (SendState(1),)
+    # Other hosts still receive it.
+    other = with_two.with_worker(3, replace(with_two.workers[3], host=2))
+    other = decide(other, JoinRequested(3, whole=True), 3.0).state
+    failed = decide(other, StateArrived(1, 1, "lost"), 4.0)
+    assert failed.state.lacking == (3,)
+    assert failed.actions == (ShowMessage("worker 2 cannot join: lost"), KillWorker(2))
 
 
 @pytest.mark.parametrize(
@@ -363,8 +434,38 @@ def test_an_early_exit_needs_two_waits_in_a_row_for_the_ended_worker() -> None:
     assert decide(state, WaitReported(0, "barrier", (1,), 1.5), 1.5).state.stage is Stage.ENDING
 
 
+def test_a_broken_view_is_followed_by_one_with_the_same_members() -> None:
+    """Each costs a restart. The other members report the same view too, which changes nothing."""
+    decision = decide(ELASTIC, ViewBroken(1, 1, "lost the connection to node2"), 5.0)
+    assert decision.state.view == place(4, (0, 1), 2)
+    assert decision.state.size.restarts_left == 0
+    text = "worker 1: lost the connection to node2; workers 0 and 1 continue (view 2)"
+    assert decision.actions[0] == StartView(decision.state.view, text)
+    again = decide(decision.state, ViewBroken(0, 1, "lost the connection to node1"), 5.1)
+    assert (again.state, again.actions) == (decision.state, ())
+    fatal = decide(decision.state, ViewBroken(0, 2, "node1 cannot reach node2", fatal=True), 6.0)
+    assert fatal.state.shutdown.outcome == JobOutcome(1, "worker 0: node1 cannot reach node2")
+    last = decide(decision.state, ViewBroken(0, 2, "lost it again"), 6.0)
+    assert last.state.shutdown.outcome == JobOutcome(
+        1, "worker 0: lost it again; no restart is left (--max-restarts 1)"
+    )
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        replace(ELASTIC, admission=Admission(given=True)),
+        replace(ELASTIC, shutdown=Shutdown(deadline=9.0)),
+        replace(ENDING, elastic=True),
+    ],
+)
+def test_a_view_that_is_about_to_end_is_not_broken(state: State) -> None:
+    assert decide(state, ViewBroken(0, state.view.number, "lost the connection"), 5.0).actions == ()
+
+
 workers = st.integers(0, 2)
 events = st.one_of(
+    st.builds(ViewBroken, workers, st.integers(1, 3), st.just("lost"), st.booleans()),
     st.builds(WorkerExited, workers, st.sampled_from([0, 0, 1, 3, -9])),
     st.builds(ScriptEnded, workers, st.just(0)),
     st.builds(FailureReported, workers, st.just(1), st.just("E"), st.booleans()),
@@ -380,15 +481,25 @@ events = st.one_of(
 others = st.integers(0, 9)
 changes = st.one_of(
     st.builds(JoinRequested, others, st.booleans()),
-    st.builds(StateGiven, st.integers(1, 6), st.booleans(), st.sampled_from(["", "", "no memory"])),
+    st.builds(
+        StateGiven,
+        st.integers(1, 6),
+        st.booleans(),
+        st.sampled_from(["", "", "no memory"]),
+        st.integers(0, 1),
+    ),
+    st.builds(StateArrived, st.integers(0, 1), st.integers(1, 6), st.sampled_from(["", "", "lost"])),
+    st.builds(PositionMissed, others, st.integers(1, 6), st.just("lost")),
     st.builds(ScaleRequested, st.integers(1, 6)),
     st.builds(WorkerExited, others, st.sampled_from([1, -9])),
     st.builds(FailureReported, others, st.just(1), st.just("E"), st.just(False)),
     st.builds(ViewFailed, st.just("no memory")),
+    st.builds(HostLost, st.integers(0, 3), st.just("host b was lost")),
+    st.builds(HostJoined, st.just("c"), st.integers(1, 3), st.integers(1, 4)),
 )
 states = st.builds(
     lambda size, keeps: replace(
-        State.of(place(5, (0, 1, 2)), TimeLimits(timeout=10), size, keeps=keeps), elastic=True
+        State.of(place_on_hosts(5, ((0, 1), (2,))), TimeLimits(timeout=10), size, keeps=keeps), elastic=True
     ),
     st.builds(JobSize.of, st.just(3), st.integers(1, 3), st.integers(0, 3)),
     st.booleans(),
@@ -399,6 +510,10 @@ def is_possible(state: State, event: Event) -> bool:
     """Return whether `event` is possible in `state`."""
     if isinstance(event, WorkerExited | ScriptEnded | FailureReported | WaitReported | JoinRequested):
         return event.worker in state.running
+    if isinstance(event, PositionMissed):
+        return event.worker in state.workers
+    if isinstance(event, HostLost):
+        return event.host in state.hosts
     if isinstance(event, ViewFailed):
         return state.stage is Stage.RUNNING
     return not isinstance(event, ScaleRequested) or not refusal(state, event.workers)
@@ -452,6 +567,7 @@ def play(state: State, timed_events: list[tuple[float, Event]]) -> None:
         assert state.admission.given or not state.within(Phase.LOST).intersection(state.members)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), events), max_size=30))
 def test_any_events_end_the_job_once_and_no_action_concerns_ended_workers(
     timed_events: list[tuple[float, Event]],
@@ -459,6 +575,7 @@ def test_any_events_end_the_job_once_and_no_action_concerns_ended_workers(
     play(replace(THREE, limits=TimeLimits(timeout=10)), timed_events)
 
 
+@settings(deadline=None)
 @given(states, st.lists(st.tuples(st.floats(0, 5), st.one_of(events, changes)), max_size=40))
 def test_any_changes_of_the_membership_end_the_job_once(
     state: State, timed_events: list[tuple[float, Event]]

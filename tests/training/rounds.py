@@ -1,12 +1,14 @@
 """Trainings whose steps update weights several times, or use them after an update.
 
-    rounds.py [--plain] [--exact] [--eager]
+    rounds.py [--plain] [--exact] [--eager] [--fail]
 
-Prints a digest of the results of each; with --exact, nothing is random, and the numbers are printed.
+Prints a digest of the results of each; with --exact, nothing is random, and the numbers are printed. With
+--fail, the last training ends with an error.
 """
 
 import argparse
 import contextlib
+import sys
 from typing import Any
 
 import keras
@@ -112,17 +114,27 @@ class Twice(keras.Model):
         return {**logs, "norm": ops.norm(top)}, (trainable, others, *rest)
 
 
+class Fail(keras.callbacks.Callback):
+    """Raises in the second epoch, if asked to."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1 and "--fail" in sys.argv:
+            raise RuntimeError("epoch 1 fails")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--fail", action="store_true")
     arguments = parser.parse_args()
     scope = contextlib.nullcontext if arguments.plain else lockstep.MultiWorkerMirroredStrategy().scope
     random = np.random.default_rng(0)
     x, noise = random.normal(size=(90, 6)).astype("float32"), random.normal(size=(90, 4)).astype("float32")
     adam = keras.optimizers.Adam
-    for kind in (Twice,) if BACKEND == "jax" else (Twice, Gan):
+    kinds = (Twice,) if BACKEND == "jax" else (Twice, Gan)
+    for kind in kinds:
         keras.utils.set_random_seed(7)
         with scope():
             model = kind(arguments.exact)
@@ -131,7 +143,10 @@ def main() -> None:
             else:
                 model.compile(adam(1e-2), "mse", metrics=["mae"], run_eagerly=arguments.eager)
         y = noise if kind is Gan else x[:, :1]
-        history = model.fit(x, y, epochs=3, batch_size=20, shuffle=not arguments.exact, verbose=0).history
+        options = {"shuffle": not arguments.exact, "verbose": 0}
+        if kind is kinds[-1]:
+            options["callbacks"] = [Fail()]
+        history = model.fit(x, y, epochs=3, batch_size=20, **options).history
         print("result", kind.__name__, lockstep.digest(model))
         if arguments.exact:
             weights = np.concatenate([np.ravel(weight) for weight in model.get_weights()])

@@ -78,7 +78,9 @@ def rows_of(data: Any, replica: int, replicas: int) -> str:
 
 @pytest.fixture(autouse=True)
 def _threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real workers are processes: each has random states of its own."""
+    """In a job, each worker is a process with its own random states and its own counter of readers."""
+    # Two threads that are the first to read would both create the counter.
+    batch_division.OrderedEnqueuer(Batches(), 1, False, 1)
     lock, read = threading.RLock(), ItemDraws.read
 
     def locked(self: ItemDraws, *args: Any) -> Any:
@@ -145,7 +147,7 @@ class ViewOfWorld(Alone):
         self.number = found[0].number
         return found[0], self._faults.around(found[1])
 
-    def next_place(self, lost: PeerLostError) -> Place:
+    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
         return self.entered(self._world.place_of(self._worker, self.number))
 
     def hand_over(self, contents: Any, *, whole: bool) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.keras.fit.callbacks import on_chief
+from lockstep.keras.fit.callbacks import writing_once
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, set_callback_states
 
 callbacks = keras.callbacks
@@ -45,7 +45,7 @@ def given(folder: str, number: int) -> list[Any]:
 
 
 def begun(folder: str, number: int) -> tuple[list[Any], list[Any]]:
-    made = on_chief(given(folder, number), 0, resumes=True)
+    made = writing_once(given(folder, number), 0, resumes=True)
     before = [attribute_hashes(made)]
     made[-1].on_train_begin()
     return made, [*before, attribute_hashes(made)]

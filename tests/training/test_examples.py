@@ -34,7 +34,8 @@ def test_an_example_reaches_its_result(launch: Callable[..., Any], thorough_back
     assert len(set(digests)) == 1
 
 
-@pytest.mark.parametrize("name", ["custom_loop_tensorflow", "hot_loop"])
+# tests/byhand/test_custom_loop.py also trains with the first.
+@pytest.mark.parametrize("name", [pytest.param("custom_loop_tensorflow", marks=pytest.mark.slow), "hot_loop"])
 def test_a_loop_on_tensorflow_learns(launch: Callable[..., Any], tmp_path: Path, name: str) -> None:
     run = launch("-n 2", str(EXAMPLES / f"{name}.py"), str(tmp_path / "saved"), backend="tensorflow")
     assert run.status == 0, run.stderr

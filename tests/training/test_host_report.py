@@ -13,7 +13,13 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError
 from lockstep.keras import host_report
-from lockstep.keras.host_report import HostReport, compare_reports, computed_bits
+from lockstep.keras.host_report import (
+    HostReport,
+    compare_reports,
+    compare_with_member,
+    computed_bits,
+    report_for_joiners,
+)
 from lockstep.keras.worker_exchange import agree
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
@@ -91,6 +97,21 @@ def test_workers_of_several_hosts_compare_them_in_any_agreement(monkeypatch: pyt
     assert "compute different bits with" in error
     monkeypatch.setattr(host_report, "computed_bits", lambda: pytest.fail("not needed on one host"))
     assert in_all(one, act) == ["", "", ""]
+
+
+def test_a_joiner_compares_its_host_with_that_of_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, bus = place_on_hosts(4, HOSTS), Bus(SystemClock(), 0)
+
+    def at(worker: int, host: str, *, over_hosts: bool = True) -> Job:
+        context = JobContext(worker, 0, 1, bus, host=host, over_hosts=over_hosts)
+        return Job(context, (view, Hub(ReducePlan.of(view)).member(0)))
+
+    member = report_for_joiners(at(0, "node1"))
+    compare_with_member(at(3, "node3"), member)
+    compare_with_member(at(3, "node3"), report_for_joiners(at(0, "node1", over_hosts=False)))
+    monkeypatch.setattr(host_report, "computed_bits", lambda: "b")
+    with pytest.raises(DisagreementError, match="joining: the processors of node1 and node3"):
+        compare_with_member(at(3, "node3"), member)
 
 
 def test_the_program_leaves_the_program_alone() -> None:

@@ -43,6 +43,12 @@ def join(launch: Launch, undisturbed: Undisturbed, tmp_path_factory: Any) -> Cal
     return run
 
 
+@pytest.mark.parametrize(
+    # On JAX, workers join in the next two tests.
+    "backend",
+    [pytest.param("jax", marks=pytest.mark.slow), "tensorflow", "torch"],
+    indirect=True,
+)
 def test_a_lost_chief_is_replaced(join: Callable[..., str], backend: str) -> None:
     notes = join(backend, "--min-workers 2", "lost0", "fit 1 step 7", (1, 2))
     assert "worker 0 was killed by SIGKILL; worker 1 continues (view 2)" in notes

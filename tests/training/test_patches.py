@@ -23,7 +23,13 @@ class Derived(Library):
 
 
 def test_the_registry_has_all_replacements_and_restores_them(backend: str, tmp_path: Path) -> None:
-    environment = os.environ | {"KERAS_BACKEND": backend}
+    lean = Path(__file__).parents[1] / "lean"
+    hidden = {"jax", "torch"} - {backend}
+    environment = os.environ | {
+        "KERAS_BACKEND": backend,
+        "PYTHONPATH": str(lean),
+        "HIDDEN_PACKAGES": ",".join(sorted(hidden)),
+    }
     done = subprocess.run(
         [sys.executable, PROGRAM, tmp_path], env=environment, capture_output=True, text=True, timeout=600
     )

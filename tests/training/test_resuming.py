@@ -47,6 +47,12 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
         assert results(run, place, worker) == results(expected, place)
 
 
+@pytest.mark.parametrize(
+    # On JAX, a stopped job resumes below, and killed ones in test_dividing.py and test_tf_reading.py.
+    "backend",
+    [pytest.param("jax", marks=pytest.mark.slow), "tensorflow", "torch"],
+    indirect=True,
+)
 def test_a_killed_job_resumes_with_another_number_of_workers(
     launch: Launch, backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -59,6 +65,23 @@ def test_a_job_that_was_killed_at_any_place_resumes(
     launch: Launch, backend: str, undisturbed: Callable[[str], Any], place: str, tmp_path: Path
 ) -> None:
     resumes(launch, backend, "killed", place, tmp_path, undisturbed(backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
+def test_a_model_with_several_optimizers_resumes(launch: Launch, backend: str, tmp_path: Path) -> None:
+    """Its optimizers get their variables when its step applies them."""
+
+    def run(*arguments: str) -> Any:
+        keeping = f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 2"
+        return launch(f"-n 1 --replicas 2 {keeping}", "rounds.py", *arguments, backend=backend)
+
+    pytest.importorskip(backend)
+    undisturbed = launch("-n 1 --replicas 2", "rounds.py", backend=backend)
+    failed = run("--fail")
+    assert "epoch 1 fails" in failed.stderr
+    resumed = run()
+    assert resumed.status == 0, resumed.stderr
+    assert resumed.marked(0, "result ")[-1:] == undisturbed.marked(0, "result ")[-1:] != []
 
 
 def test_a_stopped_job_resumes_at_its_last_step(

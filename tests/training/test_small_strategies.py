@@ -38,6 +38,6 @@ def test_one_device_needs_no_restart(launch: Callable[..., Any], plain: Callable
     assert plain(PROGRAM, "default") == "default: as without a strategy\n"
 
 
-def test_a_missing_device_is_refused(plain: Callable[..., str], backend: str) -> None:
-    said = plain(PROGRAM, "missing", backend=backend)
+def test_a_missing_device_is_refused(plain: Callable[..., str], thorough_backend: str) -> None:
+    said = plain(PROGRAM, "missing", backend=thorough_backend)
     assert said.splitlines() == ["'GPU:7'", "'banana' is not a device that Keras can use here"]

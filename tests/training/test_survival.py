@@ -39,6 +39,12 @@ def undisturbed(
     return train(launch, backend, tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.parametrize(
+    # On TensorFlow, workers are lost in test_joining.py, test_graph_loops.py and test_random_numbers.py.
+    "backend",
+    ["jax", pytest.param("tensorflow", marks=pytest.mark.slow), "torch"],
+    indirect=True,
+)
 def test_the_result_is_that_of_an_undisturbed_run(
     launch: Launch, backend: str, undisturbed: tuple[set[str], dict[str, str]], tmp_path: Path
 ) -> None:

@@ -229,7 +229,7 @@ class NextPlace(Alone):
     def __init__(self, following: Place) -> None:
         self._following = following
 
-    def next_place(self, lost: PeerLostError) -> Place:
+    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
         return self._following
 
 

@@ -21,6 +21,10 @@ import lockstep
 from lockstep.collectives.layout import allocate
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
+from lockstep.topology import place
+from lockstep.worker.job import Job, JobContext, by_itself
 
 HERE = keras.backend.backend() == "tensorflow"
 here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with the TensorFlow backend")
@@ -36,6 +40,7 @@ if HERE:
     from lockstep.keras import tf_random_ops
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import borrowed
+    from lockstep.keras.tf_checkpoints import shared
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :1]
@@ -471,3 +476,26 @@ def test_xla_compiles_a_layer_with_a_loop() -> None:
         model.compile("sgd", "mse", jit_compile=True)
     history = model.fit(X.reshape(-1, 3, 2), X[:, :1], batch_size=4, verbose=0)
     assert np.isfinite(history.history["loss"]).all()
+
+
+@here
+def test_a_checkpoint_is_written_elsewhere_and_renamed(tmp_path: Path) -> None:
+    """Workers of several hosts, which share only a disk, write the same one at the same time."""
+    prefixes: list[str] = []
+
+    def write(saver: Any, prefix: str) -> None:
+        prefixes.append(prefix)
+        type(saver).save(saver, prefix)
+
+    view = place(2, (0, 1))
+    own = Job(JobContext(0, 0, 1, Bus(SystemClock(), 0), tmp_path / "run"), (view, by_itself(view)))
+    final = tmp_path / "new" / "ckpt"
+    checkpoint = tf.train.Checkpoint(kept=tf.Variable([1.0, 2.0]))
+    shared(own, lambda: False, write)(checkpoint._saver, str(final))
+    (prefix,) = prefixes
+    assert Path(prefix).parent.parent == final.parent
+    names = sorted(path.name for path in final.parent.iterdir())
+    assert names == ["ckpt.data-00000-of-00001", "ckpt.index"]
+    found = tf.Variable([0.0, 0.0])
+    tf.train.Checkpoint(kept=found).restore(str(final)).expect_partial()
+    assert found.numpy().tolist() == [1.0, 2.0]

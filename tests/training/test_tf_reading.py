@@ -556,8 +556,9 @@ def rows_mapped(run: Any, worker: int) -> int:
 
 
 def test_a_lost_worker_does_not_change_a_training(
-    launch: Launch, backend: str, undisturbed: Callable[[str], Any]
+    launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any]
 ) -> None:
+    backend = thorough_backend
     options = "-n 3 --replicas 4 --max-restarts 0"
     run, whole = launch(options, "tf_pipelines.py", "lost1", backend=backend), undisturbed(backend)
     assert len(results(whole, 0)) == (14 if backend == "tensorflow" else 10)

@@ -9,8 +9,10 @@ from lockstep.observability.events import StepEnded
 PARTS = ("input", "compute", "wait", "exchange", "update", "other")
 
 
-def test_a_subscriber_receives_each_step_with_its_parts(launch: Callable[..., object], backend: str) -> None:
-    run = launch("-n 2 --replicas 4 --tee all", "timed_steps.py", backend=backend)
+def test_a_subscriber_receives_each_step_with_its_parts(
+    launch: Callable[..., object], thorough_backend: str
+) -> None:
+    run = launch("-n 2 --replicas 4 --tee all", "timed_steps.py", backend=thorough_backend)
     assert run.status == 0, run.stderr
     assert set(StepEnded.__struct_fields__) == {"call", "number", "seconds", *PARTS, "logs"}
     steps_of = {}

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lockstep.errors import ConfigError, NetworkError
+from lockstep.errors import ConfigError, NetworkError, UnreachableError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import SIZE, ConnectionKind, Greeting, decode_greeting
 from lockstep.transport.addresses import join_address
@@ -131,12 +131,24 @@ def test_a_host_where_nothing_listens_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         where = address(closed)
     port = where.rpartition(":")[2]
-    with pytest.raises(NetworkError) as raised:
-        dial(where, LANE, CREDENTIALS, LONG)
+    with pytest.raises(UnreachableError) as raised:
+        dial(where, LANE, CREDENTIALS, LONG, reach=SHORT)
     assert str(raised.value) == (
         f"{where} refuses connections: nothing listens there, or a firewall rejects them; firewalls between "
-        f"the hosts must let TCP connections to port {port} through"
+        f"the hosts must let TCP connections to port {port} through; tried again for {SHORT} s"
     )
+
+
+def test_a_host_that_is_reached_later_is_no_failure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        where = address(closed)
+    dialing = Side(lambda: dial(where, LANE, None, LONG, reach=LONG))
+    dialing.join(SHORT)
+    with socket.create_server(("127.0.0.1", int(where.rpartition(":")[2]))) as later:
+        later.settimeout(LONG)
+        _, connection = greeted(later, b"")
+        with accept(connection, None, LONG), dialing.outcome():
+            pass
 
 
 @pytest.mark.usefixtures("descriptors")
@@ -150,8 +162,8 @@ def test_a_host_that_drops_packets_is_named() -> None:
             connection.setblocking(False)
             connection.connect_ex(full.getsockname())
         why = rf"{address(full)} did not answer within 0\.05 s; firewalls between the hosts must let TCP"
-        with pytest.raises(NetworkError, match=why):
-            dial(address(full), LANE, CREDENTIALS, SHORT)
+        with pytest.raises(UnreachableError, match=why):
+            dial(address(full), LANE, CREDENTIALS, LONG, reach=SHORT)
 
 
 @pytest.mark.usefixtures("descriptors")
@@ -196,7 +208,7 @@ def test_an_expired_key_is_named_before_anything_is_sent(server: socket.socket) 
     for encrypted in (True, False):
         expired = JobKey(KEY.secret, int(time.time()) - 10).mint(encrypted=encrypted)
         with pytest.raises(NetworkError, match="the key of the job has expired: make another"):
-            dial(address(server), LANE, expired, LONG)
+            dial(address(server), LANE, expired, LONG, reach=SHORT)
     server.setblocking(False)
     with pytest.raises(BlockingIOError):
         server.accept()

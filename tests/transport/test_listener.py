@@ -221,13 +221,21 @@ def test_a_lane_is_connected_once_a_view(gate: Gate) -> None:
 
 
 def test_workers_of_earlier_views_and_of_other_jobs_are_refused(gate: Gate) -> None:
-    gate.listener.enter(JOB_ID, 2, 5)
-    for change, why in [
-        ({"term": 2, "view": 4}, "it belongs to view 4, which has ended"),
-        ({"term": 1, "view": 9}, "it belongs to view 9, which has ended"),
-        ({"term": 2, "view": 5, "job": b"o" * JOB}, "it belongs to another job with the same key"),
-    ]:
-        assert gate.reason(gate.greet(msgspec.structs.replace(LANE, **change))) == why
+    """Those of earlier views of this job are no strangers: only a copy of their greeting is reported."""
+    late = list[tuple[str, int]]()
+    gate.listener.enter(JOB_ID, 2, 5, lambda address, view: late.append((address, view)))
+    other = msgspec.structs.replace(LANE, term=2, view=5, job=b"o" * JOB)
+    assert gate.reason(gate.greet(other)) == "it belongs to another job with the same key"
+    found = []
+    for term, view in ((2, 4), (1, 9)):
+        greeting = msgspec.structs.replace(LANE, term=term, view=view, nonce=bytes([view]) * NONCE)
+        connection = gate.greet(greeting)
+        found.append((join_address(connection.getsockname()), view))
+        gate.turn_until(lambda connection=connection: gate.refused(connection))  # type: ignore[misc]
+    assert late == found
+    assert gate.lines == []
+    assert gate.reason(gate.greet(greeting)) == "its greeting is a copy of an earlier one"
+    assert late == found
     # The coordinator may have told the sender of a later view first. An agent that joins knows neither.
     greetings = [
         msgspec.structs.replace(LANE, term=2, view=5),
@@ -242,7 +250,7 @@ def test_workers_of_earlier_views_and_of_other_jobs_are_refused(gate: Gate) -> N
 
 def test_greetings_of_ended_views_are_forgotten(gate: Gate) -> None:
     for view in range(50):
-        gate.listener.enter(JOB_ID, 1, view)
+        gate.listener.enter(JOB_ID, 1, view, lambda address, view: None)
         gate.greet(msgspec.structs.replace(LANE, view=view))
         gate.turn_until(lambda view=view: len(gate.admitted) == view + 1)  # type: ignore[misc]
     assert gate.listener._lanes.keys() == {(1, 49)}

@@ -24,7 +24,7 @@ class Agent(Alone):
 
     calls: list[object] = field(default_factory=list)
 
-    def next_place(self, lost: PeerLostError) -> Place:
+    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
         self.calls.append(str(lost))
         view = place(4, (0,), 2)
         return view, by_itself(view)

@@ -3,6 +3,7 @@
 It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator.
 """
 
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lockstep.agent.exchange import HostExchange, OpenExchange
+from lockstep.agent.held_states import HeldStates
 from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import WorkerHandle
@@ -18,13 +20,14 @@ from lockstep.errors import LockstepError
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
-    STATE_PART,
     AllReported,
     BeginView,
+    ConnectedLate,
     DeliverPosition,
+    DeliveryFailed,
     EndExchange,
     EndHost,
-    HoldState,
+    FetchState,
     HostEnded,
     HostReport,
     Instruction,
@@ -41,7 +44,8 @@ from lockstep.protocol.host import (
     StartFailed,
     StartProcess,
     StateHeld,
-    StatePart,
+    StateReceived,
+    StateSource,
     TakeStack,
     ViewRefused,
     WorkerSaid,
@@ -66,7 +70,6 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.system.memory import memory_kills
 from lockstep.system.notes import note
-from lockstep.transport.state_parts import ArrivingState, parts_of
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Agent:
         host: the index of this host in the job.
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
+        late: whether this host joins a job that runs already.
         say: shows a note of the coordinator to the users of this host.
         status: the exit status of the job, once `ended`.
         ended: whether all processes of the job on this host have ended, and nothing follows.
@@ -101,6 +105,7 @@ class Agent:
     host: int = 0
     network: HostNetwork | None = None
     arrivals: Arrivals | None = None
+    late: bool = False
     say: Callable[[str], None] = note
     status: int = field(default=1, init=False)
     ended: bool = field(default=False, init=False)
@@ -110,16 +115,16 @@ class Agent:
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _exchange: HostExchange | None = None
     _connected: list[tuple[int, PeerConnected]] = field(default_factory=list)
-    _state: Attachment | None = None
-    _arriving: ArrivingState | None = None
+    _states: HeldStates = field(init=False)
     _memory_kills: int = field(default_factory=lambda: memory_kills())
 
     def __post_init__(self) -> None:
+        self._states = HeldStates(self.host, self.network, self.loop)
         self.loop.before_each_wait(self._watch_output)
         self.loop.before_each_wait(self._reap)
         self.loop.watch(self.coordinator.fileno(), self._obey)
         if self.arrivals is not None:
-            self.arrivals.begin(self.job, self._tell_of_arrival)
+            self.arrivals.begin(self.job, self._tell_of_arrival, late=self.late)
             self.loop.watch(self.arrivals.fileno(), self.arrivals.serve)
 
     def close(self) -> None:
@@ -129,6 +134,7 @@ class Agent:
             worker.close()
         if self._exchange is not None:
             self._exchange.close()
+        self._states.close()
         self.coordinator.close()
 
     def _tell(self, report: HostReport) -> bool:
@@ -144,14 +150,14 @@ class Agent:
                     self._begin_view(instruction)
                 case StartProcess(worker):
                     self._asked[worker] = instruction
-                case HoldState():
-                    self._hold_state(instruction)
-                case PauseOutput(pauses):
-                    self.output.paused = pauses
+                case FetchState(source):
+                    self._states.fetch(source, partial(self._tell_of_state, source.view))
+                case PauseOutput(workers):
+                    self.output.paused = frozenset(workers)
                 case PostNotice(notice) if self._exchange is not None:
                     self._exchange.post_notice(notice)
-                case DeliverPosition(worker) if self._state is not None:
-                    self._workers[worker].channel.send(Position(self._state))
+                case DeliverPosition(worker, source):
+                    self._states.fetch(source, partial(self._deliver_position, worker, source), lasts=True)
                 case SignalProcess(worker, number):
                     self._signal(worker, number)
                 case TakeStack(worker):
@@ -229,14 +235,15 @@ class Agent:
         except (LockstepError, OSError) as error:
             self._tell(ViewRefused(view.number, str(error)))
             return
-        (before, old), state = (self._view.workers, self._exchange), self._state
-        self._view, self._exchange, self._state = view, exchange, None
+        before, old = self._view.workers, self._exchange
+        self._view, self._exchange = view, exchange
         self._connected = []
         for worker in here:
             if worker in self._workers:
-                self._let_in(self._workers[worker], None if worker in before else state)
+                self._let_in(self._workers[worker], joins=worker not in before)
+        self._states.begin_view(view.term, view.number)
         if self.network is not None:
-            self.network.enter(self.network.job, view.term, view.number)
+            self.network.enter(self.network.job, view.term, view.number, self._tell_of_late_connection)
             self.network.connections.begin(view.number, self._pass_connection)
         for worker in view.leaving:
             if worker in before and worker in self._workers:
@@ -245,7 +252,10 @@ class Agent:
             old.abort(view.reason)
             old.close()
 
-    def _let_in(self, worker: WorkerHandle, state: Attachment | None = None) -> None:
+    def _tell_of_late_connection(self, address: str, view: int) -> None:
+        self._tell(ConnectedLate(address, view))
+
+    def _let_in(self, worker: WorkerHandle, *, joins: bool = False) -> None:
         assert self._exchange is not None
         view, control = self._view, self._exchange.control
         hosts = tuple(host.workers for host in view.hosts)
@@ -253,6 +263,7 @@ class Agent:
         if view.networked:
             here = next(at for at, host in enumerate(view.hosts) if host.host == self.host)
             endpoint = NetworkEndpoint(control, view.term, view.hosts, here)
+        state = self._states.find(view.state) if joins else None
         worker.channel.send(NewView(view.number, hosts, endpoint, state))
         for receiver, connected in self._connected:
             if receiver == worker.worker:
@@ -314,27 +325,23 @@ class Agent:
                     worker.log_only(message.traceback)
 
     def _take_state(self, reply: StateReply) -> None:
-        failure = reply.failure
+        number, size, failure = 0, 0, reply.failure
         if reply.state is not None and reply.state.is_missing:
             failure = "the agent has too many open files to take the state"
-        elif reply.view == self._view.number:
-            self._state = reply.state
-            if self._view.networked and reply.state is not None:
-                parts = enumerate(parts_of(reply.state, STATE_PART))
-                if not all(self._tell(StatePart(reply.view, part, is_first=at == 0)) for at, part in parts):
-                    failure = "the state is too large to be sent to other hosts"
-        self._tell(StateHeld(reply.view, reply.whole, failure))
+        elif reply.state is not None and reply.view == self._view.number:
+            number, size = self._states.hold(reply.state), os.fstat(reply.state.descriptor).st_size
+        elif reply.state is not None:
+            self._states.release(reply.state)
+        self._tell(StateHeld(reply.view, reply.whole, failure, number, size))
 
-    def _hold_state(self, held: HoldState) -> None:
-        """Hold the state of a chief on another host, as if it were on this one."""
-        try:
-            self._arriving = ArrivingState() if held.is_first else self._arriving
-            if self._arriving is not None and held.view == self._view.number:
-                self._arriving.add(held.part)
-                if held.is_last:
-                    self._state, self._arriving = self._arriving.complete(), None
-        except OSError as error:
-            self._tell(StateHeld(held.view, whole=True, failure=f"the state cannot be held: {error}"))
+    def _tell_of_state(self, view: int, found: Attachment | str) -> None:
+        self._tell(StateReceived(view, found if isinstance(found, str) else ""))
+
+    def _deliver_position(self, worker: int, source: StateSource, found: Attachment | str) -> None:
+        if isinstance(found, str):
+            self._tell(DeliveryFailed(worker, source.view, found))
+        else:
+            self._workers[worker].channel.send(Position(found))
 
     def _see_exit(self, worker: WorkerHandle) -> None:
         status = worker.handle.poll()

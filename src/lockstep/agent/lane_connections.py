@@ -1,4 +1,4 @@
-"""The connections that workers of other hosts open to workers of this one."""
+"""The connections that other hosts open to this one: to its workers, and to its agent for a state."""
 
 import socket
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 
 Deliver = Callable[[Greeting, socket.socket], str | None]
-"""Gives a connection of the current view to a worker; returns why it is refused, None if it is not."""
+"""Takes a connection of the current view; returns why it is refused, None if it is not."""
 
 
 def _refuse(greeting: Greeting, connection: socket.socket) -> str:
@@ -20,7 +20,12 @@ class LaneConnections:
     """Keeps connections of views that have not begun on this host.
 
     A listener admits only connections of this job, one for each lane of a view, so their number is bounded.
+
+    Attributes:
+        give_state: takes the connections that ask for a state.
     """
+
+    give_state: Deliver = _refuse
 
     _view: int = 0
     _deliver: Deliver = _refuse
@@ -28,6 +33,8 @@ class LaneConnections:
 
     def admit(self, greeting: Greeting, connection: socket.socket, peer: str) -> str | None:
         """Take a connection, or return why it is refused; see `lockstep.transport.listener.Admit`."""
+        if greeting.kind is ConnectionKind.STATE:
+            return self.give_state(greeting, connection)
         if greeting.kind is not ConnectionKind.LANE:
             return "this process does not coordinate a job"
         if greeting.view > self._view:
@@ -46,16 +53,17 @@ class LaneConnections:
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """How the workers of a host reach those of other hosts.
+    """How a host reaches the other hosts of the job.
 
     Attributes:
         job: the id of the job.
-        credentials: of the workers.
-        connections: those that workers of other hosts have opened.
-        enter: tells the listener of a job, a term and a view that begins; it refuses earlier views.
+        credentials: of the agent and the workers.
+        connections: those that other hosts have opened.
+        enter: tells the listener of a job, a term and a view that begins; it refuses earlier views, and tells
+            the last argument of their connections.
     """
 
     job: bytes
     credentials: Credentials
     connections: LaneConnections
-    enter: Callable[[bytes, int, int], None]
+    enter: Callable[[bytes, int, int, Callable[[str, int], None]], None]

@@ -47,8 +47,11 @@ class Starter(Protocol):
 class Arrivals(Protocol):
     """The processes that a user starts by hand. `fileno` is readable when there is something to `serve`."""
 
-    def begin(self, job: str, came: Callable[[], None]) -> None:
-        """From now on, have each process wait until `job` uses it; call `came` for each that arrives."""
+    def begin(self, job: str, came: Callable[[], None], *, late: bool) -> None:
+        """From now on, have each process wait until `job` uses it; call `came` for each that arrives.
+
+        If the host is `late`, because the job runs already, those that wait arrive now.
+        """
 
     def serve(self) -> None:
         """Serve arrivals and departures; never blocks."""

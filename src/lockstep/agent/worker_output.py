@@ -30,10 +30,10 @@ class WorkerOutput(Protocol):
     """Takes the output of the workers of an agent.
 
     Attributes:
-        paused: whether the coordinator has asked for the workers to wait.
+        paused: the workers that the coordinator has asked to wait.
     """
 
-    paused: bool
+    paused: frozenset[int]
 
     def open(self, worker: int) -> tuple[WorkerLog, Write, Write]:
         """Return the log of a worker, and what shows its stdout and its stderr."""
@@ -54,7 +54,7 @@ class LocalOutput:
 
     console: Console
     paths: RunPaths
-    paused: bool = False
+    paused: frozenset[int] = frozenset()
 
     def open(self, worker: int) -> tuple[WorkerLog, Write, Write]:
         """Return the log and the outlets of a worker; see `WorkerOutput`."""
@@ -89,19 +89,23 @@ class ForwardedOutput:
         behind: whether the channel has more to send than it should.
 
     Attributes:
-        paused: whether the coordinator has asked for the workers to wait.
+        paused: the workers that the coordinator has asked to wait.
         console: shows the output on this host too; None for nothing.
     """
 
     def __init__(self, channel: Channel[HostReport, Instruction], behind: Callable[[], bool]) -> None:
         self._channel = channel
         self._behind = behind
-        self.paused = False
+        self.paused = frozenset[int]()
         self.console: Console | None = None
 
     def open(self, worker: int) -> tuple[WorkerLog, Write, Write]:
         """Return what forwards the output of a worker; see `WorkerOutput`."""
-        shows = self.console.outlets(worker) if self.console is not None else ()
+        shows: tuple[Write, ...] = ()
+        if self.console is not None:
+            # On a host with one worker, that may be a replacement.
+            self.console.chief = worker
+            shows = self.console.outlets(worker)
 
         def forward(descriptor: int, data: bytes) -> None:
             if data:
@@ -112,5 +116,6 @@ class ForwardedOutput:
         return _Tail(), lambda data: forward(1, data), lambda data: forward(2, data)
 
     def waits(self, worker: int) -> bool:
-        """Whether the terminal or the connection is slow."""
-        return self.paused or self._behind() or (self.console is not None and self.console.full)
+        """Whether the connection is slow, or a terminal that shows its output."""
+        shown = self.console is not None and self.console.full and self.console.shows(worker)
+        return shown or worker in self.paused or self._behind()

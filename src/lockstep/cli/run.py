@@ -47,6 +47,7 @@ from lockstep.system.run_folder import (
     fresh_folder,
     gone_if_refused,
     leave_folder,
+    remove_abandoned,
     remove_unused,
     remove_unused_claim,
 )
@@ -293,6 +294,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
         return _resumed(options, begun, held)
 
+    remove_abandoned()
     several = bool(spec.hosts or options["listen"])
     if not several:
         note(spec.describe())

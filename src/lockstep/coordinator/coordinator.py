@@ -7,6 +7,7 @@ instructions to the agent, shows messages to the user and publishes events.
 import select
 import signal
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,10 +39,12 @@ from lockstep.protocol.host import (
     SILENCE,
     AllReported,
     BeginView,
+    ConnectedLate,
     DeliverPosition,
+    DeliveryFailed,
     EndExchange,
     EndHost,
-    HoldState,
+    FetchState,
     HostEnded,
     HostReport,
     Instruction,
@@ -59,7 +62,8 @@ from lockstep.protocol.host import (
     StartFailed,
     StartProcess,
     StateHeld,
-    StatePart,
+    StateReceived,
+    StateSource,
     Stop,
     TakeStack,
     ViewRefused,
@@ -67,6 +71,7 @@ from lockstep.protocol.host import (
 )
 from lockstep.protocol.job_spec import BACKEND_NAMES, JobSpec
 from lockstep.protocol.worker import (
+    BrokenView,
     EventReport,
     Failed,
     FileOpened,
@@ -112,25 +117,27 @@ class Coordinator:
         spec: the job.
         paths: of the run, absolute.
         pid: the process id that other terminals show.
-        agents: of the hosts of the job.
+        agents: of the hosts of the job, also of lost ones; the index of a host never changes.
         command: the channel to the command; it closes when the command ends.
         loop: serves this coordinator.
         console: shows notes to the user.
         events: publishes the events of the run.
         clock: for deadlines.
         state: of supervision.
+        when_lost: called with the index of each host that is lost.
     """
 
     spec: JobSpec
     paths: RunPaths
     pid: int
-    agents: tuple[HostAgent, ...]
+    agents: list[HostAgent]
     command: Channel[Stop, Stop]
     loop: EventLoop
     console: Console
     events: Bus
     clock: Clock
     state: State
+    when_lost: Callable[[int], None] = lambda host: None
     _admin: AdminSocket | None = None
     _admin_descriptor: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
@@ -138,9 +145,7 @@ class Coordinator:
     _outcome: actions.JobOutcome | None = None
     _doing: str = ""
     _output: RemoteOutput = field(init=False)
-    _pauses: bool = False
-    _given: list[bytes] = field(default_factory=list)
-    _giver: int = 0
+    _given: StateSource | None = None
     _alive_due: float | None = None
     _progress: Progress | None = None
     _used_strategy: bool = False
@@ -256,8 +261,11 @@ class Coordinator:
             case actions.AskMembers(request):
                 self._tell_all(PostNotice(request))
             case actions.SendPosition(worker):
-                self._pass_state(self.state.workers[worker].host)
-                self._tell(worker, DeliverPosition(worker))
+                assert self._given is not None
+                self._tell(worker, DeliverPosition(worker, self._given))
+            case actions.SendState(host):
+                assert self._given is not None
+                self.agents[host].channel.send(FetchState(self._given))
             case actions.SignalWorker(worker, number):
                 self._tell(worker, SignalProcess(worker, number))
             case actions.KillWorker(worker):
@@ -282,12 +290,9 @@ class Coordinator:
             self._tally.joined += 1
             self.events.publish(run_events.WorkerJoined(worker, reason))
         self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
-        new = set(view.workers) - before
-        for host in sorted({self.state.workers[worker].host for worker in new}):
-            self._pass_state(host)
         old = self._view.hosts[0]
         self._send_view(view, reason, tuple(leaving))
-        self._given = []
+        self._given = None
         self._tell_of_moved_files(old, self._view.hosts[0])
 
     def _send_view(self, view: View, reason: str = "", leaving: tuple[int, ...] = ()) -> None:
@@ -297,20 +302,11 @@ class Coordinator:
             agent = self.agents[host]
             where = (agent.name, *agent.peer) if agent.peer is not None else ()
             members.append(HostMembers(host, workers, *where))
-        self._view = BeginView(view.number, tuple(members), reason, leaving)
+        given = self._given if set(view.workers).difference(self._view.workers) else None
+        state = given.number if given is not None else 0
+        self._view = BeginView(view.number, tuple(members), reason, leaving, state=state)
         self.console.chief = view.chief
         self._tell_all(self._view)
-
-    def _pass_state(self, host: int) -> None:
-        """Send the state that the chief has given to the agent of another host."""
-        parts = self._given if host != self._giver else []
-        for at, part in enumerate(parts):
-            held = HoldState(self._view.number, part, at == 0, at == len(parts) - 1)
-            if not self.agents[host].channel.send(held):
-                name = self.agents[host].name
-                why = f"host {name} has taken too little of the state that a worker needs to join"
-                self._outcome = self._outcome or actions.JobOutcome(1, why)
-                return
 
     def _drop_output(self) -> None:
         """Workers do not wait for a slow terminal once the user wants the job to end."""
@@ -323,14 +319,15 @@ class Coordinator:
         for sink in self.console.sinks:
             self.loop.watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
         pauses = self.console.full and not self.console.drops
-        if pauses != self._pauses:
-            self._pauses = pauses
-            for agent in self.agents:
-                if agent.remote:
-                    agent.channel.send(PauseOutput(pauses))
+        shown = [worker for worker in self.state.running if self.console.shows(worker)] if pauses else []
+        for host, agent in enumerate(self.agents):
+            paused = tuple(worker for worker in shown if self.state.workers[worker].host == host)
+            if agent.remote and paused != agent.paused:
+                agent.paused = paused
+                agent.channel.send(PauseOutput(paused))
 
     def _keep_hosts(self) -> None:
-        """Tell the agents of other hosts that this process lives; end the job if one is silent."""
+        """Tell the agents of other hosts that this process lives, and give up those that are silent."""
         now = self.clock.now()
         self._alive_due = now + ALIVE_EVERY
         for host, agent in enumerate(self.agents):
@@ -342,11 +339,38 @@ class Coordinator:
     def _lose_host(self, host: int, how: str) -> None:
         agent = self.agents[host]
         self.loop.unwatch(agent.channel.fileno())
+        agent.channel.close()
         agent.ended, agent.has_reported = HostEnded(), True
+        for worker in self.state.running:
+            if self._progress is not None and self.state.workers[worker].host == host:
+                self._progress.gone(worker)
         if agent.remote:
             self._decide(job_events.HostLost(host, f"host {agent.name} {how}"))
         else:
             self._outcome = self._outcome or actions.JobOutcome(1, "the agent of this host has ended")
+        self.when_lost(host)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the end of the job is decided, so that no host can join."""
+        return self._outcome is not None or not self.state.active
+
+    def add_host(self, agent: HostAgent, workers: int, cores: int) -> None:
+        """Let a host take part from now on; its agent knows the job.
+
+        Args:
+            agent: of the host.
+            workers: the number of workers that it should have.
+            cores: number of its cores.
+        """
+        host = len(self.agents)
+        self.agents.append(agent)
+        agent.heard = self.clock.now()
+        if self._alive_due is None:
+            self._alive_due = agent.heard
+        self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
+        agent.channel.send(self._view)
+        self._decide(job_events.HostJoined(agent.name, workers, cores))
 
     # Messages of the command and of other terminals.
 
@@ -431,13 +455,8 @@ class Coordinator:
             case KeepAlive():
                 pass
             case OutputWritten(worker, descriptor, data):
+                agent.wrote = self.clock.now()
                 self._output.write(worker, descriptor, data)
-            case StatePart(view, part, is_first) if view == self._view.number:
-                self._given = [part] if is_first else [*self._given, part]
-                self._giver = host
-            case StatePart():
-                # That view has ended.
-                pass
             case WorkerSaid(worker, message):
                 self._take_message(worker, message)
             case ProcessStarted(worker, pid):
@@ -450,8 +469,16 @@ class Coordinator:
                 self._decide(job_events.WorkerArrived(host))
             case NotUnderstood(worker, error):
                 self.events.publish(run_events.MessageMisunderstood(worker, error))
-            case StateHeld(view, whole, failure):
-                self._decide(job_events.StateGiven(view, whole, failure))
+            case ConnectedLate(address, view):
+                self.events.publish(run_events.WorkerConnectedLate(agent.name, address, view))
+            case StateHeld():
+                self._take_state(host, report)
+            case StateReceived(view, failure):
+                why = failure and f"{agent.name} has not received the state: {failure}"
+                self._decide(job_events.StateArrived(host, view, why))
+            case DeliveryFailed(worker, view, failure):
+                why = f"{agent.name} has not received the position: {failure}"
+                self._decide(job_events.PositionMissed(worker, view, why))
             case ProcessExited():
                 self._take_exit(report)
             case ViewRefused(number, why):
@@ -475,6 +502,13 @@ class Coordinator:
             self._decide(run_events.WorkerExited(worker, 1))
         else:
             self._outcome = actions.JobOutcome(1, message)
+
+    def _take_state(self, host: int, held: StateHeld) -> None:
+        if held.view == self._view.number and held.number:
+            peer = self.agents[host].peer
+            where = (peer.address, peer.port) if peer is not None else ()
+            self._given = StateSource(held.view, held.number, held.size, host, *where)
+        self._decide(job_events.StateGiven(held.view, held.whole, held.failure, host))
 
     def _take_refused_view(self, number: int, why: str) -> None:
         if number == self.spec.view.number:
@@ -508,6 +542,8 @@ class Coordinator:
                 self._publish_and_decide(run_events.JoinRequested(worker, whole))
             case WaitReport(what, workers, seconds):
                 self._publish_and_decide(run_events.WaitReported(worker, what, workers, seconds))
+            case BrokenView(view, reason, fatal):
+                self._decide(job_events.ViewBroken(worker, view, reason, fatal))
             case FileOpened():
                 self._tell_of_file(worker, message)
             case Failed(status, summary, traceback, blames, prints):
@@ -624,15 +660,15 @@ class Coordinator:
 
     def _end_hosts(self, end: EndHost) -> tuple[HostEnded, ...]:
         self._tell_all(end)
-        deadline = self.clock.now() + end.grace + _END_PATIENCE
+        begun, patience = self.clock.now(), end.grace + _END_PATIENCE
         while late := [agent for agent in self.agents if agent.ended is None]:
-            left = deadline - self.clock.now()
-            self.loop.turn(max(0.0, left))
-            if left <= 0:
-                for agent in late:
+            # A slow connection may still bring the output before the last report.
+            left = {agent.name: max(begun, agent.wrote) + patience - self.clock.now() for agent in late}
+            self.loop.turn(max(0.0, min(left.values())))
+            for agent in late:
+                if left[agent.name] <= 0:
                     where = f" on {agent.name}" if agent.name else ""
-                    within = f"within {end.grace + _END_PATIENCE:g} s"
-                    self._warn(f"the agent{where} has not ended all processes {within}")
+                    self._warn(f"the agent{where} has not ended all processes within {patience:g} s")
                     agent.ended = HostEnded()
         return tuple(agent.ended for agent in self.agents if agent.ended is not None)
 

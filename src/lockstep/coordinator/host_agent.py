@@ -29,6 +29,8 @@ class HostAgent:
         remote: whether it runs on another host, so that the coordinator writes the logs of its workers.
         ended: its last report, once it has ended.
         heard: when its last report arrived.
+        wrote: when output of its workers last arrived.
+        paused: its workers that wait with their output, because the terminal shows it and is slow.
         has_reported: whether it has sent all reports that the coordinator has asked for with `ReportAll`.
     """
 
@@ -38,6 +40,8 @@ class HostAgent:
     remote: bool = False
     ended: HostEnded | None = None
     heard: float = 0.0
+    wrote: float = 0.0
+    paused: tuple[int, ...] = ()
     has_reported: bool = True
 
 

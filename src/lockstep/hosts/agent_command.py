@@ -3,24 +3,24 @@
 import os
 import shutil
 import socket
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UnfitError
 from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone, StartedWorkers
+from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorDialer
 from lockstep.local_job.job_process import run_in_job_process
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.host import MOST_QUEUED, HostOffer, Prepare, RemoteInstruction, RemoteReport, Stop
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import ssh_address
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
+from lockstep.system.run_folder import temporary_folder
 from lockstep.transport.addresses import join_address
 from lockstep.transport.keys import JobKey
 from lockstep.transport.stream_channel import StreamChannel
@@ -95,8 +95,6 @@ def join_and_run(options: AgentOptions) -> int:
         clock = SystemClock()
         with EventLoop() as loop:
             connection = _connect(options, credentials, command, loop, clock)
-            if connection is None:
-                return 1
             own = options.listen or join_address((connection.getsockname()[0], options.port))
             channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel.over(
                 connection, RemoteInstruction, credentials, accepted=False, most_queued=MOST_QUEUED
@@ -132,19 +130,23 @@ def _connect(
     command: Channel[Stop, Stop],
     loop: EventLoop,
     clock: SystemClock,
-) -> socket.socket | None:
-    """Return a connection to the coordinator; None if this agent is stopped before.
+) -> socket.socket:
+    """Return a connection to the coordinator.
 
     Raises:
         UnfitError: there is none within the limit.
+        Stopped: this agent is stopped before.
     """
     dialer = CoordinatorDialer(options.coordinator, credentials, loop, lambda: None)
     loop.watch(command.fileno(), lambda: None)
     begun, due = clock.now(), clock.now() + _NOTE_AFTER
     try:
         while (connection := dialer.take()) is None:
-            if command.receive() is not None:
-                return None
+            match command.receive():
+                case Stop(number):
+                    raise Stopped(number)
+                case PeerGone():
+                    raise Stopped(0)
             waited = (now := clock.now()) - begun
             if waited >= options.patience:
                 raise UnfitError(
@@ -170,18 +172,11 @@ def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
         except CoordinatorGone as gone:
             note(str(gone))
             return 1
+        except Stopped as stopped:
+            return 128 + stopped.signal
         finally:
             # Also if the process that watches this one was killed.
             shutil.rmtree(folder, ignore_errors=True)
 
-    with _folder() as folder:
+    with temporary_folder() as folder:
         return run_in_job_process(serve_in_folder, 0.0)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,7 @@ from lockstep.agent.worker_output import ForwardedOutput
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import ConfigError
 from lockstep.hosts.facts import own_facts
+from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener
 from lockstep.hosts.shared_checkpoints import AgentCheckpoints
 from lockstep.launcher.fork_server import ForkServerPlan
@@ -62,7 +63,7 @@ Message = TypeVar("Message", Prepare, BeginJob)
 
 
 class CoordinatorGone(Exception):
-    """The connection to the coordinator ended, or is silent, or this agent was stopped."""
+    """The connection to the coordinator ended, or is silent, or this agent was stopped in the job."""
 
 
 class HostWorkers(Protocol):
@@ -105,8 +106,8 @@ class StartedWorkers:
 
     def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
         """Return a starter of processes."""
-        first = sum(host.workers for host in begin.spec.hosts[: begin.host])
-        here = begin.spec.hosts[begin.host].workers
+        name, here = begin.here
+        first = begin.first_slot
         spec = replace(begin.spec, run_dir=self.folder, devices=spread(visible_gpus(), here))
         paths = RunPaths(self.folder)
         empty_folder(paths.sources)
@@ -115,7 +116,6 @@ class StartedWorkers:
         if self.shows:
             output.console = console = Console(Sink(1), Sink(2), "chief" if here == 1 else "all", first)
             self.loop.before_each_wait(lambda: self._watch(console))
-        name = spec.hosts[begin.host].name
         starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first, name)
         return LocalHost(output, starter, LinuxDescendants())
 
@@ -177,15 +177,16 @@ class AgentProcess:
 
         Raises:
             ConfigError: this host cannot take part.
-            CoordinatorGone: the connection to the coordinator ended, or this agent was stopped.
+            CoordinatorGone: the connection to the coordinator ended, or this agent was stopped in the job.
+            Stopped: this agent was stopped before the job began.
         """
         try:
             prepare = self._receive_one(Prepare)
             with contextlib.closing(self.listen(prepare)) as listener:
                 facts = self.workers.facts(prepare, *listener.place)
-                checkpoints = AgentCheckpoints.of(prepare)
+                checkpoints = AgentCheckpoints.of(prepare, self.channel, self.loop, self.clock)
                 with gone_if_refused(checkpoints.folder), contextlib.closing(checkpoints):
-                    self.channel.send(checkpoints.describe(facts, prepare.job))
+                    checkpoints.describe(facts, prepare.job)
                     begin = checkpoints.placed(self._receive_one(BeginJob, checkpoints))
                 self.begun = True
                 return self._serve(begin, prepare, listener)
@@ -200,7 +201,7 @@ class AgentProcess:
         silence, due = _Silence(self.channel, self.clock), self.clock.now()
         try:
             while True:
-                match self.channel.receive():
+                match received := self.channel.receive():
                     case PeerGone():
                         if self.joined and not self.channel.received:
                             raise CoordinatorGone(_REFUSED)
@@ -212,21 +213,21 @@ class AgentProcess:
                         raise ConfigError(reason)
                     case KeepWaiting(what):
                         self.waits(what)
-                        continue
-                    case KeepAlive():
-                        continue
                     case SendCheckpoint() | TakeCheckpoint() | CheckpointPart() as about if checkpoints:
-                        checkpoints.serve(about, self.channel)
-                        continue
+                        checkpoints.serve(about)
                     case message if isinstance(message, kind):
                         return message
-                if self.command.receive() is not None:
-                    raise CoordinatorGone("this agent was stopped")
+                match self.command.receive():
+                    case Stop(number):
+                        raise Stopped(number)
+                    case PeerGone():
+                        raise Stopped(0)
                 if (now := self.clock.now()) >= due:
                     due = now + ALIVE_EVERY
                     self.channel.send(KeepAlive())
                     silence.check()
-                self.loop.turn(max(0.0, due - now))
+                busy = checkpoints is not None and checkpoints.advance()
+                self.loop.turn(0.0 if busy or received is not None else max(0.0, due - now))
         finally:
             self.loop.unwatch(self.channel.fileno())
             self.loop.unwatch(self.command.fileno())
@@ -249,8 +250,10 @@ class AgentProcess:
             host=begin.host,
             network=listener.network(prepare.job),
             arrivals=local.arrivals,
+            late=begin.host >= len(begin.spec.hosts),
             say=self.say,
         )
+        loop.watch(self.command.fileno(), lambda: None)
         with contextlib.closing(agent):
             due, silence = clock.now(), _Silence(channel, clock)
             while not agent.ended:
@@ -265,4 +268,5 @@ class AgentProcess:
             if output.console is not None:
                 output.console.end_lines()
                 output.console.flush()
+            channel.see_off(SILENCE)
             return agent.status

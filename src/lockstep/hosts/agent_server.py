@@ -1,4 +1,4 @@
-"""The agents of other hosts that join a coordinator over the network, until its job begins."""
+"""The agents of other hosts that join a coordinator over the network."""
 
 import socket
 from collections.abc import Callable
@@ -21,6 +21,9 @@ from lockstep.protocol.rendezvous import KeepWaiting, Rejected
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.stream_channel import StreamChannel
+
+Judge = Callable[["JoiningAgent", HostOffer], str]
+"""Returns why an agent with this offer cannot take part; empty if it can."""
 
 _FAREWELL = 5.0
 """Seconds that a rejected agent has to read why."""
@@ -52,7 +55,7 @@ class AgentServer:
 
     Args:
         credentials: of the job.
-        judge: returns why an agent with this offer cannot take part; empty if it can.
+        judge: of agents, until the job begins.
         say: shows a note.
         loop: serves the agents.
         clock: for deadlines.
@@ -64,7 +67,7 @@ class AgentServer:
     def __init__(
         self,
         credentials: Credentials,
-        judge: Callable[[JoiningAgent, HostOffer], str],
+        judge: Judge,
         say: Callable[[str], None],
         *,
         loop: EventLoop,
@@ -79,7 +82,7 @@ class AgentServer:
         self._silent: list[JoiningAgent] = []
         self._rejected: dict[int, tuple[JoiningAgent, float]] = {}
         self._due = clock.now()
-        self._begun = ""
+        self._take: Callable[[JoiningAgent], None] | None = None
         loop.before_each_wait(self._tend)
 
     def admit(self, greeting: Greeting, connection: socket.socket, peer: str) -> None:
@@ -98,13 +101,19 @@ class AgentServer:
                 agent.told = what
                 agent.channel.send(KeepWaiting(what))
 
-    def begin(self, reason: str) -> list[JoiningAgent]:
-        """Return the agents, whose channels this no longer serves; reject later ones for `reason`."""
-        self._begun = reason
-        for agent in self.agents:
-            self._loop.unwatch(agent.channel.fileno())
+    def begin(self) -> list[JoiningAgent]:
+        """Return the agents, whose channels this no longer serves; later ones wait for `pass_on`."""
         agents, self.agents = self.agents, []
+        for agent in agents:
+            self._loop.unwatch(agent.channel.fileno())
         return agents
+
+    def pass_on(self, judge: Judge, take: Callable[[JoiningAgent], None]) -> None:
+        """From now on, give agents that pass another `judge` to `take`, which serves their channels."""
+        self._judge, self._take = judge, take
+        for agent in list(self.agents):
+            assert agent.offer is not None
+            self._accept(agent, agent.offer)
 
     def turn_away(self, reason: str) -> None:
         """Reject all agents, and wait a moment until they have the reason."""
@@ -131,7 +140,7 @@ class AgentServer:
                 case _ if descriptor in self._rejected:
                     pass
                 case HostOffer():
-                    self._take(agent, message)
+                    self._accept(agent, message)
                 case Unreadable(error):
                     why = f"its message cannot be read ({error}); use one version of Lockstep on all hosts"
                     self._reject(
@@ -139,14 +148,18 @@ class AgentServer:
                         f"{why}, and --plain for `lockstep run` and `lockstep agent`, or for neither",
                     )
 
-    def _take(self, agent: JoiningAgent, offer: HostOffer) -> None:
-        if reason := self._begun or self._judge(agent, offer):
+    def _accept(self, agent: JoiningAgent, offer: HostOffer) -> None:
+        if reason := self._judge(agent, offer):
             self._reject(agent, reason)
             return
-        if agent.offer is None:
+        if agent in self._silent:
             self._silent.remove(agent)
             self.agents.append(agent)
         agent.offer = offer
+        if self._take is not None:
+            self.agents.remove(agent)
+            self._loop.unwatch(agent.channel.fileno())
+            self._take(agent)
 
     def _reject(self, agent: JoiningAgent, reason: str) -> None:
         self._say(f"the agent of {agent.peer} cannot join: {reason}")

@@ -22,7 +22,7 @@ SAY_EVERY = 5.0
 
 
 class Stopped(Exception):
-    """The user has stopped the job before its hosts were complete.
+    """The user has stopped this process before the job began.
 
     Attributes:
         signal: the signal; 0 if the command has ended.
@@ -66,16 +66,17 @@ def gather_facts(
         command: the channel over which the job is stopped.
         loop: serves the channels.
         clock: for deadlines.
-        patience: seconds until this gives up.
+        patience: seconds without a message from a host until this gives up.
         say: shows a note.
 
     Raises:
-        UnfitError: an agent ends or does not answer; names its host.
+        UnfitError: an agent ends or is silent; names its host.
         Stopped: the user has stopped the job.
     """
     facts: dict[int, HostFacts] = {}
     begun, due = clock.now(), clock.now() + SAY_EVERY
     alive_due = begun + ALIVE_EVERY
+    heard = dict.fromkeys(hosts, begun)
     for host in hosts.values():
         host.channel.send(prepare)
         loop.watch(host.channel.fileno(), lambda: None)
@@ -86,21 +87,29 @@ def gather_facts(
                 match host.channel.receive():
                     case HostFacts() as found:
                         facts[index] = found
+                    case KeepAlive():
+                        # It may read a big checkpoint.
+                        heard[index] = clock.now()
                     case PeerGone():
                         raise UnfitError(f"host {host.name} cannot take part: {host.why_lost()}")
                     case Unreadable(error):
                         raise UnfitError(
                             f"host {host.name} sent an invalid message ({error}); install the same version "
-                            "of Lockstep on all hosts"
+                            "of Lockstep on all hosts, and let no startup file of its shell print anything"
                         )
             match command.receive():
                 case Stop(signal):
                     raise Stopped(signal)
                 case PeerGone():
                     raise Stopped(0)
-            missing = " and ".join(host.name for index, host in hosts.items() if index not in facts)
-            if (now := clock.now()) - begun >= patience and missing:
-                raise UnfitError(f"no answer from the agent of {missing} within {patience:g} s")
+            now, missing = (
+                clock.now(),
+                " and ".join(hosts[index].name for index in hosts if index not in facts),
+            )
+            silent = [index for index in hosts if index not in facts and now - heard[index] >= patience]
+            if silent:
+                names = " and ".join(hosts[index].name for index in silent)
+                raise UnfitError(f"no answer from the agent of {names} within {patience:g} s")
             if now >= due and missing:
                 due = now + SAY_EVERY
                 say(f"waiting for the agent of {missing}, {now - begun:.0f} s")
@@ -109,7 +118,7 @@ def gather_facts(
                 for host in hosts.values():
                     host.channel.send(KeepAlive())
             if missing:
-                loop.turn(max(0.0, min(due, alive_due, begun + patience) - now))
+                loop.turn(max(0.0, min(due, alive_due) - now))
     finally:
         for host in hosts.values():
             loop.unwatch(host.channel.fileno())

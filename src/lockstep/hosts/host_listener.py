@@ -1,20 +1,18 @@
 """Where a process of a job accepts connections of other hosts."""
 
-import ipaddress
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.agent.lane_connections import HostNetwork, LaneConnections
-from lockstep.errors import ConfigError
 from lockstep.hosts.agent_server import AgentServer
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.system.clock import Clock
-from lockstep.system.environment import KEY_FILE, key_file
+from lockstep.system.environment import key_file
 from lockstep.system.event_loop import EventLoop
-from lockstep.transport.addresses import resolve_host, split_address
-from lockstep.transport.keys import JobKey
+from lockstep.transport.addresses import is_loopback, resolve_host, split_address
+from lockstep.transport.keys import JobKey, key_needed
 from lockstep.transport.listener import PATIENCE, Admit, Listener
 
 WITHOUT_KEY = Credentials(b"", expires=2**62)
@@ -101,20 +99,7 @@ def own_credentials(address: str, *, encrypted: bool) -> Credentials:
     path = key_file()
     if path is not None:
         return JobKey.read(path).mint(encrypted=encrypted)
-    if is_loopback(address):
-        return WITHOUT_KEY
-    raise ConfigError(
-        f"{address} can be reached from other hosts, so the job needs a key: make one with "
-        f"lockstep key FILE, copy the file to each host, and set {KEY_FILE} to its path there"
-    )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this host reach HOST:PORT.
-
-    Raises:
-        ConfigError: the address is malformed.
-        NetworkError: the name cannot be resolved.
-    """
     _, place = resolve_host(*split_address(address), PATIENCE)
-    return ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
+    if is_loopback(place[0]):
+        return WITHOUT_KEY
+    raise key_needed(f"{address} can be reached from other hosts")

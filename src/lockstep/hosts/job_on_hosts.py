@@ -2,11 +2,10 @@
 
 import os
 import secrets
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from ipaddress import ip_address
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +17,7 @@ from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.newcomers import Newcomers
 from lockstep.hosts.shared_checkpoints import SharedCheckpoints
 from lockstep.hosts.ssh import SshAgent
 from lockstep.launcher.fork_server import ForkServerPlan
@@ -47,7 +47,7 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import sign_claim
-from lockstep.transport.addresses import join_address, resolve_host
+from lockstep.transport.addresses import is_here, is_loopback, join_address, resolve_host
 from lockstep.transport.keys import JobKey
 
 _PATIENCE = 120.0
@@ -90,6 +90,165 @@ def first_message(spec: JobSpec, *, key: str = "", encrypted: bool, folder: str 
     )
 
 
+@dataclass(frozen=True)
+class JobOnHosts:
+    """A job whose agents are connected.
+
+    Attributes:
+        spec: the job; its threads may be 0.
+        prepare: the first message to the agents.
+        command: the channel over which the job is stopped.
+        console: shows notes, and the output of workers.
+        loop: serves everything.
+        here: the host of this process; None if the job has no workers there.
+        others: the agents of the other hosts, by the index of the host.
+        workers: returns what the agent of this host needs to get workers, given the job and the index of the
+            host.
+        notifies: whether the agents of other hosts show the notes of this process.
+        by_hand: whether a user starts the workers.
+        resumed: see `Resumed`; needed by a job with checkpoints.
+        start: starts the agent of a lost host again, given its name; None if agents come on their own.
+        accept: called before the job begins with what admits the agents that come later.
+    """
+
+    spec: JobSpec
+    prepare: Prepare
+    command: Channel[Stop, Stop]
+    _: KW_ONLY
+    console: Console
+    loop: EventLoop
+    here: ThisHost | None
+    others: Mapping[int, AwaitedHost]
+    workers: Callable[[JobSpec, int], LocalHost]
+    notifies: bool = False
+    by_hand: bool = False
+    resumed: Resumed | None = None
+    start: Callable[[str], AwaitedHost] | None = None
+    accept: Callable[[Newcomers], None] = lambda newcomers: None
+
+    def run(self) -> int:
+        """Run the job; return its exit status.
+
+        Raises:
+            ConfigError: the hosts do not fit together, or one cannot run the script.
+            UnfitError: a host was lost.
+            Stopped: the user has stopped the job before all hosts have answered.
+        """
+        try:
+            facts = self._compare_hosts()
+            spec = self._share_checkpoint(facts)
+        except LockstepError as error:
+            for agent in self.others.values() if self.notifies else ():
+                agent.channel.send(Rejected(str(error)))
+            raise
+        threads = spec.threads or threads_for_all(spec.hosts, _in_order(spec, facts), spec.replicas)
+        spec = replace(spec, threads=threads)
+        remote = self._begin_on_others(spec, facts)
+        self.console.say(f"{spec.shape}; events in {spec.run_dir}" if self.by_hand else spec.describe())
+        newcomers = Newcomers(
+            spec, self.prepare, facts[0], self.console, self.loop, SystemClock(), self.notifies, self.start
+        )
+        self.accept(newcomers)
+        with closing(newcomers):
+            return run_job(
+                spec,
+                self._first_state(spec, facts),
+                RunPaths(spec.run_dir.absolute()),
+                self.command,
+                console=self.console,
+                loop=self.loop,
+                local=self._begin_here(spec),
+                remote=remote,
+                begin=newcomers.serve,
+            )
+
+    def _compare_hosts(self) -> dict[int, HostFacts]:
+        """Return the facts of all hosts, which fit together."""
+        spec = self.spec
+        if spec.checkpoints is not None:
+            sign_claim(spec.checkpoints.folder, self.prepare.job.hex())
+        facts = gather_facts(
+            self.others,
+            self.prepare,
+            self.command,
+            loop=self.loop,
+            clock=SystemClock(),
+            patience=_PATIENCE,
+            say=self.console.say,
+        )
+        if self.here is not None:
+            facts[self.here.host] = self.here.facts
+        check_facts(spec.hosts, _in_order(spec, facts), spec.target)
+        return facts
+
+    def _share_checkpoint(self, facts: Mapping[int, HostFacts]) -> JobSpec:
+        """Give the newest checkpoint to all hosts; return the job that resumes from it."""
+        checkpoints = self.spec.checkpoints
+        if checkpoints is None:
+            return self.spec
+        shared = SharedCheckpoints(
+            checkpoints,
+            self.here is not None,
+            self.others,
+            facts,
+            self.command,
+            self.loop,
+            SystemClock(),
+            self.console.say,
+        )
+        newest = shared.choose()
+        if newest is None:
+            return self.spec
+        assert self.resumed is not None
+        spec = self.resumed(self.spec, newest)
+        shared.hand_over(newest)
+        return spec
+
+    def _begin_on_others(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> dict[int, HostAgent]:
+        """Let the agents of other hosts begin the job; return them as the coordinator sees them."""
+        remote = {}
+        for host, agent in self.others.items():
+            first = sum(one.workers for one in spec.hosts[:host])
+            agent.channel.send(BeginJob(replace(spec, inherited=()), host, spec.hosts[host], first))
+            # From now on, both ends use only these messages.
+            channel = cast("Channel[Instruction, HostReport]", agent.channel)
+            remote[host] = HostAgent(channel, agent.name, _peer(facts[host]), remote=True)
+            if self.notifies:
+                self.console.readers.append(partial(_show_note, channel))
+        return remote
+
+    def _begin_here(self, spec: JobSpec) -> LocalHost | None:
+        """Return what the agent of this host needs, if the job has workers here."""
+        here = self.here
+        if here is None:
+            return None
+        return replace(
+            self.workers(spec, here.host),
+            host=here.host,
+            name=spec.hosts[here.host].name,
+            peer=_peer(here.facts),
+            network=here.listener.network(self.prepare.job),
+        )
+
+    def _first_state(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> State:
+        size = JobSize.of(spec.workers, spec.min_workers, spec.max_restarts)
+        return State.of(
+            spec.view,
+            TimeLimits(timeout=spec.timeout, save=spec.grace),
+            JobSize(spec.workers, by_hand=True) if self.by_hand else size,
+            keeps=spec.checkpoints is not None,
+            cores=tuple(one.cores for one in _in_order(spec, facts)),
+        )
+
+
+def _in_order(spec: JobSpec, facts: Mapping[int, HostFacts]) -> list[HostFacts]:
+    return [facts[host] for host in range(len(spec.hosts))]
+
+
+def _show_note(channel: Channel[Instruction, HostReport], text: str) -> None:
+    channel.send(ShowNote(text))
+
+
 def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
     """Run a job on the hosts of `spec`; return its exit status.
 
@@ -110,12 +269,18 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) 
         here = _this_host(spec, key, prepare, console, loop)
         if here is not None:
             ends.enter_context(closing(here.listener))
-        agents = {}
-        for host, (name, _) in enumerate(spec.hosts):
-            if here is None or here.host != host:
-                agents[host] = agent = SshAgent.start(name, MOST_QUEUED)
-                ends.enter_context(closing(agent.channel))
-                agent.watch(loop, console.say)
+
+        def start(name: str) -> SshAgent:
+            agent = SshAgent.start(name, MOST_QUEUED)
+            ends.enter_context(closing(agent.channel))
+            agent.watch(loop, console.say)
+            return agent
+
+        agents = {
+            host: start(name)
+            for host, (name, _) in enumerate(spec.hosts)
+            if here is None or here.host != host
+        }
         others = {
             host: AwaitedHost(agent.name, agent.channel, agent.why_lost) for host, agent in agents.items()
         }
@@ -125,7 +290,7 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) 
             return started_here(job, host, console, spare)
 
         try:
-            return run_on_hosts(
+            return JobOnHosts(
                 spec,
                 prepare,
                 command,
@@ -135,96 +300,12 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) 
                 others=others,
                 workers=workers,
                 resumed=resumed,
-            )
+                start=lambda name: AwaitedHost(
+                    name, start(name).channel, lambda: "ssh or its agent has ended"
+                ),
+            ).run()
         except Stopped as stopped:
             return 128 + stopped.signal
-
-
-def run_on_hosts(
-    spec: JobSpec,
-    prepare: Prepare,
-    command: Channel[Stop, Stop],
-    *,
-    console: Console,
-    loop: EventLoop,
-    here: ThisHost | None,
-    others: Mapping[int, AwaitedHost],
-    workers: Callable[[JobSpec, int], LocalHost],
-    notifies: bool = False,
-    by_hand: bool = False,
-    resumed: Resumed | None = None,
-) -> int:
-    """Run a job whose agents are connected; return its exit status.
-
-    Args:
-        spec: the job; its threads may be 0.
-        prepare: the first message to the agents.
-        command: the channel over which the job is stopped.
-        console: shows notes, and the output of workers.
-        loop: serves everything.
-        here: the host of this process; None if the job has no workers there.
-        others: the agents of the other hosts, by the index of the host.
-        workers: returns what the agent of this host needs to get workers, given the job and the index of the
-            host.
-        notifies: whether the agents of other hosts show the notes of this process.
-        by_hand: whether a user starts the workers.
-        resumed: see `Resumed`; needed by a job with checkpoints.
-
-    Raises:
-        ConfigError: the hosts do not fit together, or one cannot run the script.
-        UnfitError: a host was lost.
-        Stopped: the user has stopped the job before all hosts have answered.
-    """
-    if spec.checkpoints is not None:
-        sign_claim(spec.checkpoints.folder, prepare.job.hex())
-    try:
-        facts = gather_facts(
-            others, prepare, command, loop=loop, clock=SystemClock(), patience=_PATIENCE, say=console.say
-        )
-        if here is not None:
-            facts[here.host] = here.facts
-        all_facts = [facts[host] for host in range(len(spec.hosts))]
-        check_facts(spec.hosts, all_facts, spec.target)
-        if spec.checkpoints is not None:
-            assert resumed is not None
-            shared = SharedCheckpoints(
-                spec.checkpoints, here is not None, others, facts, command, loop, SystemClock(), console.say
-            )
-            if (newest := shared.choose()) is not None:
-                spec = resumed(spec, newest)
-                shared.hand_over(newest)
-    except LockstepError as error:
-        for agent in others.values() if notifies else ():
-            agent.channel.send(Rejected(str(error)))
-        raise
-    spec = replace(spec, threads=spec.threads or threads_for_all(spec.hosts, all_facts, spec.replicas))
-    paths = RunPaths(spec.run_dir.absolute())
-    remote = {}
-    for host, agent in others.items():
-        agent.channel.send(BeginJob(replace(spec, inherited=()), host))
-        # From now on, both ends use only these messages.
-        channel = cast("Channel[Instruction, HostReport]", agent.channel)
-        remote[host] = HostAgent(channel, agent.name, _peer(facts[host]), remote=True)
-        if notifies:
-            console.readers.append(lambda text, channel=channel: channel.send(ShowNote(text)))  # type: ignore[misc]
-    console.say(f"{spec.shape}; events in {spec.run_dir}" if by_hand else spec.describe())
-    local = None
-    if here is not None:
-        local = replace(
-            workers(spec, here.host),
-            host=here.host,
-            name=spec.hosts[here.host].name,
-            peer=_peer(here.facts),
-            network=here.listener.network(prepare.job),
-        )
-    size = JobSize.of(spec.workers, spec.min_workers, spec.max_restarts)
-    state = State.of(
-        spec.view,
-        TimeLimits(timeout=spec.timeout, save=spec.grace),
-        JobSize(spec.workers, by_hand=True) if by_hand else size,
-        keeps=spec.checkpoints is not None,
-    )
-    return run_job(spec, state, paths, command, console=console, loop=loop, local=local, remote=remote)
 
 
 def terminal_of(spec: JobSpec) -> Console:
@@ -256,7 +337,7 @@ def _this_host(
         return None
     name = spec.hosts[found].name
     _, place = resolve_host(name, 0, _RESOLVE)
-    if len(spec.hosts) > 1 and ip_address(place[0].partition("%")[0]).is_loopback:
+    if len(spec.hosts) > 1 and is_loopback(place[0]):
         raise ConfigError(
             f"{name} is {place[0]} here, which other hosts cannot reach; name this host by an address that "
             "they reach"
@@ -273,16 +354,10 @@ def _is_here(name: str) -> bool:
     if "@" in name:
         return False
     try:
-        family, place = resolve_host(name, 0, _RESOLVE)
-    except NetworkError:
+        return is_here(*resolve_host(name, 0, _RESOLVE))
+    except (NetworkError, OSError):
         # It may be a name in the user's configuration of `ssh`.
         return False
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(place)
-        except OSError:
-            return False
-    return True
 
 
 def _peer(facts: HostFacts) -> PeerAddress:

@@ -41,19 +41,20 @@ class CoordinatorDialer:
         self._loop = loop
         self._news = news
         self._ended = threading.Event()
+        self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         loop.watch(self._wake, self._serve)
         self._thread = threading.Thread(target=self._run, name="join", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the attempts; a connection that the caller has not taken is closed."""
-        self._ended.set()
-        self._thread.join()
-        self._loop.unwatch(self._wake)
-        os.close(self._wake)
-        if self.connection is not None:
-            self.connection.close()
+        """End the attempts, without a wait; a connection that the caller has not taken is closed."""
+        with self._lock:
+            self._ended.set()
+            self._loop.unwatch(self._wake)
+            os.close(self._wake)
+            if self.connection is not None:
+                self.connection.close()
 
     def take(self) -> socket.socket | None:
         """Return the connection, if there is one now.
@@ -63,7 +64,8 @@ class CoordinatorDialer:
         """
         if self.error is not None:
             raise self.error
-        connection, self.connection = self.connection, None
+        with self._lock:
+            connection, self.connection = self.connection, None
         return connection
 
     def _serve(self) -> None:
@@ -77,14 +79,20 @@ class CoordinatorDialer:
     def _run(self) -> None:
         greeting = Greeting(ConnectionKind.CONTROL)
         while not self._ended.is_set():
+            connection, failure, error = None, "", None
             try:
-                self.connection = connect(self._address, greeting, self._credentials, _ATTEMPT, self._check)
-                return
-            except NetworkError as error:
-                self.failure = str(error)
-            except ConfigError as error:
-                self.error = error
-                return
-            finally:
+                connection = connect(self._address, greeting, self._credentials, _ATTEMPT, self._check)
+            except NetworkError as why:
+                failure = str(why)
+            except ConfigError as why:
+                error = why
+            with self._lock:
+                if self._ended.is_set():
+                    if connection is not None:
+                        connection.close()
+                    return
+                self.connection, self.failure, self.error = connection, failure or self.failure, error
                 os.eventfd_write(self._wake, 1)
+            if connection is not None or error is not None:
+                return
             self._ended.wait(_PAUSE)

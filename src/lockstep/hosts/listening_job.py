@@ -1,6 +1,6 @@
 """A job that agents of other hosts join: waits until its hosts are complete, then coordinates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
@@ -12,13 +12,14 @@ from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.job_on_hosts import (
+    JobOnHosts,
     Resumed,
     ThisHost,
     first_message,
-    run_on_hosts,
     started_here,
     terminal_of,
 )
+from lockstep.hosts.newcomers import Newcomers
 from lockstep.local_job.composition import LocalHost
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel, PeerGone
@@ -78,7 +79,7 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
             ends.enter_context(closing(server))
             ends.enter_context(closing(listener))
             gate.wait(server, listener)
-            agents = server.begin("the job has begun, and its hosts are complete")
+            agents = server.begin()
             for agent in agents:
                 ends.enter_context(closing(agent.channel))
             hosts, others = placed(spec.workers, listening.here, listener.place[0], agents)
@@ -87,7 +88,7 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
             def workers(job: JobSpec, host: int) -> LocalHost:
                 return started_here(job, host, gate.console)
 
-            return run_on_hosts(
+            return JobOnHosts(
                 replace(spec, hosts=hosts),
                 prepare,
                 command,
@@ -98,7 +99,8 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
                 workers=workers,
                 notifies=True,
                 resumed=resumed,
-            )
+                accept=lambda newcomers: gate.accept_later(server, newcomers),
+            ).run()
     except Stopped as stopped:
         return 128 + stopped.signal
 
@@ -119,10 +121,14 @@ def placed(
         assert agent.offer is not None
         names = [host.name for host in hosts]
         name = agent.peer if agent.peer not in names else f"{agent.peer} ({len(hosts) + 1})"
-        others[len(hosts)] = AwaitedHost(name, agent.channel, lambda: "its agent has ended")
+        others[len(hosts)] = AwaitedHost(name, agent.channel, _agent_ended)
         hosts.append(JobHost(name, min(missing, agent.offer.workers)))
         missing -= hosts[-1].workers
     return tuple(hosts), others
+
+
+def _agent_ended() -> str:
+    return "its agent has ended"
 
 
 def vacancies(wanted: int, agents: Sequence[JoiningAgent]) -> int:
@@ -130,20 +136,20 @@ def vacancies(wanted: int, agents: Sequence[JoiningAgent]) -> int:
     return max(0, wanted - sum(agent.offer.workers for agent in agents if agent.offer is not None))
 
 
-def objection(agent: JoiningAgent, offer: HostOffer, agents: Sequence[JoiningAgent], own: str) -> str:
-    """Return why an agent cannot join beside `agents`; empty if it can.
+def objection(agent: JoiningAgent, offer: HostOffer, others: Collection[str], own: str) -> str:
+    """Return why an agent cannot join; empty if it can.
 
     Args:
         agent: the agent.
         offer: what it offers.
-        agents: those that have joined.
+        others: the addresses of the hosts whose agents have joined.
         own: the address of the coordinator's host; empty if several agents may run on one host.
     """
     if offer.workers < 1:
         return "it offers no worker"
     if offer.first is not None:
         return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
-    if own and agent.peer in (own, *(other.peer for other in agents)):
+    if own and agent.peer in (own, *others):
         return (
             f"the job already has an agent on host {agent.peer}: start one agent on each host, and tell it "
             "with -n how many workers to run"
@@ -153,13 +159,14 @@ def objection(agent: JoiningAgent, offer: HostOffer, agents: Sequence[JoiningAge
 
 @dataclass
 class _Gate:
-    """The wait for the hosts of a job."""
+    """The wait for the hosts of a job; `own` is this host's address unless it is on the loopback device."""
 
     spec: JobSpec
     listening: Listening
     command: Channel[Stop, Stop]
     console: Console
     loop: EventLoop
+    own: str = ""
 
     def __post_init__(self) -> None:
         self.clock = SystemClock()
@@ -187,12 +194,12 @@ class _Gate:
 
     def open(self, credentials: Credentials) -> tuple[AgentServer, HostListener]:
         """Listen."""
-        own = ""
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
             if agent not in server.agents and not vacancies(self.wanted, server.agents):
                 return "the hosts of the job are complete"
-            return objection(agent, offer, server.agents, own)
+            others = [other.peer for other in server.agents if other is not agent]
+            return objection(agent, offer, others, self.own)
 
         server = AgentServer(credentials, judge, self.console.say, loop=self.loop, clock=self.clock)
         listener = self.retried(
@@ -212,8 +219,21 @@ class _Gate:
                 f"--listen {self.listening.address} is no address that other hosts can connect to; give the "
                 "one at which they reach this host"
             )
-        own = "" if place.is_loopback else str(place)
+        self.own = "" if place.is_loopback else str(place)
         return server, listener
+
+    def accept_later(self, server: AgentServer, newcomers: Newcomers) -> None:
+        """Admit the agents that come while the job runs."""
+
+        def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+            return objection(agent, offer, newcomers.names, self.own)
+
+        def take(agent: JoiningAgent) -> None:
+            assert agent.offer is not None
+            name = newcomers.free_name(agent.peer)
+            newcomers.consider(AwaitedHost(name, agent.channel, _agent_ended), agent.offer.workers)
+
+        server.pass_on(judge, take)
 
     def wait(self, server: AgentServer, listener: HostListener) -> None:
         """Wait until the agents of other hosts have offered enough workers.

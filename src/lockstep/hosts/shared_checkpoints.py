@@ -1,8 +1,9 @@
 """The checkpoint from which a job over hosts resumes: the newest of all hosts, which the others get."""
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,11 @@ import msgspec
 from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of, newest_held, parts_of_checkpoint
 from lockstep.checkpoint.held import HeldCheckpoint, choose_newest
 from lockstep.errors import CheckpointError, LockstepError, UnfitError
-from lockstep.hosts.gathering import AwaitedHost, Stopped
+from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, Stopped
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
-    STATE_PART,
+    CHECKPOINT_PART,
     BeginJob,
     CheckpointPart,
     CheckpointTaken,
@@ -28,6 +29,7 @@ from lockstep.protocol.host import (
     TakeCheckpoint,
 )
 from lockstep.system.clock import Clock
+from lockstep.system.disk_work import DiskWork
 from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
@@ -37,7 +39,8 @@ from lockstep.transport.stream_channel import StreamChannel
 _PATIENCE = 60.0
 """Seconds without progress after which a host counts as lost."""
 
-Resume = Callable[[HeldCheckpoint], Checkpoints]
+_AHEAD = 4 * CHECKPOINT_PART
+"""Bytes that wait in memory to be sent; the rest of a checkpoint waits on the disk."""
 
 
 @dataclass
@@ -46,60 +49,91 @@ class AgentCheckpoints:
 
     Attributes:
         folder: absolute; None if the job saves no checkpoints.
+        channel: to the coordinator.
+        loop: of the agent; turns when there is something to `advance`.
+        clock: for time limits.
     """
 
     folder: Path | None
+    channel: StreamChannel[RemoteReport, RemoteInstruction]
+    loop: EventLoop
+    clock: Clock
     _path: Path | None = None
     _arriving: ArrivingCheckpoint | None = None
+    _leaving: Iterator[tuple[int, bytes]] | None = None
+    _work: DiskWork[RemoteReport] | None = None
+    _failed: Callable[[str], RemoteReport] = CheckpointTaken
 
     @classmethod
-    def of(cls, prepare: Prepare) -> "AgentCheckpoints":
-        """Return the folder of a job; the current folder must be that of the job."""
-        return cls(Path(prepare.checkpoints).absolute() if prepare.checkpoints else None)
-
-    def describe(self, facts: HostFacts, job: bytes) -> HostFacts:
-        """Lock the folder for the job, until this process ends; return the facts with its checkpoint."""
-        if self.folder is None or facts.problem:
-            return facts
-        damaged: list[str] = []
-        try:
-            claim_for_job(self.folder, job.hex(), "the folder of checkpoints", "--checkpoint")
-            found = newest_held(self.folder, damaged.append)
-        except LockstepError as error:
-            return msgspec.structs.replace(facts, problem=str(error))
-        self._path, held = found or (None, None)
-        return msgspec.structs.replace(facts, checkpoint=held, damaged=tuple(damaged))
-
-    def serve(
-        self,
-        message: SendCheckpoint | TakeCheckpoint | CheckpointPart,
+    def of(
+        cls,
+        prepare: Prepare,
         channel: StreamChannel[RemoteReport, RemoteInstruction],
-    ) -> None:
-        """Send the newest checkpoint, or write another one."""
+        loop: EventLoop,
+        clock: Clock,
+    ) -> "AgentCheckpoints":
+        """Return the folder of a job; the current folder must be that of the job."""
+        folder = Path(prepare.checkpoints).absolute() if prepare.checkpoints else None
+        return cls(folder, channel, loop, clock)
+
+    def describe(self, facts: HostFacts, job: bytes) -> None:
+        """Lock the folder for the job, until this process ends; then send the facts with its checkpoint."""
+        folder = self.folder
+        if folder is None or facts.problem:
+            self.channel.send(facts)
+            return
+
+        def look() -> HostFacts:
+            damaged: list[str] = []
+            claim_for_job(folder, job.hex(), "the folder of checkpoints", "--checkpoint")
+            self._path, held = newest_held(folder, damaged.append) or (None, None)
+            return msgspec.structs.replace(facts, checkpoint=held, damaged=tuple(damaged))
+
+        self._failed = lambda why: msgspec.structs.replace(facts, problem=why)
+        self._work = DiskWork(look, f"reading the checkpoints in {folder}", self.loop, self.clock)
+
+    def serve(self, message: SendCheckpoint | TakeCheckpoint | CheckpointPart) -> None:
+        """Begin to send the newest checkpoint, or write another one."""
+        self._failed = CheckpointTaken
         try:
             match message:
                 case SendCheckpoint():
                     assert self._path is not None
-                    for file, part in parts_of_checkpoint(self._path, STATE_PART):
-                        # The rest waits on the disk, not in memory.
-                        if not (channel.send(CheckpointPart(file, part)) and channel.flush(_PATIENCE)):
-                            return
-                    channel.send(CheckpointPart(0, b""))
+                    self._leaving = parts_of_checkpoint(self._path, CHECKPOINT_PART)
                 case TakeCheckpoint(held, keep):
                     assert self.folder is not None
                     self._arriving = ArrivingCheckpoint(self.folder, held, keep)
-                case CheckpointPart(file, part) if self._arriving is not None:
-                    if part:
-                        self._arriving.add(file, part)
-                    else:
-                        self._arriving.complete()
-                        channel.send(CheckpointTaken())
+                case CheckpointPart(file, part) if self._arriving is not None and part:
+                    self._arriving.add(file, part)
+                case CheckpointPart() if self._arriving is not None:
+                    self._work = DiskWork(
+                        partial(_completed, self._arriving), _writing(self.folder), self.loop, self.clock
+                    )
         except CheckpointError as error:
             self.close()
-            channel.send(CheckpointTaken(str(error)))
+            self.channel.send(CheckpointTaken(str(error)))
+
+    def advance(self) -> bool:
+        """Do a bounded part of what is under way; return whether more can be done at once."""
+        try:
+            if self._work is not None and self._work.is_over:
+                work, self._work = self._work, None
+                self.channel.send(work.take())
+            if self._leaving is not None and self.channel.queued < _AHEAD:
+                file, part = next(self._leaving, (0, b""))
+                self.channel.send(CheckpointPart(file, part))
+                self._leaving = self._leaving if part else None
+        except LockstepError as error:
+            self.close()
+            self.channel.send(self._failed(str(error)))
+        return self._leaving is not None and self.channel.queued < _AHEAD
 
     def close(self) -> None:
         """Remove a checkpoint of which only parts have arrived."""
+        self._leaving = None
+        if self._work is not None:
+            self._work.close()
+            self._work = None
         if self._arriving is not None:
             self._arriving.discard()
             self._arriving = None
@@ -112,6 +146,15 @@ class AgentCheckpoints:
         resume = self.folder / past.resume.name if past.resume is not None else None
         own = replace(past, folder=self.folder, resume=resume)
         return msgspec.structs.replace(begin, spec=replace(begin.spec, checkpoints=own))
+
+
+def _completed(arriving: ArrivingCheckpoint) -> CheckpointTaken:
+    arriving.complete()
+    return CheckpointTaken()
+
+
+def _writing(folder: Path | None) -> str:
+    return f"writing a checkpoint to {folder}"
 
 
 @dataclass
@@ -138,6 +181,7 @@ class SharedCheckpoints:
     clock: Clock
     say: Callable[[str], None]
     _due: float = field(default=0.0, init=False)
+    _said: float = field(default=0.0, init=False)
 
     def choose(self) -> HeldCheckpoint | None:
         """Return the newest checkpoint of all hosts; None if there is none.
@@ -175,15 +219,13 @@ class SharedCheckpoints:
             f"the newest checkpoint, after {count(chosen.step, 'step')}, is on {source}; copying it to "
             f"{' and '.join(names)}"
         )
-        watched = [self.command.fileno(), *(agent.channel.fileno() for agent in self.hosts.values())]
-        for descriptor in watched:
-            self.loop.watch(descriptor, lambda: None)
+        self.loop.watch(self.command.fileno(), lambda: None)
         try:
             for host in lacking:
                 self.hosts[host].channel.send(TakeCheckpoint(chosen, self.checkpoints.keep))
             if own or holder is None:
                 assert self.checkpoints.resume is not None
-                for file, part in parts_of_checkpoint(self.checkpoints.resume, STATE_PART):
+                for file, part in parts_of_checkpoint(self.checkpoints.resume, CHECKPOINT_PART):
                     self._give(lacking, arriving, CheckpointPart(file, part))
             else:
                 self.hosts[holder].channel.send(SendCheckpoint())
@@ -197,8 +239,7 @@ class SharedCheckpoints:
         finally:
             if arriving is not None:
                 arriving.discard()
-            for descriptor in watched:
-                self.loop.unwatch(descriptor)
+            self.loop.unwatch(self.command.fileno())
 
     def _own(self) -> HeldCheckpoint | None:
         return held_of(self.checkpoints.resume) if self.checkpoints.resume is not None else None
@@ -221,14 +262,15 @@ class SharedCheckpoints:
 
     def _complete(self, arriving: ArrivingCheckpoint) -> None:
         """Complete a copy on this host; the agents of others expect signs of life while the disk writes."""
-        with ThreadPoolExecutor(1) as threads:
-            done = threads.submit(arriving.complete)
-            while not wait([done], ALIVE_EVERY).done:
-                self._live()
-            done.result()
+        work = DiskWork(arriving.complete, _writing(self.checkpoints.folder), self.loop, self.clock)
+        with closing(work):
+            begun = self.clock.now()
+            while not work.is_over:
+                self._wait("this host writes the checkpoint", begun)
+            work.take()
 
     def _part(self, host: int) -> CheckpointPart:
-        match self._receive(host):
+        match self._receive(host, "reads"):
             case CheckpointPart() as part:
                 return part
             case CheckpointTaken(failure):
@@ -239,7 +281,7 @@ class SharedCheckpoints:
                 )
 
     def _await_taken(self, host: int) -> None:
-        match self._receive(host):
+        match self._receive(host, "writes"):
             case CheckpointTaken(failure) if failure:
                 raise UnfitError(f"host {self.hosts[host].name}: {failure}")
             case CheckpointTaken():
@@ -249,25 +291,38 @@ class SharedCheckpoints:
                     f"host {self.hosts[host].name} sent {type(other).__name__}, not a checkpoint"
                 )
 
-    def _receive(self, host: int) -> RemoteReport:
+    def _receive(self, host: int, what: str) -> RemoteReport:
         agent, begun = self.hosts[host], self.clock.now()
-        while True:
-            match agent.channel.receive():
-                case None:
-                    pass
-                case PeerGone():
-                    raise UnfitError(f"host {agent.name} was lost: {agent.why_lost()}")
-                case Unreadable(error):
-                    raise UnfitError(f"host {agent.name} sent an invalid message ({error})")
-                case KeepAlive():
-                    begun = self.clock.now()
-                    continue
-                case report:
-                    return report
-            self._live()
-            if self.clock.now() - begun > _PATIENCE:
-                raise UnfitError(f"host {agent.name} has sent nothing for {_PATIENCE:g} s")
-            self.loop.turn(max(0.0, self._due - self.clock.now()))
+        heard, descriptor = begun, agent.channel.fileno()
+        self.loop.watch(descriptor, lambda: None)
+        try:
+            while True:
+                match agent.channel.receive():
+                    case None:
+                        pass
+                    case PeerGone():
+                        raise UnfitError(f"host {agent.name} was lost: {agent.why_lost()}")
+                    case Unreadable(error):
+                        raise UnfitError(f"host {agent.name} sent an invalid message ({error})")
+                    case KeepAlive():
+                        heard = self.clock.now()
+                        continue
+                    case report:
+                        return report
+                if self.clock.now() - heard > _PATIENCE:
+                    raise UnfitError(f"host {agent.name} has sent nothing for {_PATIENCE:g} s")
+                self._wait(f"{agent.name} {what} the checkpoint", begun)
+        finally:
+            self.loop.unwatch(descriptor)
+
+    def _wait(self, what: str, begun: float) -> None:
+        """Turn the loop once; say from time to time for what, and since when."""
+        self._live()
+        now = self.clock.now()
+        if now - max(begun, self._said) >= SAY_EVERY:
+            self._said = now
+            self.say(f"{what}, {now - begun:.0f} s")
+        self.loop.turn(max(0.0, self._due - now))
 
     def _live(self) -> None:
         """Show the agents that this process lives, and obey the command."""

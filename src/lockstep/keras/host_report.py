@@ -2,7 +2,7 @@
 
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,18 +48,34 @@ class HostReport(msgspec.Struct, frozen=True):
 
 def own_report(job: Job) -> bytes:
     """Return the packed report of this worker; empty if the view has one host."""
-    if len(job.view.hosts) == 1:
-        return b""
-    return msgspec.msgpack.encode(
-        HostReport(
-            job.worker,
-            job.context.host or socket.gethostname(),
-            processor_model(),
-            keras.backend.backend(),
-            computed_bits(),
-            libraries(),
-            own_sources(),
-        )
+    return b"" if len(job.view.hosts) == 1 else msgspec.msgpack.encode(_own(job))
+
+
+def report_for_joiners(job: Job) -> dict[str, Any]:
+    """Return the report of this worker as JSON data; empty if the job has one host."""
+    found: dict[str, Any] = msgspec.to_builtins(_own(job)) if job.context.over_hosts else {}
+    return found
+
+
+def compare_with_member(job: Job, report: Mapping[str, Any]) -> None:
+    """Compare this worker, which joins, with a member that has sent `report`; do nothing if it is empty.
+
+    Raises:
+        DisagreementError: their hosts differ; names them and what differs.
+    """
+    if report:
+        _compare("joining", [msgspec.convert(report, HostReport), _own(job)])
+
+
+def _own(job: Job) -> HostReport:
+    return HostReport(
+        job.worker,
+        job.context.host or socket.gethostname(),
+        processor_model(),
+        keras.backend.backend(),
+        computed_bits(),
+        libraries(),
+        own_sources(),
     )
 
 
@@ -75,7 +91,10 @@ def compare_reports(what: str, packed: Sequence[bytes]) -> None:
     """
     if not all(packed):
         return
-    reports = [msgspec.msgpack.decode(report, type=HostReport) for report in packed]
+    _compare(what, [msgspec.msgpack.decode(report, type=HostReport) for report in packed])
+
+
+def _compare(what: str, reports: Sequence[HostReport]) -> None:
     for look in (_other_library, _other_source, _other_bits):
         found = {own.worker: text for own in reports if (text := look(reports[0], own))}
         if found:

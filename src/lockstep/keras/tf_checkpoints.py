@@ -5,6 +5,7 @@ This uses private parts of TensorFlow: the objects that a checkpoint reaches, an
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,31 +20,37 @@ from lockstep.system.paths import RunPaths
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import PATCHES
 
+_LAST = ".index"
+
 
 def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
-    """Make `tf.train.Checkpoint` and its manager write each checkpoint once.
+    """Make `tf.train.Checkpoint` and its manager write each checkpoint once on each host.
 
     Args:
         job: whose workers write.
         behind: whether this process repeats calls that others have already made and saved.
     """
-    PATCHES.replace(__name__, TrackableSaver, "save", functools.partial(_shared, job, behind))
+    PATCHES.replace(__name__, TrackableSaver, "save", functools.partial(shared, job, behind))
 
 
-def _shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what replaces TensorFlow's `original` method; see `share_checkpoints`."""
+
     @functools.wraps(original)
     def save(self: Any, file_prefix: str, *args: Any, **kwargs: Any) -> Any:
         if behind():
             return file_prefix
         if job.context.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
             return original(self, file_prefix, *args, **kwargs)
+        if "://" not in file_prefix:
+            Path(file_prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
         write_once(
             RunPaths(job.context.folder).saved,
-            # A checkpoint has several files; this one is written last.
-            f"{file_prefix}.index",
+            # A checkpoint has several files; this one is written, and renamed, last.
+            f"{file_prefix}{_LAST}",
             digest_arrays(_state(self)),
-            lambda _: original(self, file_prefix, *args, **kwargs),
-            rename=False,
+            lambda path: original(self, path.removesuffix(_LAST), *args, **kwargs),
+            rename=True,
         )
         return file_prefix
 

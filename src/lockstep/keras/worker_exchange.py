@@ -56,8 +56,8 @@ _ORDER = (
     "code that runs on some workers only a generator of its own, as in numpy.random.default_rng(0)"
 )
 _BACKUP = (
-    "keras.callbacks.BackupAndRestore reads its folder on each host, and the chief has written it on its "
-    "own: copy it to all hosts, or remove it on all; lockstep run --checkpoint copies checkpoints itself"
+    "keras.callbacks.BackupAndRestore reads its folder on each host, and these hosts have different backups: "
+    "copy one to all hosts, or remove it on all; lockstep run --checkpoint copies checkpoints itself"
 )
 _ADVICE = {
     "backup": _BACKUP,

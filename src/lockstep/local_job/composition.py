@@ -1,7 +1,7 @@
 """Coordinator and agent of one job in one process, served by one event loop."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -64,6 +64,7 @@ def run_job(
     loop: EventLoop,
     local: LocalHost | None,
     remote: Mapping[int, HostAgent] = MappingProxyType({}),
+    begin: Callable[[Coordinator], object] = lambda coordinator: None,
 ) -> int:
     """Run a job to its end in this process; return its exit status.
 
@@ -76,6 +77,7 @@ def run_job(
         loop: serves everything.
         local: the host of this process; None if the job has no workers there.
         remote: the agents on other hosts, by the index of the host.
+        begin: called with the coordinator before the job begins.
 
     Raises:
         SharedMemoryError: this machine has too little memory.
@@ -108,7 +110,7 @@ def run_job(
             spec=spec,
             paths=paths,
             pid=os.getpid(),
-            agents=tuple(agents[host] for host in sorted(agents)),
+            agents=[agents[host] for host in sorted(agents)],
             command=command,
             loop=loop,
             console=console,
@@ -116,4 +118,5 @@ def run_job(
             clock=clock,
             state=state,
         )
+        begin(coordinator)
         return coordinator.run()

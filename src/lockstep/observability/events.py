@@ -183,6 +183,14 @@ class MessageMisunderstood(_Event, frozen=True, tag="misunderstood"):
     error: str
 
 
+class WorkerConnectedLate(_Event, frozen=True, tag="connected late"):
+    """A worker at an address connected to a host for a view that had ended there."""
+
+    host: str
+    address: str
+    view: int
+
+
 class WarningShown(_Event, frozen=True, tag="warning"):
     """The command showed a warning."""
 
@@ -378,6 +386,7 @@ CoordinatorEvent = (
     | OutputLost
     | ConflictingWrite
     | MessageMisunderstood
+    | WorkerConnectedLate
     | WarningShown
     | JobFinished
 )

@@ -34,6 +34,8 @@ class ConnectionKind(IntEnum):
     """An agent and the coordinator."""
     LANE = 2
     """Data from a worker of the sender's host to the worker that has the same lane on the receiver's host."""
+    STATE = 3
+    """A state from the receiver's host, for joiners on the sender's host."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -46,7 +48,7 @@ class Greeting(msgspec.Struct, frozen=True):
         view: the number of the view; 0 if the connection belongs to no view.
         incarnation: of the agent of the sender's host.
         host: the index of the sender's host in the view.
-        lane: the number of the lane.
+        lane: the number of the lane, or of the state.
         nonce: random bytes, which `connect` chooses.
         receiver: the index of the host that accepts the connection, so that no other host takes a copy.
     """

@@ -7,21 +7,21 @@ there. They work in the same way in one process and on different hosts.
 import msgspec
 
 from lockstep.checkpoint.held import HeldCheckpoint
-from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
 
 ALIVE_EVERY = 1.0
 """Seconds between two messages of an agent and a coordinator on different hosts."""
 
-SILENCE = 10.0
+SILENCE = 5.0
 """Seconds without a message after which the other host counts as lost."""
 
-MOST_QUEUED = 1 << 32
-"""Bytes that coordinator and agent keep for each other: a state must fit. Silence ends the wait."""
+MOST_QUEUED = 1 << 30
+"""Bytes that coordinator and agent keep for each other. Silence ends the wait."""
 
-STATE_PART = 256 * 1024
-"""Bytes of a part of a state."""
+CHECKPOINT_PART = 256 * 1024
+"""Bytes of a part of a checkpoint."""
 
 # Between the coordinator and the agent of another host, before the job begins.
 
@@ -147,10 +147,14 @@ class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
     Attributes:
         spec: the job.
         host: the index of the agent's host.
+        here: the host, with the number of workers that it should have.
+        first_slot: the slot of the first of them.
     """
 
     spec: JobSpec
     host: int
+    here: JobHost
+    first_slot: int
 
 
 # From the command to the coordinator.
@@ -169,7 +173,7 @@ class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
     """End the current view, if there is one, and begin another.
 
     The agent tells the members how to reach the new exchange, when they start if they have not yet. Members
-    that are not in the current view also get the state that the chief sent in it.
+    that are not in the current view also get a state that was given in it.
 
     Attributes:
         number: of the view.
@@ -177,6 +181,7 @@ class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
         reason: why the current view ends.
         leaving: the members of the current view that must leave.
         term: of the coordinator.
+        state: the number of the state; 0 if no member needs one.
     """
 
     number: int
@@ -184,6 +189,7 @@ class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
     reason: str = ""
     leaving: tuple[int, ...] = ()
     term: int = 1
+    state: int = 0
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -216,26 +222,37 @@ class PostNotice(msgspec.Struct, frozen=True, tag="notice"):
     notice: Notice
 
 
-class DeliverPosition(msgspec.Struct, frozen=True, tag="deliver position"):
-    """Send a joiner the position that the chief sent last."""
-
-    worker: int
-
-
-class HoldState(msgspec.Struct, frozen=True, tag="hold state"):
-    """Hold a part of the state that the chief on another host has sent; the last part completes it.
+class StateSource(msgspec.Struct, frozen=True):
+    """A state, or a position, that the chief of a view has given, and where it is.
 
     Attributes:
-        view: the number of the view in which the chief sent it.
-        part: the bytes that follow those of the part before.
-        is_first: whether it is the first part; the state held before is dropped.
-        is_last: whether it is the last part.
+        view: the number of the view in which the chief has given it.
+        number: of the state; those that are given in one view are numbered from 1.
+        size: in bytes.
+        host: the index of the host of the chief.
+        address: the IP address at which the agent there accepts connections; empty if the job has one host.
+        port: its port.
     """
 
     view: int
-    part: bytes
-    is_first: bool
-    is_last: bool
+    number: int
+    size: int
+    host: int
+    address: str = ""
+    port: int = 0
+
+
+class DeliverPosition(msgspec.Struct, frozen=True, tag="deliver position"):
+    """Send a joiner the position; without one, the agent reports `DeliveryFailed`."""
+
+    worker: int
+    source: StateSource
+
+
+class FetchState(msgspec.Struct, frozen=True, tag="fetch state"):
+    """Get the state for joiners on the host, unless it is held there; the agent reports `StateReceived`."""
+
+    source: StateSource
 
 
 class SignalProcess(msgspec.Struct, frozen=True, tag="signal"):
@@ -262,9 +279,9 @@ class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class PauseOutput(msgspec.Struct, frozen=True, tag="pause output"):
-    """Have workers on a host without the console wait with their output, or no longer."""
+    """Have these workers on a host without the console, and no others, wait with their output."""
 
-    pauses: bool
+    workers: tuple[int, ...]
 
 
 class ShowNote(msgspec.Struct, frozen=True, tag="note"):
@@ -340,26 +357,37 @@ class NotUnderstood(msgspec.Struct, frozen=True, tag="not understood"):
     error: str
 
 
-class StatePart(msgspec.Struct, frozen=True, tag="state part"):
-    """A part of the state that the chief has sent, for the agents of other hosts; `StateHeld` follows.
+class StateHeld(msgspec.Struct, frozen=True, tag="state"):
+    """The chief of a view has given a state, which the agent holds until the next view; see `StateReply`.
 
     Attributes:
-        view: the number of the view in which the chief sent it.
-        part: the bytes that follow those of the part before.
-        is_first: whether it is the first part.
+        view: the number of the view.
+        whole: whether it is the whole state.
+        failure: why there is none; empty on success.
+        number: of the state.
+        size: in bytes.
     """
-
-    view: int
-    part: bytes
-    is_first: bool
-
-
-class StateHeld(msgspec.Struct, frozen=True, tag="state"):
-    """The chief of a view sent a state, which the agent holds; see `StateReply`."""
 
     view: int
     whole: bool
     failure: str = ""
+    number: int = 0
+    size: int = 0
+
+
+class StateReceived(msgspec.Struct, frozen=True, tag="state arrived"):
+    """The host of the agent holds the state that `FetchState` asks for, or not, because of `failure`."""
+
+    view: int
+    failure: str = ""
+
+
+class DeliveryFailed(msgspec.Struct, frozen=True, tag="position missed"):
+    """The position that was given in a view has not reached a joiner, because of `failure`."""
+
+    worker: int
+    view: int
+    failure: str
 
 
 class ProcessExited(msgspec.Struct, frozen=True, tag="exited"):
@@ -389,6 +417,18 @@ class OutputWritten(msgspec.Struct, frozen=True, tag="output"):
     worker: int
     descriptor: int
     data: bytes
+
+
+class ConnectedLate(msgspec.Struct, frozen=True, tag="connected late"):
+    """A worker of the job has connected to this host for a view that has ended there.
+
+    Attributes:
+        address: of the worker.
+        view: the number of the view.
+    """
+
+    address: str
+    view: int
 
 
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
@@ -435,7 +475,7 @@ Instruction = (
     | StartProcess
     | PostNotice
     | DeliverPosition
-    | HoldState
+    | FetchState
     | SignalProcess
     | TakeStack
     | EndExchange
@@ -452,9 +492,11 @@ HostReport = (
     | ProcessArrived
     | WorkerSaid
     | NotUnderstood
-    | StatePart
     | StateHeld
+    | StateReceived
+    | DeliveryFailed
     | ProcessExited
+    | ConnectedLate
     | ViewRefused
     | KeepAlive
     | OutputWritten

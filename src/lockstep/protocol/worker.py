@@ -27,6 +27,18 @@ class WaitReport(msgspec.Struct, frozen=True, tag="waiting"):
     seconds: float
 
 
+class BrokenView(msgspec.Struct, frozen=True, tag="broken view"):
+    """The worker has left the exchange of a view for `reason`, or cannot enter it, and none has followed.
+
+    A connection between hosts has broken, although the workers of both live. If this is fatal, the next view
+    would break too.
+    """
+
+    view: int
+    reason: str
+    fatal: bool
+
+
 class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
     """The script opens a file for writing.
 
@@ -212,7 +224,9 @@ class JobOver(msgspec.Struct, frozen=True, tag="over"):
     reason: str
 
 
-RelayedMessage = Started | EventReport | WaitReport | FileOpened | Failed | Finished | JoinRequest
+RelayedMessage = (
+    Started | EventReport | WaitReport | BrokenView | FileOpened | Failed | Finished | JoinRequest
+)
 """The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateReply

@@ -7,14 +7,13 @@ the addresses themselves.
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
-import threading
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.system.socket_owners import describe, is_of_another_user, peer, process_of, user_of
+from lockstep.transport.addresses import is_here, join_address, look_up, split_address
 
 _PATIENCE = 5.0
 _BACKLOG = 128
@@ -26,31 +25,27 @@ def resolve(address: str, task: str) -> str:
     Raises:
         ConfigError: the name cannot be resolved.
     """
-    host, _, port = address.rpartition(":")
-    number = _number(host.strip("[]"), address, task)
-    return f"[{number}]:{int(port)}" if ":" in number else f"{number}:{int(port)}"
+    host, port = split_address(address)
+    found = look_up(host, port, _PATIENCE)
+    if isinstance(found, str):
+        raise ConfigError(
+            f"the host {host!r} of {task}'s address {address} cannot be resolved ({found}); correct it in "
+            "TF_CONFIG, or give its IP address"
+        )
+    return join_address(found[1])
 
 
-def is_here(place: str, task: str) -> bool:
+def has_place(place: str, task: str) -> bool:
     """Whether a place is on this host.
 
     Raises:
         UnfitError: the address cannot be used.
     """
-    number, _ = _split(place)
-    with contextlib.closing(socket.socket(_family(number))) as probe:
-        try:
-            probe.bind((number, 0))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise UnfitError(f"{task}'s address {place} cannot be used: {error.strerror}") from None
-            return False
-    return True
-
-
-def is_loopback(place: str) -> bool:
-    """Whether only processes of this host reach a place."""
-    return ipaddress.ip_address(_split(place)[0].partition("%")[0]).is_loopback
+    number, port = split_address(place)
+    try:
+        return is_here(_family(number), (number, port))
+    except OSError as error:
+        raise UnfitError(f"{task}'s address {place} cannot be used: {error.strerror}") from None
 
 
 def check_free(place: str, task: str) -> None:
@@ -59,7 +54,7 @@ def check_free(place: str, task: str) -> None:
     Raises:
         ConfigError: a program does.
     """
-    number, port = _split(place)
+    number, port = split_address(place)
     with contextlib.closing(socket.socket(_family(number))) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -143,38 +138,8 @@ def _name(place: str) -> bytes:
     return f"\0lockstep/{os.geteuid()}/at/{place}".encode()
 
 
-def _number(host: str, address: str, task: str) -> str:
-    found: list[str] = []
-    why = [f"no answer in {_PATIENCE:g} s"]
-
-    def ask() -> None:
-        try:
-            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            why[:] = [str(getattr(error, "strerror", None) or error)]
-        else:
-            infos.sort(key=lambda info: info[0] != socket.AF_INET)
-            found.append(str(infos[0][4][0]))
-
-    # The system waits much longer for a name server that does not respond.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_PATIENCE)
-    if not found:
-        raise ConfigError(
-            f"the host {host!r} of {task}'s address {address} cannot be resolved ({why[0]}); correct it in "
-            "TF_CONFIG, or give its IP address"
-        )
-    return found[0]
-
-
 def _family(number: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in number else socket.AF_INET
-
-
-def _split(place: str) -> tuple[str, int]:
-    number, _, port = place.rpartition(":")
-    return number.strip("[]"), int(port)
 
 
 def _user_of(port: int) -> str:

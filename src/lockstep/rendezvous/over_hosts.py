@@ -6,13 +6,13 @@ the job, and the agents of the other hosts join it there.
 """
 
 import os
-import shutil
 import signal
-import tempfile
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +24,9 @@ from lockstep.hosts.agent_server import AgentServer, JoiningAgent
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import AwaitedHost, Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
-from lockstep.hosts.job_on_hosts import ThisHost, first_message, run_on_hosts
+from lockstep.hosts.job_on_hosts import JobOnHosts, ThisHost, first_message
 from lockstep.hosts.joining import CoordinatorDialer
+from lockstep.hosts.newcomers import Newcomers
 from lockstep.local_job.composition import LocalHost
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.credentials import Credentials
@@ -47,13 +48,18 @@ from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
+from lockstep.system.run_folder import (
+    claim_folder,
+    empty_folder,
+    fresh_folder,
+    leave_folder,
+    temporary_folder,
+)
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.stream_channel import StreamChannel
 
 TIMEOUT = 600.0
 _PAUSE = 1.0
-_TOO_LATE = "the job runs on other processes; start this host's tasks again when it has ended"
 
 
 def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
@@ -63,27 +69,28 @@ def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
         ConfigError: the tasks or the hosts do not fit together, or a port is in use.
         NetworkError: this host cannot listen.
         UnfitError: a host was lost before the job began.
+        SystemExit: this process was stopped before the job began.
     """
     user, command = LocalChannel.pair()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         user.send(Stop(number))
 
-    signal.signal(signal.SIGTERM, pass_on)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
     with EventLoop() as loop:
         loop.watch(server.fileno(), server.serve)
-        while not server.waiting:
-            loop.turn(None)
-            if server.is_empty:
-                return
         host = _TasksOfHost(server, terminals, loop, user, command)
         try:
+            if not host.has_begun():
+                return
             if 0 in server.first.here:
                 host.coordinate()
             else:
                 host.join()
-        except Stopped:
+        except Stopped as stopped:
             server.turn_away("the job was stopped before it began")
+            sys.exit(128 + stopped.signal)
 
 
 def missing_tasks(first: Arrival, waiting: Sequence[int], agents: Sequence[HostOffer]) -> str:
@@ -188,7 +195,30 @@ class _TasksOfHost:
         self.own = self.first.tasks[self.first.here[0]]
         self.coordinator = self.first.tasks[0]
         self.failure = ""
-        self.credentials: Credentials = own_credentials(self.own.place, encrypted=True)
+
+    @cached_property
+    def credentials(self) -> Credentials:
+        """Those of this host."""
+        return own_credentials(self.own.place, encrypted=True)
+
+    def has_begun(self) -> bool:
+        """Wait for the first process; return False if it leaves before it says what it is."""
+        while not self.server.waiting:
+            self._turn(None)
+            if self.server.is_empty:
+                return False
+        return True
+
+    def _turn(self, seconds: float | None) -> None:
+        """Serve the processes of this host while it waits; raise Stopped if this process is stopped."""
+        self.loop.watch(self.command.fileno(), lambda: None)
+        try:
+            self.loop.turn(seconds)
+        finally:
+            self.loop.unwatch(self.command.fileno())
+        match self.command.receive():
+            case Stop(number):
+                raise Stopped(number)
 
     def listen(self, agents: AgentServer | None = None) -> HostListener:
         """Listen at the address of this host's first task."""
@@ -217,10 +247,10 @@ class _TasksOfHost:
             listener = ends.enter_context(closing(self.listen(agents)))
             if not self._gather(agents):
                 return
-            joined = agents.begin(_TOO_LATE)
+            joined = agents.begin()
             for agent in joined:
                 ends.enter_context(closing(agent.channel))
-            self._run(listener, joined)
+            self._run(listener, agents, joined)
 
     def _gather(self, agents: AgentServer) -> bool:
         """Wait for a process per task; return False if all processes of this host leave before."""
@@ -236,15 +266,15 @@ class _TasksOfHost:
             agents.keep_waiting(missing)
             if told != (told := (missing, len(self.server.waiting))):
                 self.server.keep_waiting(missing)
-            self.loop.turn(None)
+            self._turn(None)
 
-    def _run(self, listener: HostListener, joined: Sequence[JoiningAgent]) -> None:
+    def _run(self, listener: HostListener, agents: AgentServer, joined: Sequence[JoiningAgent]) -> None:
         first = self.first
         hosts, others = [JobHost(_host(self.own), len(first.here))], {}
+        offers: dict[str, HostOffer] = {}
         for agent in sorted(joined, key=_first_slot):
-            name = _host(first.tasks[_first_slot(agent)])
-            others[len(hosts)] = AwaitedHost(name, agent.channel, lambda: "its agent has ended")
-            hosts.append(JobHost(name, len(_tasks(agent))))
+            others[len(hosts)] = host = self._awaited(agent, offers)
+            hosts.append(JobHost(host.name, len(_tasks(agent))))
         spec = JobSpec(
             target=first.target,
             module=first.module,
@@ -263,7 +293,7 @@ class _TasksOfHost:
         paths = RunPaths(spec.run_dir.absolute())
         workers = RendezvousWorkers(self.server, paths)
         try:
-            run_on_hosts(
+            JobOnHosts(
                 spec,
                 prepare,
                 self.command,
@@ -274,23 +304,39 @@ class _TasksOfHost:
                 workers=lambda job, host: workers.admitting(job, LocalOutput(self.terminals, paths)),
                 notifies=True,
                 by_hand=True,
-            )
+                accept=lambda newcomers: self._accept_later(agents, newcomers, offers),
+            ).run()
         finally:
             leave_folder(spec.run_dir)
             os.close(lock)
         if not self.server.assigned:
             self.server.turn_away("the job could not start for the reason above")
 
+    def _awaited(self, agent: JoiningAgent, offers: dict[str, HostOffer]) -> AwaitedHost:
+        assert agent.offer is not None
+        name = _host(self.first.tasks[_first_slot(agent)])
+        offers[name] = agent.offer
+        return AwaitedHost(name, agent.channel, lambda: "its agent has ended")
+
+    def _accept_later(self, agents: AgentServer, newcomers: Newcomers, offers: dict[str, HostOffer]) -> None:
+        """Admit lost hosts whose tasks are started again while the job runs."""
+
+        def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+            others = [(name, offers[name]) for name in newcomers.names if name in offers]
+            return objection(self.first, offer, agent.peer, others)
+
+        def take(agent: JoiningAgent) -> None:
+            newcomers.consider(self._awaited(agent, offers), len(_tasks(agent)))
+
+        agents.pass_on(judge, take)
+
     # The other hosts.
 
     def join(self) -> None:
         """Join the coordinator, and run the workers of this host; again, if it ends before the job begins."""
-        folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
-        try:
+        with temporary_folder() as folder:
             while not self.server.is_empty and not self._join(folder):
                 self._pause()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _join(self, folder: Path) -> bool:
         """Return whether a job has run."""
@@ -326,6 +372,10 @@ class _TasksOfHost:
                     self.failure = str(gone)
                     return False
                 self.terminals.say(f"{gone}, so the job ends on this host")
+            except Stopped:
+                if not self.server.is_empty:
+                    raise
+                return False
             return True
 
     def _connect(self) -> StreamChannel[RemoteReport, RemoteInstruction] | None:
@@ -342,7 +392,7 @@ class _TasksOfHost:
             while (connection := dialer.take()) is None:
                 if self.server.is_empty:
                     return None
-                self.loop.turn(None)
+                self._turn(None)
         return StreamChannel.over(
             connection, RemoteInstruction, self.credentials, accepted=False, most_queued=MOST_QUEUED
         )
@@ -350,7 +400,7 @@ class _TasksOfHost:
     def _pause(self) -> None:
         until = self.clock.now() + _PAUSE
         while not self.server.is_empty and (left := until - self.clock.now()) > 0:
-            self.loop.turn(left)
+            self._turn(left)
 
 
 def _tasks(agent: JoiningAgent) -> tuple[int, ...]:

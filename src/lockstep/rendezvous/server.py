@@ -92,12 +92,13 @@ class RendezvousServer:
             if (call := self._calls.get(descriptor)) is not None:
                 call()
 
-    def begin(self, job: str, came: Callable[[], None]) -> None:
+    def begin(self, job: str, came: Callable[[], None], *, late: bool) -> None:
         """From now on, have each process wait until the job admits it.
 
         Args:
             job: the name of the job.
             came: called for each process that arrives and can take part.
+            late: whether those that wait arrive now, because the job runs already.
         """
 
         def wait() -> None:
@@ -108,6 +109,8 @@ class RendezvousServer:
             came()
 
         self._came, self._left = arrive, wait
+        for _ in self.waiting if late else ():
+            came()
 
     def tell_of_changes(self, changed: Callable[[], None]) -> None:
         """From now on, call `changed` when a process that waits has arrived or left."""

@@ -25,9 +25,8 @@ from lockstep.rendezvous.addresses import (
     check_free,
     claim,
     connect,
+    has_place,
     holder,
-    is_here,
-    is_loopback,
     resolve,
 )
 from lockstep.rendezvous.waiting import RendezvousWait
@@ -48,6 +47,7 @@ from lockstep.system.environment import (
 from lockstep.system.invocation import Invocation, own
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import flush_streams
+from lockstep.transport.addresses import is_loopback, split_address
 from lockstep.worker import job
 from lockstep.worker.script import Script
 
@@ -169,7 +169,7 @@ def _tasks_here(tasks: Sequence[Task], slot: int) -> tuple[int, ...]:
         UnfitError: an address cannot be used.
     """
     own = tasks[slot]
-    here = tuple(at for at, task in enumerate(tasks) if is_here(task.place, task.name))
+    here = tuple(at for at, task in enumerate(tasks) if has_place(task.place, task.name))
     if len(here) == len(tasks):
         return ()
     other = next(task for at, task in enumerate(tasks) if at not in here)
@@ -179,20 +179,17 @@ def _tasks_here(tasks: Sequence[Task], slot: int) -> tuple[int, ...]:
             "has the address, or correct the address in every TF_CONFIG"
         )
     for task in tasks:
-        if is_loopback(task.place):
+        if is_loopback(split_address(task.place)[0]):
             at = "" if task.place == task.address else f", which is {task.place} here,"
             raise ConfigError(
                 f"{task.name}'s address {task.address}{at} cannot be reached from other hosts, such as that "
                 f"of {other.name} ({other.address}); give it an address that all hosts reach"
             )
+    from lockstep.transport.keys import JobKey, key_needed
+
     path = key_file()
     if path is None:
-        raise ConfigError(
-            f"{other.name} ({other.address}) is on another host, so the job needs a key: make one with "
-            f"lockstep key FILE, copy the file to each host, and set {KEY_FILE} to its path there"
-        )
-    from lockstep.transport.keys import JobKey
-
+        raise key_needed(f"{other.name} ({other.address}) is on another host")
     JobKey.read(path)
     return here
 

@@ -51,9 +51,16 @@ class AskMembers:
 
 @dataclass(frozen=True)
 class SendPosition:
-    """Send a joiner the position from the chief."""
+    """Send a joiner the position from the chief; `PositionMissed` follows if that fails."""
 
     worker: int
+
+
+@dataclass(frozen=True)
+class SendState:
+    """Send a host the state that the chief has given, for joiners there; `StateArrived` follows."""
+
+    host: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ Action = (
     | StartWorker
     | AskMembers
     | SendPosition
+    | SendState
     | SignalWorker
     | KillWorker
     | DumpStack

@@ -7,7 +7,8 @@ view, and compute its replicas too. When a script raises, the other workers get 
 
 A joiner runs the script alone up to the position of the members: it requests the position, runs up to it,
 and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
-sends the state, and the next view begins with the joiner.
+sends the state, and the next view begins with the joiner. If the joiner is on another host, the state travels
+there first. A joiner that it does not reach is killed, and replaced like any other that is lost.
 
 When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
 
@@ -42,6 +43,7 @@ from lockstep.supervisor.actions import (
     JobOutcome,
     KillWorker,
     SendPosition,
+    SendState,
     ShowMessage,
     SignalWorker,
     StartView,
@@ -51,9 +53,13 @@ from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
     FailureReported,
+    HostJoined,
     HostLost,
+    PositionMissed,
     ScaleRequested,
+    StateArrived,
     StateGiven,
+    ViewBroken,
     ViewFailed,
     WorkerArrived,
 )
@@ -101,6 +107,10 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _join_requested(state, event, now)
         case StateGiven():
             decision = _state_given(state, event, now)
+        case StateArrived():
+            decision = _state_arrived(state, event, now)
+        case PositionMissed():
+            decision = _position_missed(state, event, now)
         case WorkerArrived(host):
             size = replace(state.size, wanted=len(state.present) + len(state.joiners) + 1, closed=False)
             admission = replace(state.admission, arrivals=(*state.admission.arrivals, host))
@@ -110,8 +120,12 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _scale_requested(state, event, now)
         case WaitReported():
             decision = _wait_reported(state, event, now)
+        case ViewBroken():
+            decision = _view_broken(state, event, now)
         case HostLost():
             decision = _host_lost(state, event, now)
+        case HostJoined():
+            decision = _host_joined(state, event)
         case ViewFailed(reason):
             decision = _end(state, JobOutcome(1, reason), now)
         case StopRequested():
@@ -189,8 +203,12 @@ def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> D
         return Decision(state, reason=how)
     if worker not in state.members:
         return Decision(state, reason=f"{how}; the others had already continued without it")
+    return _saved_without(state, how, now)
+
+
+def _saved_without(state: State, how: str, now: float) -> Decision:
+    """Let the chief complete its step without lost members, or stop the others if it is lost."""
     if state.view.chief in state.running:
-        # The chief needs the others to complete its step.
         return _next_view(state, how, now)
     reason = f"{how}; sending SIGTERM to the other workers"
     return _with_saving_outcome(_signal_all(state, signal.SIGTERM, now, reason), state.shutdown.saving, how)
@@ -220,14 +238,73 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
     return _next_view(state, "", now)
 
 
+def _view_broken(state: State, event: ViewBroken, now: float) -> Decision:
+    """Begin the next view with the same members, at the cost of a restart, unless that is in vain."""
+    how = f"worker {event.worker}: {event.reason}"
+    awaited = state.admission.given or state.shutdown.deadline is not None
+    if state.stage is not Stage.RUNNING or event.view != state.view.number or awaited:
+        return Decision(state, reason=f"{how}; view {event.view} has ended, or is about to")
+    if event.fatal or not state.elastic:
+        return _end(state, JobOutcome(1, how), now)
+    if not (state.size.restarts_left or state.size.by_hand):
+        how += f"; no restart is left (--max-restarts {state.size.max_restarts})"
+        return _end(state, JobOutcome(1, how), now)
+    left = max(state.size.restarts_left - 1, 0)
+    return _next_view(replace(state, size=replace(state.size, restarts_left=left)), how, now)
+
+
 def _host_lost(state: State, event: HostLost, now: float) -> Decision:
-    """End the job: its state is on the hosts that remain, but their number is fixed."""
-    gone = [worker for worker in state.running if state.workers[worker].host == event.host]
-    state = state.with_phase(Phase.LOST, *gone)
+    """Continue an elastic job without the workers of a host, which are not replaced until a host has room."""
+    gone = tuple(sorted(worker for worker in state.running if state.workers[worker].host == event.host))
+    how = f"{event.reason}; lost {name_workers(gone)}" if gone else event.reason
+    saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.given
+    members = state.present.intersection(gone)
+    state = replace(state, lost_hosts=state.lost_hosts | {event.host})
+    state = state.with_phase(Phase.LOST, *gone).with_phase(Phase.LEFT, *leaving.intersection(gone))
+    state = _with_missing(state, event.host)
+    if not state.running or (state.active and not state.present):
+        succeeded = state.active and bool(state.finished)
+        how += "; the others had succeeded" if succeeded else "; no workers remain"
+        outcome = JobOutcome(0) if succeeded else state.shutdown.outcome or JobOutcome(1, how)
+        over = _finish(_with_outcome(state, outcome), how)
+        over = over.after(ShowMessage(how)) if succeeded else over
+        return _with_saving_outcome(over, saving, how) if state.stage is Stage.SAVING else over
+    if state.stage is Stage.SAVING and members.intersection(state.members):
+        return _saved_without(state, how, now)
     if not state.active:
-        reason = f"{event.reason}; the job is already ending"
-        return Decision(state, reason=reason) if state.running else _finish(state, reason)
-    return _end(_unstuck(state), JobOutcome(1, event.reason), now)
+        return Decision(state, reason=f"{how}; the job is already ending")
+    state = _unstuck(state)
+    if not state.elastic:
+        return _end(state, JobOutcome(1, how), now)
+    if waits or members.intersection(state.members):
+        return _next_view(state, how, now)
+    return _loss_noted(state, how, reported=False)
+
+
+def _with_missing(state: State, lost: int) -> State:
+    """Note that a lost host had workers, and how they may come back."""
+    size, admission = state.size, state.admission
+    arrivals = tuple(host for host in admission.arrivals if host != lost)
+    there, then = len(state.present) + len(state.joiners) + len(arrivals), ""
+    if size.by_hand and there < size.wanted:
+        size, then = replace(size, wanted=max(there, 1)), _no_more(size)
+    elif there < size.wanted and state.roomiest_host() is None:
+        then = "others start when a host joins"
+    if lost in admission.holders:
+        # Perhaps others have not received all of it.
+        admission = admission.without_state()
+    receivers = admission.receivers - {lost}
+    admission = replace(
+        admission, arrivals=arrivals, receivers=receivers, unreported=then or admission.unreported
+    )
+    return replace(state, size=size, admission=admission)
+
+
+def _host_joined(state: State, event: HostJoined) -> Decision:
+    """Note a host that has room for workers."""
+    state = replace(state, slots=(*state.slots, event.workers), cores=(*state.cores, event.cores))
+    reason = f"host {event.name} has joined, with room for {count(event.workers, 'worker')}"
+    return Decision(state, (ShowMessage(reason),) if state.active else (), reason)
 
 
 def _failure_reported(state: State, event: FailureReported, now: float) -> Decision:
@@ -333,8 +410,33 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     state = state.with_phase(Phase.JOINING, *locating)
     if not event.whole:
         return Decision(state, positions, "the chief reported the training position")
-    admission = replace(state.admission, given=True, posted=Notice.NOTHING)
+    holders = frozenset({event.host})
+    admission = replace(state.admission, given=True, holders=holders, posted=Notice.NOTHING)
     return _admit(replace(state, admission=admission), now, "").after(*positions)
+
+
+def _state_arrived(state: State, event: StateArrived, now: float) -> Decision:
+    """Begin the next view if the state has reached all joiners; without those that it cannot reach."""
+    admission, host = state.admission, frozenset({event.host})
+    if event.view != state.view.number or not admission.given:
+        return Decision(state, reason=f"the state of view {event.view} is no longer needed")
+    if event.failure:
+        state = replace(state, admission=replace(admission, receivers=admission.receivers - host))
+        late = tuple(worker for worker in state.lacking if state.workers[worker].host == event.host)
+        return _unreached(state, late, event.failure, now)
+    state = replace(state, admission=replace(admission, holders=admission.holders | host))
+    if state.lacking or admission.report_at is None:
+        return Decision(state, reason="the state has arrived; training waits for others")
+    return _admit(state, now, "")
+
+
+def _position_missed(state: State, event: PositionMissed, now: float) -> Decision:
+    """Ask again for the position if its view has ended meanwhile; otherwise give the joiner up."""
+    if not state.active or state.workers[event.worker].phase is not Phase.JOINING:
+        return Decision(state, reason=f"worker {event.worker} no longer joins")
+    if event.view != state.view.number:
+        return _join_requested(state, JoinRequested(event.worker, whole=False), now)
+    return _unreached(state, (event.worker,), event.failure, now)
 
 
 def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decision:
@@ -343,7 +445,8 @@ def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decisio
     admission = replace(state.admission, young_losses=0, backoff_until=None)
     free = max(event.workers - len(state.staying), 0)
     dropped = state.joiners[free:]
-    state, kills = _without_joiners(replace(state, size=size, admission=admission), dropped)
+    state = replace(state, size=size, admission=admission).with_slots(event.workers)
+    state, kills = _without_joiners(state, dropped)
     reason = f"the job now wants {count(event.workers, 'worker')}"
     if dropped:
         reason += f"; {name_workers(dropped)} no longer need{'s' if len(dropped) == 1 else ''} to join"
@@ -437,10 +540,18 @@ def _deadline_passed(state: State, now: float) -> Decision:
     if state.shutdown.deadline is not None and now >= state.shutdown.deadline:
         return _stage_over(state, now)
     if admission.deadline is not None and now >= admission.deadline:
+        if admission.report_at is not None:
+            late = f"the state has not arrived within {state.limits.timeout:g} s (--timeout)"
+            return _unreached(state, state.lacking, late, now)
         number = len(state.staying) + len(state.ready)
         message = f"too few workers for {state.limits.timeout:g} s (--timeout): {number} of at least "
         message += f"{state.size.min_workers} (--min-workers)"
         return _end(state, JobOutcome(1, message, state.joiners, Evidence.LOG), now)
+    if admission.report_at is not None and now >= admission.report_at:
+        text = f"training waits until the state has reached the host of {name_workers(state.lacking)}"
+        shown = (ShowMessage(text),) if state.lacking else ()
+        state = replace(state, admission=replace(admission, report_at=now + state.limits.repeat))
+        return Decision(state, shown, text)
     if state.idle_until is not None and now >= state.idle_until:
         return _nothing_distributed(state)
     if admission.backoff_until is not None and now >= admission.backoff_until:
@@ -603,10 +714,9 @@ def _admit(state: State, now: float, how: str) -> Decision:
             return _end(state, JobOutcome(1, f"{why or _no_more(size)}; {message}"), now)
         what = f"training waits: {count(len(workers), 'worker')} of at least {least} (--min-workers)"
         reason = f"{why}; {what}" if why else what
-        deadline = state.admission.deadline
-        deadline = now + state.limits.timeout if deadline is None else deadline
-        state = replace(state, admission=replace(state.admission, deadline=deadline, unreported=""))
-        return Decision(state, (ShowMessage(reason),), reason)
+        return Decision(_waiting(state, now), (ShowMessage(reason),), reason)
+    if state.lacking:
+        return _state_sent(state, now, why)
     view = state.next_view(workers)
     new, old = tuple(w for w in workers if w in ready), tuple(w for w in staying if w not in workers)
     changes = [f"{name_workers(new)} joined"] if new else []
@@ -615,12 +725,44 @@ def _admit(state: State, now: float, how: str) -> Decision:
         f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')}, view {view.number})"
     )
     reason = f"{why}; {what}" if why else what
-    admission = replace(state.admission, given=False, deadline=None, unreported="")
+    admission = replace(state.admission.without_state(), unreported="")
     state = replace(state, view=view, view_since=now, admission=admission)
     state = state.with_phase(Phase.MEMBER, *new).with_phase(Phase.LEAVING, *old)
     for worker in new:
         state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
     return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
+
+
+def _waiting(state: State, now: float) -> State:
+    """Give the wait for the next view a deadline, if it has none."""
+    admission = state.admission
+    deadline = now + state.limits.timeout if admission.deadline is None else admission.deadline
+    return replace(state, admission=replace(admission, deadline=deadline, report_at=None, unreported=""))
+
+
+def _state_sent(state: State, now: float, why: str) -> Decision:
+    """Send the state to all hosts whose joiners lack it; the members wait until it has arrived."""
+    hosts = {state.workers[worker].host for worker in state.lacking}
+    report_at = state.admission.report_at or now + state.limits.repeat
+    sends = tuple(SendState(host) for host in sorted(hosts - state.admission.receivers))
+    state = _waiting(state, now)
+    receivers = state.admission.receivers | hosts
+    state = replace(state, admission=replace(state.admission, receivers=receivers, report_at=report_at))
+    reason = f"the state is on its way to the host of {name_workers(state.lacking)}"
+    if not why:
+        return Decision(state, sends, reason)
+    reason = f"{why}; {reason}"
+    return Decision(state, (*sends, ShowMessage(reason)), reason)
+
+
+def _unreached(state: State, workers: tuple[int, ...], why: str, now: float) -> Decision:
+    """Kill joiners that the state or the position does not reach; the members continue."""
+    state = state.with_phase(Phase.JOIN_FAILED, *workers)
+    reason = f"{name_workers(workers)} cannot join: {why}" if workers else why
+    lost = (*((ShowMessage(reason),) if workers else ()), *map(KillWorker, workers))
+    if not state.admission.given:
+        return Decision(state, lost, reason)
+    return replace(_admit(state, now, "").after(*lost), reason=reason)
 
 
 def _why(state: State, how: str) -> str:
@@ -644,6 +786,8 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     if missing > 0 and not paused and not unsure:
         for worker in range(first := max(state.workers) + 1, first + missing):
             host, *later = admission.arrivals or (state.roomiest_host(),)
+            if host is None:
+                break
             admission = replace(admission, arrivals=tuple(later))
             state = state.with_worker(worker, WorkerRecord(Phase.JOINING, host, started_at=now))
             actions = (*actions, StartWorker(worker))
@@ -720,7 +864,7 @@ def _finish(state: State, reason: str) -> Decision:
 def _at_stage(state: State, stage: Stage, deadline: float | None) -> State:
     """Begin a stage of the end, in which no worker is started or admitted."""
     shutdown = replace(state.shutdown, stage=stage, deadline=deadline)
-    admission = replace(state.admission, given=False, backoff_until=None, deadline=None)
+    admission = replace(state.admission.without_state(), backoff_until=None)
     return replace(state, shutdown=shutdown, admission=admission)
 
 

@@ -53,11 +53,31 @@ class StateGiven:
         view: its number.
         whole: whether it is the whole state.
         failure: why nothing could be sent; empty on success.
+        host: the index of the host of the chief.
     """
 
     view: int
     whole: bool
     failure: str = ""
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class StateArrived:
+    """The state that was given in a view has reached another host, or has not, because of `failure`."""
+
+    host: int
+    view: int
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class PositionMissed:
+    """The position that was given in a view has not reached a joiner, because of `failure`."""
+
+    worker: int
+    view: int
+    failure: str
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,34 @@ class ViewFailed:
     """This machine lacks the resources for the next view."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class ViewBroken:
+    """A worker has left the exchange of the view `view`, for `reason`, although no worker was lost.
+
+    If this is fatal, the next view would break too.
+    """
+
+    worker: int
+    view: int
+    reason: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True)
+class HostJoined:
+    """A host takes part in the job from now on; its index is the next one.
+
+    Attributes:
+        name: of the host.
+        workers: the number of workers that it should have.
+        cores: number of its cores.
+    """
+
+    name: str
+    workers: int
+    cores: int
 
 
 @dataclass(frozen=True)
@@ -107,10 +155,14 @@ Event = (
     | TimeoutSet
     | JoinRequested
     | StateGiven
+    | StateArrived
+    | PositionMissed
     | WorkerArrived
     | ScaleRequested
     | WaitReported
+    | ViewBroken
     | HostLost
+    | HostJoined
     | ViewFailed
     | StopRequested
     | DeadlinePassed

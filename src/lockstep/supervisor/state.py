@@ -28,7 +28,7 @@ class Phase(Enum):
     READY = auto()
     """A joiner that waits for the next view."""
     JOIN_FAILED = auto()
-    """A joiner whose script has raised; its process still runs."""
+    """A joiner whose script has raised, or that the state did not reach; its process still runs."""
     MEMBER = auto()
     """A member of the view, or a worker that the last view left behind; its process still runs."""
     LEAVING = auto()
@@ -158,7 +158,11 @@ class Admission:
     Attributes:
         posted: the notice to the members of the view.
         given: whether the chief has sent the state, so that all members wait for the next view.
-        deadline: when a job whose members wait for joiners gives up; None if they do not wait.
+        holders: the hosts that have this state.
+        receivers: the hosts to which this state was sent, and that have not failed to receive it.
+        deadline: when a job whose members wait for joiners, or for the state to reach them, gives up; None if
+            they do not wait.
+        report_at: when a message says for whom the state is on its way; None if it is not.
         backoff_until: the earliest time to start a worker; None for no limit.
         young_losses: how many workers in a row were lost soon after their start.
         unreported: the consequence of the last loss, until a message has reported it.
@@ -167,11 +171,19 @@ class Admission:
 
     posted: Notice = Notice.NOTHING
     given: bool = False
+    holders: frozenset[int] = frozenset()
+    receivers: frozenset[int] = frozenset()
     deadline: float | None = None
+    report_at: float | None = None
     backoff_until: float | None = None
     young_losses: int = 0
     unreported: str = ""
     arrivals: tuple[int, ...] = ()
+
+    def without_state(self) -> "Admission":
+        """Return the admission once the wait for the next view is over."""
+        none = frozenset[int]()
+        return replace(self, given=False, holders=none, receivers=none, deadline=None, report_at=None)
 
 
 class Stage(Enum):
@@ -240,6 +252,8 @@ class State:
     Attributes:
         view: which worker computes which replica.
         slots: for each host, the number of workers that it should have.
+        cores: for each host, the number of its cores; only their ratios matter.
+        lost_hosts: the indices of hosts that are lost for good; a host that comes back has a new index.
         workers: every worker that was ever started, by id.
         limits: the time limits.
         size: how many workers there should be.
@@ -255,6 +269,7 @@ class State:
 
     view: View
     slots: tuple[int, ...]
+    cores: tuple[int, ...]
     workers: Mapping[int, WorkerRecord]
     limits: TimeLimits = field(default_factory=TimeLimits)
     size: JobSize = field(default_factory=JobSize)
@@ -266,13 +281,27 @@ class State:
     distributes: bool = False
     idle_until: float | None = None
     reported_late: tuple[tuple[tuple[int, ...], float], ...] = ()
+    lost_hosts: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, view: View, limits: TimeLimits, size: JobSize, *, keeps: bool = False) -> "State":
-        """Return the state of a new job that begins with `view`, of which each host has workers."""
+    def of(
+        cls,
+        view: View,
+        limits: TimeLimits,
+        size: JobSize,
+        *,
+        keeps: bool = False,
+        cores: tuple[int, ...] = (),
+    ) -> "State":
+        """Return the state of a new job that begins with `view`, of which each host has workers.
+
+        Without `cores`, all hosts are alike.
+        """
+        cores = cores or (1,) * len(view.hosts)
         hosts = enumerate(view.hosts)
         workers = {worker: WorkerRecord(host=host) for host, there in hosts for worker in there}
-        return cls(view, tuple(map(len, view.hosts)), workers, limits, size, keeps=keeps)
+        first = cls(view, tuple(map(len, view.hosts)), cores, workers, limits, size, keeps=keeps)
+        return first.with_slots(size.wanted)
 
     @property
     def stage(self) -> Stage:
@@ -288,7 +317,10 @@ class State:
     def due(self) -> float | None:
         """When `DeadlinePassed` is due."""
         admission = self.admission
-        times = (self.shutdown.deadline, admission.backoff_until, admission.deadline, self.idle_until)
+        times = (
+            *(self.shutdown.deadline, admission.backoff_until, admission.deadline, admission.report_at),
+            self.idle_until,
+        )
         return min((at for at in times if at is not None), default=None)
 
     @property
@@ -320,6 +352,11 @@ class State:
     def ready(self) -> tuple[int, ...]:
         """The joiners that wait for the next view, the longest-waiting first."""
         return tuple(sorted(self.within(Phase.READY)))
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        """The joiners that wait for the next view on hosts that do not have the state."""
+        return tuple(one for one in self.ready if self.workers[one].host not in self.admission.holders)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -357,10 +394,28 @@ class State:
             hosts[host] = (*hosts.get(host, ()), worker)
         return place_on_hosts(self.view.replicas, tuple(hosts.values()), self.view.number + 1)
 
-    def roomiest_host(self) -> int:
-        """Return the host that lacks most workers; the first of several."""
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts that are not lost."""
+        return tuple(host for host in range(len(self.slots)) if host not in self.lost_hosts)
+
+    def roomiest_host(self) -> int | None:
+        """Return the host that lacks most workers, the first of several; None if none lacks any."""
         there = Counter(self.workers[worker].host for worker in self.running - self.leaving)
-        return max(range(len(self.slots)), key=lambda host: self.slots[host] - there[host])
+        lacks = {host: self.slots[host] - there[host] for host in self.hosts}
+        roomiest = max(lacks, key=lacks.__getitem__, default=None)
+        return roomiest if roomiest is not None and lacks[roomiest] > 0 else None
+
+    def with_slots(self, workers: int) -> "State":
+        """Return the state whose hosts have slots for `workers`, more where each gets most cores."""
+        slots = list(self.slots)
+
+        def share(host: int) -> float:
+            return self.cores[host] / (slots[host] + 1)
+
+        for _ in range(sum(slots[host] for host in self.hosts), workers):
+            slots[max(self.hosts, key=share)] += 1
+        return replace(self, slots=tuple(slots))
 
     def with_worker(self, worker: int, record: WorkerRecord) -> "State":
         """Return the state with another record of a worker."""

@@ -5,6 +5,8 @@ import itertools
 import os
 import re
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ _HOLDER = ".lockstep-job"
 """The name of a file with the id of the job over hosts that holds the lock of a folder."""
 _SIGNS_WITHIN = 2.0
 _LOOK_EVERY = 0.05
+_TEMPORARY = "lockstep-agent-"
 _RECORD = re.compile("[0-9a-f]{32}")
 """File names of the records of saved models; see `lockstep.keras.shared_saves`."""
 
@@ -140,6 +143,42 @@ def empty_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise _unusable("the run's folder", folder.parent, "--run-dir", error) from None
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for what the processes of a job on this host share, and remove it after the block.
+
+    If they are all killed, the next command of the same user removes it.
+
+    Raises:
+        ConfigError, OSError: it cannot be created.
+    """
+    remove_abandoned()
+    # Under its final name, it is always locked.
+    made = folder = Path(tempfile.mkdtemp(prefix=f".{_TEMPORARY}"))
+    try:
+        lock = claim_folder(made)
+        folder = made.rename(made.with_name(made.name[1:]))
+        try:
+            yield folder
+        finally:
+            os.close(lock)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove the temporary folders whose processes were all killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            found, lock = path.lstat(), RunPaths(path).lock
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not lock.exists():
+                continue
+            descriptor = try_lock(lock)
+            if descriptor is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(descriptor)
 
 
 def leave_folder(folder: Path) -> None:

@@ -1,5 +1,8 @@
 """Addresses of processes on any host: HOST:PORT, where the host is a name, an IPv4 or an [IPv6] address."""
 
+import contextlib
+import errno
+import ipaddress
 import socket
 import threading
 from typing import Any
@@ -45,12 +48,43 @@ def join_address(place: Place) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(number: str) -> bool:
+    """Whether only processes of this host reach an IP address."""
+    return ipaddress.ip_address(number.partition("%")[0]).is_loopback
+
+
+def is_here(family: socket.AddressFamily, place: Place) -> bool:
+    """Whether the IP address of a place is one of this host.
+
+    Raises:
+        OSError: it cannot be used.
+    """
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.bind((place[0], 0, *place[2:]))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return False
+    return True
+
+
 def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, Place]:
     """Return the address of a host, of IPv4 if it has one; takes at most `patience` seconds.
 
     Raises:
         NetworkError: the name cannot be resolved.
     """
+    found = look_up(host, port, patience)
+    if isinstance(found, str):
+        raise NetworkError(
+            f"the host {host!r} cannot be resolved ({found}); correct it, or give its IP address"
+        )
+    return found
+
+
+def look_up(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, Place] | str:
+    """Return the address of a host as `resolve_host` does, or why it cannot be resolved."""
     found: list[tuple[socket.AddressFamily, Place]] = []
     why = [f"no answer in {patience:g} s"]
 
@@ -67,8 +101,4 @@ def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressF
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(patience)
-    if not found:
-        raise NetworkError(
-            f"the host {host!r} cannot be resolved ({why[0]}); correct it, or give its IP address"
-        )
-    return found[0]
+    return found[0] if found else why[0]

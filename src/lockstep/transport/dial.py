@@ -15,13 +15,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from lockstep.errors import NetworkError
+from lockstep.errors import NetworkError, UnreachableError
 from lockstep.protocol.credentials import KEY_EXPIRED, Credentials, describe_tls_error
 from lockstep.protocol.greeting import NONCE, Greeting, encode_greeting
 from lockstep.transport.addresses import join_address, resolve_host, split_address
 
 _ACCEPTED = b"\x06"
 """What the worker that accepts sends first, after it has checked the certificate of the other."""
+REACH = 10.0
+"""Seconds in which a host is reached, or is given up."""
+_ATTEMPT = 3.0
+"""Seconds of one attempt: the kernel alone would try again later and later."""
+_IDLE, _INTERVAL = 4, 2
 _SLICE = 0.2
 
 
@@ -62,11 +67,11 @@ def connect(
     with contextlib.ExitStack() as undo:
         try:
             connection = undo.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _prepare(connection)
             with contextlib.suppress(BlockingIOError):
                 connection.connect(place)
-            late = f"{address} did not answer within {patience:g} s{firewall}"
-            _wait(connection, select.POLLOUT, until, check, late)
+            late = f"{address} did not answer within {patience:.3g} s{firewall}"
+            wait_for(connection, select.POLLOUT, until, check, late)
             if failure := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(failure, os.strerror(failure))
             greeting = msgspec.structs.replace(greeting, nonce=secrets.token_bytes(NONCE))
@@ -89,31 +94,35 @@ def dial(
     credentials: Credentials | None,
     patience: float,
     check: Callable[[], None] = _never,
+    reach: float = REACH,
 ) -> socket.socket:
     """Return a connection to a worker of another host, once that worker has called `accept`.
 
     Args:
-        address: of the listener of that host's agent.
+        address: of the listener of that host's agent, which answers at once.
         greeting: its nonce does not matter.
         credentials: of this worker; None if the job has no key.
-        patience: seconds until this gives up.
+        patience: seconds in which the worker accepts.
         check: as in `connect`.
+        reach: seconds in which the listener answers; this tries again until then.
 
     Returns:
         A blocking socket without a timeout; an `ssl.SSLSocket` if the credentials encrypt.
 
     Raises:
         ConfigError: the address is malformed.
-        NetworkError: as in `connect`; or the worker refuses the connection, or does not accept it in time.
+        UnreachableError: the listener cannot be reached, or the key has expired.
+        NetworkError: the worker refuses the connection, or does not accept it in time.
     """
+    greeted = _reach(address, greeting, credentials, check, reach)
     until = time.monotonic() + patience
     late = f"{address} is connected, but its worker did not accept the connection within {patience:g} s"
-    with contextlib.closing(connect(address, greeting, credentials, patience, check)) as greeted:
+    with contextlib.closing(greeted):
         connection = _secure(greeted, address, credentials, False, until, check, late)
     with contextlib.ExitStack() as undo:
         undo.enter_context(connection)
         while (answer := _received(connection, address)) is None:
-            _wait(connection, select.POLLIN, until, check, late)
+            wait_for(connection, select.POLLIN, until, check, late)
         if answer != _ACCEPTED:
             raise NetworkError(explain_refusal(address))
         connection.setblocking(True)
@@ -145,7 +154,7 @@ def accept(
     with contextlib.closing(connection):
         try:
             peer = join_address(connection.getpeername())
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _prepare(connection)
         except OSError:
             raise NetworkError("another worker closed its connection before it was accepted") from None
         late = f"{peer} did not complete the handshake of encryption within {patience:g} s"
@@ -157,6 +166,38 @@ def accept(
         raise NetworkError(f"{peer} closed the connection before it was accepted") from None
     accepted.setblocking(True)
     return accepted
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Send small messages at once, and notice within `REACH` that the other host is cut off.
+
+    The kernel asks only while nothing is under way in its own direction. So the receiving end of each
+    connection notices; a limit for the sending end would also end a connection whose receiver is slow.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (int(REACH) - _IDLE) // _INTERVAL)
+
+
+def _reach(
+    address: str,
+    greeting: Greeting,
+    credentials: Credentials | None,
+    check: Callable[[], None],
+    reach: float,
+) -> socket.socket:
+    """Return a connection to a listener, which a short interruption of the network does not prevent."""
+    until = time.monotonic() + reach
+    while True:
+        left = until - time.monotonic()
+        try:
+            return connect(address, greeting, credentials, min(_ATTEMPT, left), check)
+        except NetworkError as error:
+            if until - time.monotonic() <= _SLICE:
+                raise UnreachableError(f"{error}; tried again for {reach:g} s") from None
+        time.sleep(_SLICE)
 
 
 def _secure(
@@ -184,9 +225,9 @@ def _secure(
                     secured.do_handshake()
                     break
                 except ssl.SSLWantReadError:
-                    _wait(secured, select.POLLIN, until, check, late)
+                    wait_for(secured, select.POLLIN, until, check, late)
                 except ssl.SSLWantWriteError:
-                    _wait(secured, select.POLLOUT, until, check, late)
+                    wait_for(secured, select.POLLOUT, until, check, late)
         except ssl.SSLEOFError:
             raise NetworkError(explain_refusal(peer)) from None
         except ssl.SSLError as error:
@@ -211,7 +252,21 @@ def _received(connection: socket.socket, peer: str) -> bytes | None:
         return b""
 
 
-def _wait(connection: socket.socket, event: int, until: float, check: Callable[[], None], late: str) -> None:
+def wait_for(
+    connection: socket.socket, event: int, until: float, check: Callable[[], None], late: str
+) -> None:
+    """Wait for an event of `select.poll` on a connection.
+
+    Args:
+        connection: not blocking.
+        event: to wait for.
+        until: when this gives up, by `time.monotonic`.
+        check: as in `connect`.
+        late: the message of the error then.
+
+    Raises:
+        NetworkError: the event did not happen in time.
+    """
     poll = select.poll()
     poll.register(connection, event)
     while True:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.protocol.credentials import Credentials
+from lockstep.system.environment import KEY_FILE
 from lockstep.system.files import open_regular
 
 MODE = 0o600
@@ -31,6 +32,14 @@ _VERSION = re.compile(r"lockstep-key (\d{1,9}) ", re.ASCII)
 _MOST_TEXT = 4096
 _BEGINNING = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 """When every certificate becomes valid: the clocks of hosts differ."""
+
+
+def key_needed(why: str) -> ConfigError:
+    """Return the error of a job that needs a key and has none, for the reason `why`."""
+    return ConfigError(
+        f"{why}, so the job needs a key: make one with lockstep key FILE, copy the file to each host, "
+        f"and set {KEY_FILE} to its path there"
+    )
 
 
 @dataclass(frozen=True)

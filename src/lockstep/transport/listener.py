@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import ipaddress
 import itertools
 import os
 import select
@@ -14,15 +13,18 @@ from lockstep.errors import ConfigError, NetworkError
 from lockstep.protocol.credentials import KEY_EXPIRED, Credentials
 from lockstep.protocol.greeting import SIZE, ConnectionKind, Greeting, decode_greeting, may_begin
 from lockstep.system.clock import Clock
-from lockstep.system.environment import KEY_FILE
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
 from lockstep.system.socket_owners import describe, user_of_connection
-from lockstep.transport.addresses import join_address, resolve_host, split_address
+from lockstep.transport.addresses import is_loopback, join_address, resolve_host, split_address
+from lockstep.transport.keys import key_needed
 
 Admit = Callable[[Greeting, socket.socket, str], str | None]
 """Called with a greeting, its connection and the address of its sender. It takes the connection, which is
 non-blocking, and returns None; or it returns why the sender is refused."""
+
+LateConnection = Callable[[str, int], None]
+"""Called with the address of a worker of this job that connects for a view that has ended, and the view."""
 
 PATIENCE = 5.0
 """Seconds that a connection has for its greeting."""
@@ -76,6 +78,7 @@ class Listener:
         self._resumes: float | None = None
         self._job: bytes | None = None
         self._view = (0, 0)
+        self._tell_of_late: LateConnection = lambda address, view: None
         self._lanes: dict[tuple[int, int], set[tuple[int, int, int, int]]] = {}
         self._nonces: set[bytes] = set()
         loop.watch(self._events.fileno(), self._serve)
@@ -110,11 +113,8 @@ class Listener:
         """
         host, port = split_address(address)
         family, place = resolve_host(host, port, PATIENCE)
-        if credentials is None and not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
-            raise ConfigError(
-                f"{address} can be reached from other hosts, so the job needs a key: make one with "
-                f"lockstep key FILE, copy the file to each host, and set {KEY_FILE} to its path there"
-            )
+        if credentials is None and not is_loopback(place[0]):
+            raise key_needed(f"{address} can be reached from other hosts")
         with contextlib.ExitStack() as undo:
             try:
                 listening = undo.enter_context(
@@ -130,12 +130,13 @@ class Listener:
             undo.pop_all()
         return cls(listening, credentials, admit, report, loop, clock)
 
-    def enter(self, job: bytes, term: int, view: int) -> None:
-        """Refuse, from now on, connections of workers in other jobs or in earlier views.
+    def enter(self, job: bytes, term: int, view: int, late: LateConnection) -> None:
+        """Refuse, from now on, connections of other jobs or of earlier views.
 
-        Connections of later views are accepted: their coordinator may have told the sender first.
+        Connections of later views are accepted: their coordinator may have told the sender first. Those of
+        earlier ones are closed and told to `late`.
         """
-        self._job, self._view = job, (term, view)
+        self._job, self._view, self._tell_of_late = job, (term, view), late
         self._lanes = {key: seen for key, seen in self._lanes.items() if key >= self._view}
 
     def close(self) -> None:
@@ -228,6 +229,11 @@ class Listener:
         elif len(pending.data) == SIZE:
             try:
                 greeting = self._checked(pending)
+            except _LateError as late:
+                self._drop(pending)
+                pending.connection.close()
+                self._tell_of_late(pending.peer, late.view)
+                return
             except ValueError as error:
                 self._refuse(pending, str(error))
                 return
@@ -252,17 +258,23 @@ class Listener:
         return greeting
 
     def _remember(self, greeting: Greeting) -> None:
-        """Remember a greeting; raise ValueError if it is not for this view, or was here before."""
-        view = greeting.term, greeting.view
-        if greeting.kind == ConnectionKind.CONTROL:
+        """Remember a greeting.
+
+        Raises:
+            ValueError: it was here before, or is of another job.
+            _LateError: it is of a view that has ended.
+        """
+        view, in_view = (greeting.term, greeting.view), greeting.kind is not ConnectionKind.CONTROL
+        if in_view and self._job is not None and greeting.job != self._job:
+            raise ValueError("it belongs to another job with the same key")
+        late = in_view and view < self._view
+        if late or greeting.kind is not ConnectionKind.LANE:
             if greeting.nonce in self._nonces:
                 raise ValueError("its greeting is a copy of an earlier one")
             self._nonces.add(greeting.nonce)
+            if late:
+                raise _LateError(greeting.view)
             return
-        if self._job is not None and greeting.job != self._job:
-            raise ValueError("it belongs to another job with the same key")
-        if view < self._view:
-            raise ValueError(f"it belongs to view {greeting.view}, which has ended")
         lane = greeting.host, greeting.incarnation, greeting.lane, greeting.receiver
         if lane in self._lanes.setdefault(view, set()):
             raise ValueError(
@@ -283,6 +295,14 @@ class Listener:
     def _close(self, pending: "_Pending", reason: str) -> None:
         pending.connection.close()
         self._refusals.add(pending.host, pending.peer, reason, self._clock.now())
+
+
+class _LateError(Exception):
+    """A worker of this job connects for the view `view`, which has ended."""
+
+    def __init__(self, view: int) -> None:
+        super().__init__(view)
+        self.view = view
 
 
 @dataclass

@@ -171,6 +171,19 @@ class StreamChannel(Generic[Out, In]):
             if not self._wait_for_room(until):
                 return False
 
+    def see_off(self, patience: float) -> bool:
+        """Wait until the kernel has all messages, as long as it takes some every `patience` seconds.
+
+        Returns:
+            Whether it has them.
+        """
+        while True:
+            before = self.queued
+            if self.flush(patience):
+                return True
+            if self.queued >= before:
+                return False
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when `receive` has something to return, or to do."""
         return -1 if self._closed else self._events.fileno()

@@ -10,6 +10,7 @@ from lockstep.observability.events import WorkerEvent
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AgentMessage,
+    BrokenView,
     EventReport,
     Failed,
     FileOpened,
@@ -50,6 +51,10 @@ class AgentClient:
     def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
         """Report the workers for which this one waits; dropped if the agent is slow, as others follow."""
         self._channel.send(WaitReport(what, workers, seconds))
+
+    def broken(self, view: int, reason: str, *, fatal: bool) -> None:
+        """Report that this worker has left the exchange of a view, or cannot enter it."""
+        self._channel.send(BrokenView(view, reason, fatal), _PATIENCE)
 
     def file_opened(self, path: str, line: str) -> None:
         """Report that a line of the program opens a file for writing."""

@@ -31,8 +31,12 @@ Place = tuple[View, Communicator]
 class Membership(Protocol):
     """How a worker gets from view to view, as the coordinator decides."""
 
-    def next_place(self, lost: PeerLostError) -> Place:
+    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
         """Wait for the view after the one that ended with `lost`, and enter it.
+
+        Args:
+            lost: why the view ended.
+            expected: whether it ends because this worker has handed over the state, which takes its time.
 
         Raises:
             PeerLostError: none follows; `lost` itself, or one with another reason.
@@ -69,7 +73,7 @@ class Membership(Protocol):
 class Alone:
     """The `Membership` of a process without an agent."""
 
-    def next_place(self, lost: PeerLostError) -> Place:
+    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
         """Raise `lost`: no view follows."""
         raise lost
 
@@ -158,7 +162,7 @@ class Job:
         self._place = place
         self._joins = joins
         self._drives = False
-        self._undone: list[Callable[[], object]] = []
+        self._undone: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._published: set[Event] = set()
         self._at_end: list[Callable[[], object]] = []
 
@@ -240,10 +244,17 @@ class Job:
         All workers call this at the same place. If the chief is lost before the next exchange is complete,
         its progress is unknown; the next chief then calls `act`, perhaps again.
         """
-        if self.is_chief:
+        self._act_if(lambda: self.is_chief, act)
+
+    def on_each_host(self, act: Callable[[], object]) -> None:
+        """Call `act` on the longest-serving worker of each host, as `as_chief` does on the chief."""
+        self._act_if(lambda: self._leads_host() and not self.joins, act)
+
+    def _act_if(self, applies: Callable[[], bool], act: Callable[[], object]) -> None:
+        if applies():
             act()
         else:
-            self._undone.append(act)
+            self._undone.append((applies, act))
 
     def exchange(
         self,
@@ -262,7 +273,7 @@ class Job:
             act: makes the call in the view that it is given; it may be called several times. If it makes
                 several calls, it does not repeat those that were complete: with members on several hosts,
                 others may have completed all of them.
-            catching_up: surrounds the work of `as_chief` that this worker repeats when it becomes the chief.
+            catching_up: surrounds the work of `as_chief` and `on_each_host` that this worker repeats.
 
         Raises:
             PeerLostError: the view is over, and so is the job.
@@ -302,7 +313,7 @@ class Job:
             self.membership.hand_over(take(False), whole=False)
             self.membership.prepare(take(True))
         elif notice is Notice.CHANGE:
-            lost = PeerLostError("the workers change")
+            lost, expected = PeerLostError("the workers change"), True
             try:
                 if self.is_chief:
                     self.membership.hand_over(take(True), whole=True)
@@ -310,8 +321,8 @@ class Job:
                     # The chief never arrives: the coordinator ends this view when it has the state.
                     self.communicator.barrier(what="the change of workers")
             except PeerLostError as over:
-                lost = over
-            self._enter(self.membership.next_place(lost))
+                lost, expected = over, False
+            self._enter(self.membership.next_place(lost, expected=expected))
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -359,18 +370,19 @@ class Job:
         self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._enter(self.membership.next_place(lost))
-        if self.is_chief and self._undone:
+        due = [act for applies, act in self._undone if applies()]
+        self._undone = [(applies, act) for applies, act in self._undone if not applies()]
+        if due:
             with catching_up():
-                self._catch_up()
+                for act in due:
+                    act()
 
     def _enter(self, place: Place) -> None:
         self.communicator.close()
         self._place = place
 
-    def _catch_up(self) -> None:
-        undone, self._undone = self._undone, []
-        for act in undone:
-            act()
+    def _leads_host(self) -> bool:
+        return any(host[0] == self.worker for host in self.view.hosts)
 
 
 _current: list[Job] = []

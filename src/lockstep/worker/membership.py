@@ -12,7 +12,15 @@ from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.errors import CheckpointError, DisagreementError, InternalError, PeerLostError
+from lockstep.errors import (
+    CheckpointError,
+    DisagreementError,
+    InternalError,
+    LockstepError,
+    NetworkError,
+    PeerLostError,
+    UnreachableError,
+)
 from lockstep.protocol.worker import (
     AgentMessage,
     Endpoint,
@@ -33,6 +41,10 @@ from lockstep.worker.script import summarize_own
 
 if TYPE_CHECKING:
     from lockstep.worker.network_entrance import NetworkEntrance
+
+_MOMENT = 3.0
+"""Seconds in which the coordinator learns of a lost worker and begins the next view, also if a script has
+raised and others may raise too. After that, a connection between hosts has broken."""
 
 _REPORT_EVERY = 0.5
 """Seconds between two reports of a wait to the agent."""
@@ -94,14 +106,22 @@ class AgentMembership:
         """
         return self._enter_announced(self._receive())
 
-    def next_place(self, lost: PeerLostError) -> Place:
-        """Wait for the view after the one that ended with `lost`, and enter it.
+    def next_place(self, lost: LockstepError, *, expected: bool = False) -> Place:
+        """Wait for the view after the one that ended with `lost`, and enter it; see `Membership`.
 
         If this worker is no longer needed, its process ends here.
 
         Raises:
             PeerLostError: none follows.
         """
+        if self.over_hosts and not expected:
+            answer = self._client.next_view(_MOMENT)
+            if answer is not None:
+                return self._enter_announced(answer)
+            self._client.broken(self._view.number, str(lost), fatal=False)
+        return self._await_next(lost)
+
+    def _await_next(self, lost: LockstepError) -> Place:
         patience = self._policy.timeout
         answer = self._client.next_view(patience)
         if answer is None:
@@ -200,7 +220,13 @@ class AgentMembership:
             self._entrance = NetworkEntrance(
                 self._config, self._job, self._credentials, self._pool, self._client, self._policy
             )
-        entered = self._entrance.enter(view, endpoint, segment, self._observe)
+        try:
+            entered = self._entrance.enter(view, endpoint, segment, self._observe)
+        except UnreachableError as error:
+            self._client.broken(view.number, str(error), fatal=True)
+            return self._await_next(error)
+        except NetworkError as error:
+            return self.next_place(error)
         if isinstance(entered, AgentMessage):
             return self._enter_announced(entered)
         self._communicator = entered

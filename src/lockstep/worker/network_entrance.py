@@ -29,8 +29,6 @@ from lockstep.worker.agent_client import AgentClient
 
 _LOOK_EVERY = 0.2
 _SAY_EVERY = 5.0
-_SECOND_THOUGHTS = 15.0
-"""Seconds after a connection fails in which the agent may end the view: that is the usual cause."""
 
 
 class _Abandoned(Exception):
@@ -166,7 +164,6 @@ class LaneConnector:
         for connected in self.arrived:
             self._take(connected)
         begun = said = time.monotonic()
-        refusal: tuple[float, LockstepError] | None = None
         try:
             while missing := [at for at, found in ends.items() if len(found) < 2]:
                 message = self.receive(_LOOK_EVERY)
@@ -178,12 +175,9 @@ class LaneConnector:
                 while not self._results.empty():
                     at, outgoing, result = self._results.get()
                     if isinstance(result, LockstepError):
-                        refusal = refusal or (time.monotonic(), result)
-                    else:
-                        ends[at][outgoing] = result
+                        raise result
+                    ends[at][outgoing] = result
                 now = time.monotonic()
-                if refusal is not None and now - refusal[0] > _SECOND_THOUGHTS:
-                    raise refusal[1]
                 self._check_wait(missing, now - begun)
                 if now - said >= _SAY_EVERY:
                     said = now
@@ -207,7 +201,7 @@ class LaneConnector:
         threading.Thread(target=act, args=arguments, name="connect", daemon=True).start()
 
     def _dial(self, at: int, host: HostMembers) -> None:
-        own = self.endpoint.hosts[self.endpoint.here]
+        own = self._own
         greeting = Greeting(
             ConnectionKind.LANE,
             self.job,
@@ -221,6 +215,10 @@ class LaneConnector:
         address = join_address((host.address, host.port))
         self._finish(at, True, lambda: dial(address, greeting, self.credentials, self.patience, self._check))
 
+    @property
+    def _own(self) -> HostMembers:
+        return self.endpoint.hosts[self.endpoint.here]
+
     def _accept(self, at: int, connection: socket.socket) -> None:
         self._finish(at, False, lambda: accept(connection, self.credentials, self.patience, self._check))
 
@@ -228,7 +226,9 @@ class LaneConnector:
         try:
             connection = connect()
         except LockstepError as error:
-            self._results.put((at, outgoing, error))
+            names = (self._own.name, self.endpoint.hosts[at].name)
+            text = f"the connection from {names[not outgoing]} to {names[outgoing]} failed: {error}"
+            self._results.put((at, outgoing, type(error)(text)))
         except _Abandoned:
             pass
         else:
@@ -258,10 +258,11 @@ class LaneConnector:
             host = self.endpoint.hosts[at]
             workers.append(host.workers[self.lane])
             if True not in ends[at]:
-                places.append(f"{host.name} at {join_address((host.address, host.port))}")
-        own = self.endpoint.hosts[self.endpoint.here]
+                address = join_address((host.address, host.port))
+                places.append(f"{host.name} at {address} (a firewall must let TCP connections to it through)")
+        own = self._own
         what = (
-            f"a connection from {own.name} to {' and '.join(places)}"
+            f"the connection from {own.name} to {' and '.join(places)}"
             if places
             else f"connections to {own.name}"
         )

@@ -3,11 +3,10 @@
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.collectives.adder import Adder, common_layout, flat
 from lockstep.collectives.call import (
@@ -16,31 +15,30 @@ from lockstep.collectives.call import (
     blob_to_send,
     check_length,
     check_parts,
-    compare,
 )
 from lockstep.collectives.contract import Bytes, Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, allocate, joined
+from lockstep.collectives.network.disagreement import exchange_details, reason
+from lockstep.collectives.network.entering import Entered, meet_hosts
 from lockstep.collectives.network.frames import (
-    HELLO_SIZE,
+    LENGTH_LIMIT,
     Frame,
     FrameError,
     Header,
     Hello,
     MemberDetails,
-    Result,
     Standing,
     decode_blobs,
     decode_details,
-    decode_result,
     describe_call,
     encode_blobs,
     encode_details,
-    encode_result,
 )
 from lockstep.collectives.network.lane import Lane, Link
 from lockstep.collectives.network.lane_reduce import LanePlacement, LaneReduce
 from lockstep.collectives.network.last_call import KeptResult, LastCall, raise_again
 from lockstep.collectives.network.memory import Extents, NetworkBuffers, Region, Sizes
+from lockstep.collectives.network.part_table import PartTable
 from lockstep.collectives.network.streams import Buffer
 from lockstep.collectives.plan import HostPlan
 from lockstep.collectives.shared.barrier import Barrier
@@ -60,9 +58,6 @@ from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.memory import available_memory
 
 Outcome = TypeVar("Outcome")
-
-_DETAILS_LIMIT = 1 << 28
-"""Bytes of the longest description of the calls of one host's members."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +90,6 @@ class _Entering(msgspec.Struct, frozen=True):
     extents: bytes
 
 
-class _Entered(msgspec.Struct, frozen=True):
-    """What the first worker of a host tells the others when it has met the other hosts."""
-
-    number: int
-    result: Result | None
-
-
 @dataclass(frozen=True)
 class _Packed:
     """One worker's part in the reduce of a small total.
@@ -121,70 +109,6 @@ class _Packed:
     sends: memoryview
     sums: tuple[StretchSum, ...]
     places: Mapping[int, memoryview]
-
-
-@dataclass(frozen=True)
-class _PartTable:
-    """The sizes of the parts of an all-to-all, and their places in the shared memory of a host.
-
-    First come the parts that the workers of this host send, then those that they receive from other hosts,
-    both by the positions of the sender and of the receiver.
-
-    Attributes:
-        sizes: for each sender, for each receiver.
-        first: the position in the view of the first worker of this host.
-        hosts: of the view.
-        places: for each part, its end in the memory; only of those that this host sends or receives.
-        room: bytes of all of them.
-    """
-
-    sizes: npt.NDArray[np.int64]
-    first: int
-    hosts: HostPlan
-    places: npt.NDArray[np.int64]
-    room: int
-
-    @classmethod
-    def of(cls, sizes: npt.NDArray[np.int64], hosts: HostPlan) -> Self:
-        first = sum(map(len, hosts.hosts[: hosts.host]))
-        own = slice(first, first + len(hosts.own))
-        concerned = np.zeros_like(sizes)
-        concerned[own] = sizes[own]
-        sent = int(concerned.sum())
-        places = np.cumsum(concerned).reshape(sizes.shape)
-        concerned[:, own] = sizes[:, own]
-        concerned[own] = 0
-        received = np.cumsum(concerned).reshape(sizes.shape) + sent
-        received[own] = places[own]
-        return cls(sizes, first, hosts, received, sent + int(concerned.sum()))
-
-    def members(self, host: int) -> range:
-        """Return the positions of the workers of a host."""
-        first = sum(map(len, self.hosts.hosts[:host]))
-        return range(first, first + len(self.hosts.hosts[host]))
-
-    def sent(self, local: int) -> list[tuple[int, int]]:
-        """Return the places of what a worker of this host sends, for each receiver."""
-        at = self.first + local
-        return [(end - size, end) for end, size in self._row(at)]
-
-    def sent_to(self, local: int, host: int) -> tuple[int, int]:
-        """Return the place of what a worker of this host sends to those of another host."""
-        places = [self.sent(local)[at] for at in self.members(host)]
-        return places[0][0], places[-1][1]
-
-    def received(self, local: int) -> list[tuple[int, int]]:
-        """Return the places of what a worker of this host receives, for each sender."""
-        ends, sizes = self.places[:, self.first + local], self.sizes[:, self.first + local]
-        return [(end - size, end) for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
-
-    def received_from(self, host: int) -> tuple[int, int]:
-        """Return the place of what the workers of this host receive from those of another host."""
-        members = self.members(host)
-        return self.received(0)[members[0]][0], self.received(len(self.hosts.own) - 1)[members[-1]][1]
-
-    def _row(self, at: int) -> list[tuple[int, int]]:
-        return list(zip(self.places[at].tolist(), self.sizes[at].tolist(), strict=True))
 
 
 class NetworkCommunicator:
@@ -439,7 +363,7 @@ class NetworkCommunicator:
         try:
             for host, header in headers.items():
                 expected = sum(len(chunk.received[host]) for chunk in reduce.chunks)
-                self._check_length(lane, host, call, header.length, expected)
+                lane.check_length(host, call, header.length, expected)
             for chunk in reduce.chunks:
                 for host, view in chunk.received.items():
                     lane.receive(host, view, wait)
@@ -526,7 +450,7 @@ class NetworkCommunicator:
         agreed, data = self._share(call, agreed, data)
         if not agreed:
             self._refuse(call, [], "")
-        table = _PartTable.of(np.frombuffer(data, np.int64).reshape(own.size, own.size), self._hosts)
+        table = PartTable.of(np.frombuffer(data, np.int64).reshape(own.size, own.size), self._hosts)
         standing, unfit = self._make_room_for_parts(call, table)
         memory = self._buffers.shared(Region.OUTSIDE)
         if standing is Standing.READY and not self._alone:
@@ -564,16 +488,17 @@ class NetworkCommunicator:
         try:
             for host in self._hosts.others:
                 expected = len(self._hosts.hosts[host]) * len(rows[0])
-                self._check_length(lane, host, call, self._lengths[host], expected)
+                lane.check_length(host, call, self._lengths[host], expected)
                 found[host] = lane.receive_blob(host, expected, wait)
-                if np.frombuffer(found[host], np.int64).min() < 0:
-                    raise lane.malformed(host, call, FrameError("negative sizes"))
+                sizes = np.frombuffer(found[host], np.int64)
+                if sizes.min() < 0 or sizes.max() > LENGTH_LIMIT:
+                    raise lane.malformed(host, call, FrameError("sizes that no part has"))
                 remaining.remove(host)
         finally:
             wait.end()
         return b"".join(found[host] for host in sorted(found))
 
-    def _make_room_for_parts(self, call: CollectiveCall, table: "_PartTable") -> tuple[Standing, str]:
+    def _make_room_for_parts(self, call: CollectiveCall, table: PartTable) -> tuple[Standing, str]:
         if not self._alone:
             return self._make_room(call, (0, 0, table.room, 0))
         needed, available = int(table.sizes[:, table.first].sum()), available_memory()
@@ -586,7 +511,7 @@ class NetworkCommunicator:
         lane: Lane,
         call: CollectiveCall,
         standing: Standing,
-        table: "_PartTable",
+        table: PartTable,
         memory: Bytes,
         parts: Sequence[Sequence[Bytes]],
         received: Sequence[Bytes],
@@ -615,7 +540,7 @@ class NetworkCommunicator:
                 else:
                     start, stop = table.received_from(host)
                     views = [memory[start:stop]]
-                self._check_length(lane, host, call, self._lengths[host], sum(view.size for view in views))
+                lane.check_length(host, call, self._lengths[host], sum(view.size for view in views))
                 for view in views:
                     lane.receive(host, view.data, wait)
                 remaining.remove(host)
@@ -651,16 +576,16 @@ class NetworkCommunicator:
             if entry.number >= 0:
                 self._buffers.extents = Extents.decode(entry.extents)
                 break
-        entered = _Entered(max(numbers, default=0), None)
+        entered = Entered(max(numbers, default=0), None)
         if self._first is not None:
             has_result = entries[0].has_result
-            entered = self._greet(self._first, call, max(numbers, default=-1), has_result)
+            entered = self._meet_hosts(self._first, call, max(numbers, default=-1), has_result)
         if not self._alone:
             blob = msgspec.msgpack.encode(entered) if self._local == 0 else b""
             blob = self._barrier.arrive_and_compare(CollectiveCall("entered", call.what), blob, within=call)[
                 0
             ]
-            entered = msgspec.msgpack.decode(blob, type=_Entered)
+            entered = msgspec.msgpack.decode(blob, type=Entered)
         self._entered, self._number = True, entered.number
         if last.number == self._number:
             return None
@@ -675,51 +600,10 @@ class NetworkCommunicator:
             raise raise_again(kept.error)
         return kept
 
-    def _greet(self, lane: Lane, call: CollectiveCall, done: int, has_result: bool) -> _Entered:
-        """Exchange hellos with the other hosts, and the result of the last call if a host lacks it."""
-        view, own = self._view, self._hosts.host
-        hello = Hello(view.job, view.term, view.number, view.incarnations[own], done, has_result)
-        greeting = Header(Frame.HELLO, length=HELLO_SIZE)
-        lane.send(greeting, hello.encode())
-        headers = lane.headers(call, greeting)
-        hellos = {own: hello}
-        wait = lane.wait(call, self._hosts.others)
-        try:
-            for host, header in headers.items():
-                self._check_length(lane, host, call, header.length, HELLO_SIZE)
-                data = lane.receive_blob(host, HELLO_SIZE, wait)
-                try:
-                    hellos[host] = Hello.decode(data)
-                except FrameError as error:
-                    raise lane.malformed(host, call, error) from error
-                given = hellos[host]
-                if given[:4] != (view.job, view.term, view.number, view.incarnations[host]):
-                    raise lane.malformed(host, call, FrameError(f"view {given.term}.{given.view}"))
-        finally:
-            wait.end()
-        newest = max(0, *(each.done for each in hellos.values()))
-        behind = [host for host, each in sorted(hellos.items()) if 0 <= each.done < newest]
-        givers = [host for host, each in sorted(hellos.items()) if each.done == newest and each.has_result]
-        if not behind:
-            return _Entered(newest, None)
-        if any(hellos[host].done < newest - 1 for host in behind) or not givers:
-            numbers = {view.names[host]: each.done for host, each in sorted(hellos.items())}
-            raise InternalError(f"hosts have completed different calls, and no result is left: {numbers}")
-        if own == givers[0]:
-            assert self._last.result is not None
-            data = encode_result(self._last.result.encoded())
-            for host in behind:
-                lane.send_to(host, Header(Frame.RESULT, number=newest, length=len(data)), data)
-        if own not in behind:
-            return _Entered(newest, None)
-        header = lane.header(givers[0], call, Header(Frame.RESULT, number=newest))
-        wait = lane.wait(call, [givers[0]])
-        try:
-            return _Entered(newest, decode_result(lane.receive_blob(givers[0], header.length, wait)))
-        except FrameError as error:
-            raise lane.malformed(givers[0], call, error) from error
-        finally:
-            wait.end()
+    def _meet_hosts(self, lane: Lane, call: CollectiveCall, done: int, has_result: bool) -> Entered:
+        view, hosts = self._view, self._hosts
+        own = Hello(view.job, view.term, view.number, view.incarnations[hosts.host], done, has_result)
+        return meet_hosts(lane, call, hosts, own, view.incarnations, view.names, self._last)
 
     def _header(self, call: CollectiveCall, standing: Standing, step: int = 0, length: int = 0) -> Header:
         return Header(Frame.CALL, standing, step, self._notice, self._number + 1, length, describe_call(call))
@@ -763,16 +647,12 @@ class NetworkCommunicator:
             wait.end()
         return False
 
-    def _check_length(self, lane: Lane, host: int, call: CollectiveCall, length: int, expected: int) -> None:
-        if length != expected:
-            raise lane.malformed(host, call, FrameError(f"{length} bytes instead of {expected}"))
-
     def _receive_places(self, lane: Lane, call: CollectiveCall, places: Mapping[int, memoryview]) -> None:
         remaining = list(places)
         wait = lane.wait(call, remaining)
         try:
             for host, view in places.items():
-                self._check_length(lane, host, call, self._lengths[host], len(view))
+                lane.check_length(host, call, self._lengths[host], len(view))
                 lane.receive(host, view, wait)
                 remaining.remove(host)
         finally:
@@ -824,7 +704,7 @@ class NetworkCommunicator:
         local = [decode_details(blob)[0] for blob in blobs]
         everybody: list[list[MemberDetails]] = [local]
         if self._first is not None:
-            everybody = self._exchange_details(self._first, call, local)
+            everybody = exchange_details(self._first, call, self._number + 1, self._hosts, local)
         if not self._alone:
             sent = b"" if self._first is None else msgspec.msgpack.encode(everybody)
             sent = self._barrier.arrive_and_compare(
@@ -834,47 +714,9 @@ class NetworkCommunicator:
                 everybody = msgspec.msgpack.decode(sent, type=list[list[MemberDetails]])
         members = [each for host in everybody for each in host]
         self._number = number
-        error = self._reason(members)
+        error = reason(members, self._hosts.workers)
         self._complete(KeptResult(call, error=error))
         raise raise_again(error)
-
-    def _exchange_details(
-        self, lane: Lane, call: CollectiveCall, local: list[MemberDetails]
-    ) -> list[list[MemberDetails]]:
-        number = self._number + 1
-        data = encode_details(local)
-        header = Header(Frame.DETAILS, number=number, length=len(data))
-        lane.send(header, data)
-        headers = lane.headers(call, header)
-        found = {self._hosts.host: local}
-        wait = lane.wait(call, self._hosts.others)
-        try:
-            for host, header in headers.items():
-                try:
-                    if header.length > _DETAILS_LIMIT:
-                        raise FrameError(f"details of {header.length} bytes")
-                    found[host] = decode_details(lane.receive_blob(host, header.length, wait))
-                    if len(found[host]) != len(self._hosts.hosts[host]):
-                        raise FrameError(f"details of {len(found[host])} members")
-                except FrameError as error:
-                    raise lane.malformed(host, call, error) from error
-        finally:
-            wait.end()
-        return [found[host] for host in sorted(found)]
-
-    def _reason(self, members: Sequence[MemberDetails]) -> DisagreementError | SharedMemoryError:
-        try:
-            compare(
-                [each.call for each in members],
-                self._hosts.workers,
-                lambda: [each.leaves for each in members],
-            )
-        except DisagreementError as error:
-            return error
-        unfit = [each.unfit for each in members if each.unfit]
-        if not unfit:
-            raise InternalError("the members of a view do not agree, but make the same call")
-        return SharedMemoryError(unfit[0])
 
     # Shared memory of the host.
 

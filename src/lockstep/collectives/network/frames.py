@@ -54,7 +54,7 @@ HEADER_SIZE = _PREFIX.size + _CALL.size
 REASON_LIMIT = 1 << 12
 """Bytes of the longest reason in a frame."""
 LENGTH_LIMIT = 1 << 44
-"""Bytes that no frame has."""
+"""Bytes that no frame has. Memory for what follows a header is taken as it arrives."""
 
 
 class Header(NamedTuple):

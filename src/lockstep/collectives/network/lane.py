@@ -153,6 +153,15 @@ class Lane:
         """Return the error for data of another host that this version does not send."""
         return PeerLostError(f"{self._peer(host)} sent data in {call} that are not of this exchange: {error}")
 
+    def check_length(self, host: int, call: CollectiveCall, length: int, expected: int) -> None:
+        """Check how many bytes follow a header of another host.
+
+        Raises:
+            PeerLostError: not as many as expected.
+        """
+        if length != expected:
+            raise self.malformed(host, call, FrameError(f"{length} bytes instead of {expected}"))
+
     def receive(self, host: int, view: memoryview, wait: "HostWait") -> None:
         """Fill `view` with what another host sends.
 

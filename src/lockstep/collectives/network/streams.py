@@ -26,6 +26,10 @@ SEND_BUFFERS = 1 << 20
 """Bytes that the kernel takes from all members that send to one. It would choose more itself; then the bytes
 that are under way do not stay in the processor's cache."""
 _SMALLEST_SEND_BUFFER = 1 << 17
+RECEIVE_BATCH = 1 << 17
+"""Bytes for which a receiver sleeps, if it needs twice as many: waking up for each packet takes longer than
+to copy it."""
+_SMALLEST_RECEIVE_BATCH = 1 << 15
 _JOIN_LIMIT = 1 << 18
 """Bytes up to which the buffers of one message are joined for TLS, which encrypts record by record."""
 
@@ -49,6 +53,7 @@ class Incoming:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._encrypted = isinstance(stream, ssl.SSLSocket)
+        self._batch = 1
         if self._encrypted:
             stream.settimeout(MAX_BLOCK_SECONDS)
         else:
@@ -76,12 +81,25 @@ class Incoming:
             wait.advanced()
 
     def _receive_some(self, view: memoryview) -> int:
-        if self._encrypted:
-            return self._stream.recv_into(view)
-        return self._stream.recv_into(view, 0, socket.MSG_WAITALL)
+        # At most half of what is still to come: a part of it may have been copied before the kernel waits.
+        batch = min(len(view) // 2, RECEIVE_BATCH)
+        if batch < _SMALLEST_RECEIVE_BATCH:
+            self._sleep_for(1)
+            if not self._encrypted:
+                return self._stream.recv_into(view, 0, socket.MSG_WAITALL)
+        else:
+            self._sleep_for(batch)
+        return self._stream.recv_into(view)
+
+    def _sleep_for(self, batch: int) -> None:
+        """Let the kernel wake this thread once it has so many bytes."""
+        if batch != self._batch:
+            self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch)
+            self._batch = batch
 
     def is_readable(self) -> bool:
         """Whether there are bytes to receive."""
+        self._sleep_for(1)
         if isinstance(self._stream, ssl.SSLSocket) and self._stream.pending():
             return True
         return _poll(self._stream, select.POLLIN, 0.0)

@@ -1,9 +1,14 @@
-"""Keras's own callbacks that write: on the current chief only.
+"""Keras's own callbacks that write: on the current chief only, or on one worker of each host.
+
+A program may read what `ModelCheckpoint` and `BackupAndRestore` write, so each host has an own copy of these
+files, unless the hosts share the disk. The logs are the chief's.
 
 Only this file and `lockstep.keras.state.callback_states` use private parts of Keras's callbacks.
 """
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +22,13 @@ from lockstep.worker import job
 from lockstep.worker.program_sources import file_hash
 
 
-class ChiefCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Decides on every worker, and writes on the chief."""
+class HostCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Decides on every worker, and writes on each host."""
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        if self._should_save_model(epoch, batch, logs, self._get_file_path(epoch, batch, logs)):
-            job.current().as_chief(lambda: self._write(epoch, batch, logs))
+        path = self._get_file_path(epoch, batch, logs)
+        if self._should_save_model(epoch, batch, logs, path):
+            _once_per_disk(path, lambda: self._write(epoch, batch, logs))
 
     def _write(self, epoch: int, batch: int | None, logs: Any) -> None:
         self.__dict__["_should_save_model"] = lambda *args: True
@@ -32,8 +38,8 @@ class ChiefCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
             del self.__dict__["_should_save_model"]
 
 
-class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
-    """Restores on every worker; writes and removes on the chief."""
+class HostBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
+    """Restores on every worker; writes and removes on each host."""
 
     resumes: bool
 
@@ -56,11 +62,16 @@ class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         return " ".join(f"#{text[:16]}" for text in hashes if text) or "none"
 
     def _save_model(self) -> None:
-        job.current().as_chief(super()._save_model)
+        _once_per_disk(self.backup_dir, super()._save_model)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Remove the backup, on the chief."""
-        job.current().as_chief(lambda: keras.callbacks.BackupAndRestore.on_train_end(self, logs))
+        """Remove the backup."""
+        _once_per_disk(self.backup_dir, lambda: self._remove(logs))
+
+    def _remove(self, logs: Any) -> None:
+        # A disk that hosts share cannot always be recognized: another host may have removed the folder.
+        with contextlib.suppress(FileNotFoundError):
+            super().on_train_end(logs)
 
 
 class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
@@ -195,16 +206,16 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 _ON_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-_ON_CHIEF = {
-    keras.callbacks.ModelCheckpoint: ChiefCheckpoint,
-    keras.callbacks.BackupAndRestore: ChiefBackup,
+_WRITERS = {
+    keras.callbacks.ModelCheckpoint: HostCheckpoint,
+    keras.callbacks.BackupAndRestore: HostBackup,
     keras.callbacks.CSVLogger: ChiefCSVLogger,
     keras.callbacks.ProgbarLogger: ChiefProgbar,
 }
 
 
-def on_chief(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
-    """Return the callbacks for `fit`, in which those of Keras that write files do so only on the chief.
+def writing_once(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
+    """Return the callbacks for `fit`, in which those of Keras do not write files on every worker.
 
     The program's own callbacks, including subclasses of Keras's, stay unchanged.
 
@@ -218,18 +229,28 @@ def on_chief(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
     given: Sequence[Any] = keras.tree.flatten(callbacks) if callbacks else []
     if verbose and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in given):
         given = [*given, ChiefProgbar()]
-    return [_on_chief(callback, resumes) for callback in given]
+    return [_writing_once(callback, resumes) for callback in given]
 
 
 def chief_files(callbacks: Any) -> tuple[str, ...]:
-    """Return the absolute paths to which the chief's callbacks write, of files that hosts do not share."""
+    """Return the absolute paths that only the chief writes, of files that hosts do not share."""
     found = []
     for callback in keras.tree.flatten(callbacks or []):
         inner = getattr(callback, "_inner", callback)
-        names = [vars(inner).get(name) for name in ("filepath", "backup_dir", "filename", "log_dir")]
-        if isinstance(callback, (*_ON_CHIEF, OnChief)):
-            found += [Path(name).absolute() for name in names if isinstance(name, str) and "://" not in name]
-    return tuple(str(path) for path in found if not is_shared(path))
+        names = [vars(inner).get(name) for name in ("filename", "log_dir")]
+        if isinstance(callback, (ChiefCSVLogger, OnChief)):
+            found += [str(Path(name).absolute()) for name in names if isinstance(name, str)]
+    return tuple(path for path in found if not _shared(path))
+
+
+def _once_per_disk(path: os.PathLike[str] | str, write: Callable[[], object]) -> None:
+    """Call `write` on one worker of each host, or on the chief if all hosts see the same file."""
+    own = job.current()
+    (own.as_chief if _shared(path) else own.on_each_host)(write)
+
+
+def _shared(path: os.PathLike[str] | str) -> bool:
+    return "://" in os.fspath(path) or is_shared(Path(path).absolute())
 
 
 def _with_chief() -> bool:
@@ -240,7 +261,7 @@ def _with_chief() -> bool:
 
 def writes(callbacks: Any) -> bool:
     """Whether the chief's callbacks may still be writing when `fit` returns on other workers."""
-    kinds = (*_ON_CHIEF, keras.callbacks.TensorBoard)
+    kinds = (*_WRITERS, keras.callbacks.TensorBoard)
     return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
 
 
@@ -253,10 +274,10 @@ def has_batch_methods(callbacks: Any) -> bool:
     )
 
 
-def _on_chief(callback: Any, resumes: bool) -> Any:
+def _writing_once(callback: Any, resumes: bool) -> Any:
     if type(callback) is keras.callbacks.TensorBoard:
         return OnChief(callback)
-    kind = _ON_CHIEF.get(type(callback))
+    kind = _WRITERS.get(type(callback))
     if kind is None:
         return callback
     made = kind.__new__(kind)

@@ -19,7 +19,7 @@ from lockstep.keras.backends.common import (
     refuse_synchronized_normalization,
 )
 from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.fit.callbacks import chief_files, has_batch_methods, on_chief, writes
+from lockstep.keras.fit.callbacks import chief_files, has_batch_methods, writes, writing_once
 from lockstep.keras.fit.exactness import (
     introduction,
     per_replica_note,
@@ -174,7 +174,7 @@ class ModelMethods:
             )
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
-            call.callbacks = on_chief(callbacks, given["verbose"], resumes=self.forwarding)
+            call.callbacks = writing_once(callbacks, given["verbose"], resumes=self.forwarding)
             if len(self._job.view.hosts) > 1 and (files := chief_files(call.callbacks)):
                 self._job.events.publish(ChiefWrites(files))
             self._snapshots.note_settings(model)
@@ -491,7 +491,7 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
     if finished.kept is not None:
         model.history = keras.callbacks.History()
         model.history.set_model(model)
-        set_callback_states(listeners(on_chief(callbacks, 0, resumes=True), model), finished.kept)
+        set_callback_states(listeners(writing_once(callbacks, 0, resumes=True), model), finished.kept)
     finished.raise_error()
     return model.history
 

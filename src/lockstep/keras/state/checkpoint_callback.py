@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.worker_exchange import agree
 from lockstep.observability.events import CheckpointsConfigured
+from lockstep.system.clock import SystemClock
+from lockstep.system.disk_work import DiskWork
+from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
 from lockstep.system.prose import count
 from lockstep.topology import View
@@ -48,6 +52,9 @@ _PART = 1 << 20
 """Bytes of a checkpoint that hosts hand over at once."""
 _END = b"\xff"
 """What follows the last part."""
+_MEET_EVERY = 1.0
+"""Seconds between two exchanges while a worker completes its copy."""
+_SAY_EVERY = 10.0
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -282,7 +289,12 @@ class ScriptCheckpoints:
         try:
             whole = self._receive_parts(what, parts if job.worker == best.worker else None, arriving)
             failure = failure or whole
+            failure = self._complete(what, None if failure else arriving) or failure
         except _SourceLost:
+            if job.is_chief:
+                note(
+                    f"{best.host} has lost the worker that gave the checkpoint; looking for the newest again"
+                )
             return
         finally:
             if arriving is not None:
@@ -303,8 +315,8 @@ class ScriptCheckpoints:
         Raises:
             _SourceLost: the worker that has the checkpoint was lost; raised on every worker.
         """
-        failure, part = "", b""
-        while part != _END:
+        failure = ""
+        while True:
             own = b""
             if parts is not None:
                 try:
@@ -314,15 +326,47 @@ class ScriptCheckpoints:
             part = self._from_any(what, own)
             if not part:
                 raise _SourceLost
+            if part == _END:
+                return failure
             try:
                 if arriving is not None and not failure:
-                    if part == _END:
-                        arriving.complete()
-                    else:
-                        arriving.add(part[0], part[1:])
+                    arriving.add(part[0], part[1:])
             except LockstepError as error:
                 failure = str(error)
-        return failure
+
+    def _complete(self, what: str, arriving: ArrivingCheckpoint | None) -> str:
+        """Complete the copies; return why this worker cannot complete its own, if it cannot.
+
+        The workers meet again and again meanwhile, so that one with a slow disk does not seem to be stuck.
+
+        Args:
+            what: names the call.
+            arriving: on a worker that writes a copy.
+        """
+        job, clock = self._job, SystemClock()
+        said = begun = clock.now()
+        failure, own = "", b""
+        with EventLoop() as loop, ExitStack() as ends:
+            work: DiskWork[Path] | None = None
+            if arriving is not None:
+                own = (job.context.host or f"worker {job.worker}").encode()
+                work = DiskWork(arriving.complete, "writing the copy of a checkpoint", loop, clock)
+                ends.callback(work.close)
+            while True:
+                if work is not None and not work.is_over:
+                    loop.turn(_MEET_EVERY)
+                if work is not None and work.is_over:
+                    try:
+                        work.take()
+                    except LockstepError as error:
+                        failure = str(error)
+                    work, own = None, b""
+                writer = self._from_any(what, own)
+                if not writer:
+                    return failure
+                if job.is_chief and (now := clock.now()) - said >= _SAY_EVERY:
+                    said = now
+                    note(f"{writer.decode()} writes the checkpoint, {now - begun:.0f} s")
 
     def _from_any(self, what: str, blob: bytes) -> bytes:
         """Return the blob of the first worker that has one; empty if none has."""

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, DisagreementError, LockstepError
+from lockstep.keras.host_report import compare_with_member
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
@@ -337,7 +338,12 @@ class ResumableCalls:
         self._calls.taken = finished.taken
 
     def _follow(self, contents: Contents, *, joined: bool = False) -> None:
-        """Resume from the members' state, regardless of where checkpoints were requested."""
+        """Resume from the members' state, regardless of where checkpoints were requested.
+
+        Raises:
+            DisagreementError: this host cannot compute the same bits as theirs.
+        """
+        compare_with_member(self._job, contents.manifest["host"])
         facts = unpack(contents.manifest["training"], contents.arrays)
         self._resumption = Resumption.of(contents, facts, joined=joined)
 

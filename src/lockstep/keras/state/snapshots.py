@@ -4,6 +4,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.logs import mapped
-from lockstep.keras.host_report import libraries
+from lockstep.keras.host_report import libraries, report_for_joiners
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import (
@@ -25,6 +26,7 @@ from lockstep.keras.state.callback_states import (
     listeners,
     set_callback_states,
 )
+from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.state.models import CompiledModels, below
 from lockstep.keras.state.resumable_calls import ResumableCalls
 from lockstep.keras.state.settings import (
@@ -70,7 +72,7 @@ class Snapshots:
         Args:
             take: `self.take` for the completed step.
         """
-        self._job.between_steps(take)
+        self._job.between_steps(lambda whole: self._for_joiners(take(whole)))
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and not self._job.is_chief:
             scheduler.follow(self._calls.taken)
@@ -80,6 +82,10 @@ class Snapshots:
                 self._job.events.publish(LastStepEnded(self._calls.taken))
                 scheduler.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
+
+    def _for_joiners(self, contents: Contents) -> Contents:
+        manifest = {**contents.manifest, "host": report_for_joiners(self._job)}
+        return replace(contents, manifest=manifest)
 
     def hold(self, take: Callable[[], Contents]) -> None:
         """Hold the state that `take` returns, to be saved if no further step follows."""
@@ -174,6 +180,9 @@ class Snapshots:
             self.compare_settings(contents.step, facts, model, program)
         self.models.load(contents.arrays)
         current = below("current/", contents.arrays)
+        if model is not None:
+            # Some steps build optimizers when they apply them.
+            build_optimizers(model, current)
         if program is not None:
             state = program.load(state, current)
         else:

@@ -1,0 +1,200 @@
+"""The states that joiners of a host need: given by the chief there, or fetched from the chief's host."""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.agent.lane_connections import HostNetwork
+from lockstep.errors import LockstepError
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.greeting import ConnectionKind, Greeting
+from lockstep.protocol.host import StateSource
+from lockstep.system.event_loop import EventLoop
+from lockstep.transport.addresses import join_address
+
+Take = Callable[[Attachment | str], None]
+"""Takes a state, or why there is none."""
+
+_PATIENCE = 10.0
+"""Seconds to connect to another host."""
+
+
+class _NotNeeded(Exception):
+    """The stream of a state is no longer needed."""
+
+
+@dataclass
+class _Fetch:
+    """A state that is fetched, for `takers`, each with whether it needs the state in later views too."""
+
+    source: StateSource
+    takers: list[tuple[Take, bool]]
+    found: Attachment | str = "its stream has ended unexpectedly"
+    ended: bool = False
+
+    def outlives_view(self) -> bool:
+        """Drop the takers that do not need the state in later views; return whether others remain."""
+        self.takers = [taker for taker in self.takers if taker[1]]
+        return bool(self.takers)
+
+
+class HeldStates:
+    """Holds the states of the current view, and exchanges them with the agents of other hosts.
+
+    A thread for each stream does the work, so that the loop never waits for it.
+
+    Args:
+        host: the index of this host in the job.
+        network: how this host reaches others; None if the job has one host.
+        loop: takes what has arrived.
+    """
+
+    def __init__(self, host: int, network: HostNetwork | None, loop: EventLoop) -> None:
+        self._host = host
+        self._network = network
+        self._loop = loop
+        self._term, self._view = 1, 0
+        self._held: dict[int, Attachment] = {}
+        self._fetches: dict[tuple[int, int], _Fetch] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        if network is not None:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            loop.watch(self._wake, self._deliver)
+            network.connections.give_state = self._give
+
+    def hold(self, state: Attachment) -> int:
+        """Hold a state that was given in the current view; return its number."""
+        number = len(self._held) + 1
+        self._held[number] = state
+        return number
+
+    def release(self, state: Attachment) -> None:
+        """Release a state that is not needed; the kernel takes long to free gigabytes."""
+        threading.Thread(target=os.close, args=(state.take(),), name="release", daemon=True).start()
+
+    def find(self, number: int) -> Attachment | None:
+        """Return a state of the current view, if it is held."""
+        return self._held.get(number)
+
+    def begin_view(self, term: int, view: int) -> None:
+        """Begin a view: release what the last one needed."""
+        self._term, self._view = term, view
+        released = [self._held, self._fetches]
+        self._held = {}
+        self._fetches = {key: fetch for key, fetch in self._fetches.items() if fetch.outlives_view()}
+        if any(released):
+            # In a thread, like `release`.
+            threading.Thread(target=released.clear, name="release", daemon=True).start()
+
+    def fetch(self, source: StateSource, take: Take, *, lasts: bool = False) -> None:
+        """Get a state, from the host that has it unless it is held here.
+
+        Args:
+            source: the state.
+            take: called once, unless a view begins before.
+            lasts: whether to call `take` also after that.
+        """
+        key = source.view, source.number
+        held = self._held.get(source.number) if source.view == self._view else None
+        if held is not None:
+            take(held)
+        elif source.host == self._host or self._network is None:
+            take(f"view {source.view} has ended")
+        elif key in self._fetches:
+            self._fetches[key].takers.append((take, lasts))
+        else:
+            self._fetches[key] = fetch = _Fetch(source, [(take, lasts)])
+            self._start(self._receive, fetch, self._network)
+
+    def close(self) -> None:
+        """End all streams, and release everything; safe to call more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fetches.clear()
+        for thread in self._threads:
+            thread.join()
+        self._held.clear()
+        if self._network is not None:
+            self._loop.unwatch(self._wake)
+            os.close(self._wake)
+
+    def _start(self, act: Callable[..., None], *arguments: object) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=act, args=arguments, name="state", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _receive(self, fetch: _Fetch, network: HostNetwork) -> None:
+        # Imported late, like in `_send`: few agents need them.
+        from lockstep.transport.dial import dial
+        from lockstep.transport.state_stream import receive_state
+
+        source, greeting = fetch.source, self._greeting(fetch.source, network)
+
+        def check() -> None:
+            if self._fetches.get((source.view, source.number)) is not fetch:
+                raise _NotNeeded
+
+        try:
+            address = join_address((source.address, source.port))
+            connection = dial(address, greeting, network.credentials, _PATIENCE, check, reach=_PATIENCE)
+            with contextlib.closing(connection):
+                fetch.found = receive_state(connection, source.size, check)
+        except _NotNeeded:
+            return
+        except LockstepError as error:
+            fetch.found = str(error)
+        finally:
+            fetch.ended = True
+            os.eventfd_write(self._wake, 1)
+
+    def _greeting(self, source: StateSource, network: HostNetwork) -> Greeting:
+        return Greeting(
+            ConnectionKind.STATE,
+            network.job,
+            self._term,
+            source.view,
+            host=self._host,
+            lane=source.number,
+            receiver=source.host,
+        )
+
+    def _deliver(self) -> None:
+        os.eventfd_read(self._wake)
+        for key, fetch in list(self._fetches.items()):
+            if fetch.ended:
+                del self._fetches[key]
+                if isinstance(fetch.found, Attachment) and fetch.source.view == self._view:
+                    self._held[fetch.source.number] = fetch.found
+                for take, _ in fetch.takers:
+                    take(fetch.found)
+
+    def _give(self, greeting: Greeting, connection: socket.socket) -> str | None:
+        """Send a state over a connection that asks for it."""
+        if greeting.receiver != self._host:
+            return "its greeting is a copy of one for another host"
+        state = self._held.get(greeting.lane) if greeting.view == self._view else None
+        if state is None or self._network is None or self._closed:
+            return f"the state that it asks for is not held: view {greeting.view} has ended"
+        self._start(self._send, connection, state, self._network)
+        return None
+
+    def _send(self, connection: socket.socket, state: Attachment, network: HostNetwork) -> None:
+        from lockstep.transport.dial import accept
+        from lockstep.transport.state_stream import send_state
+
+        def check() -> None:
+            if self._closed:
+                raise _NotNeeded
+
+        # The other host reports why it has not got the state.
+        with (
+            contextlib.suppress(LockstepError, _NotNeeded),
+            contextlib.closing(accept(connection, network.credentials, _PATIENCE, check)) as accepted,
+        ):
+            send_state(accepted, state, check)

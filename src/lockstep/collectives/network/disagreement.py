@@ -1,0 +1,75 @@
+"""Why the members of a view do not complete their calls: what each of them does, and which error follows."""
+
+from collections.abc import Sequence
+
+from lockstep.collectives.call import CollectiveCall, compare
+from lockstep.collectives.network.frames import (
+    Frame,
+    FrameError,
+    Header,
+    MemberDetails,
+    decode_details,
+    encode_details,
+)
+from lockstep.collectives.network.lane import Lane
+from lockstep.collectives.plan import HostPlan
+from lockstep.errors import DisagreementError, InternalError, SharedMemoryError
+
+_LIMIT = 1 << 28
+"""Bytes of the longest description of the calls of one host's members."""
+
+
+def exchange_details(
+    lane: Lane, call: CollectiveCall, number: int, hosts: HostPlan, local: list[MemberDetails]
+) -> list[list[MemberDetails]]:
+    """Return what the members of each host do.
+
+    Args:
+        lane: the first one.
+        call: of this worker.
+        number: of the call.
+        hosts: how this host takes part.
+        local: what the members of this host do.
+
+    Raises:
+        PeerLostError, PeerStuckError: as `Communicator` states.
+    """
+    data = encode_details(local)
+    header = Header(Frame.DETAILS, number=number, length=len(data))
+    lane.send(header, data)
+    headers = lane.headers(call, header)
+    found = {hosts.host: local}
+    wait = lane.wait(call, hosts.others)
+    try:
+        for host, header in headers.items():
+            try:
+                if header.length > _LIMIT:
+                    raise FrameError(f"details of {header.length} bytes")
+                found[host] = decode_details(lane.receive_blob(host, header.length, wait))
+                if len(found[host]) != len(hosts.hosts[host]):
+                    raise FrameError(f"details of {len(found[host])} members")
+            except FrameError as error:
+                raise lane.malformed(host, call, error) from error
+    finally:
+        wait.end()
+    return [found[host] for host in sorted(found)]
+
+
+def reason(members: Sequence[MemberDetails], workers: Sequence[int]) -> DisagreementError | SharedMemoryError:
+    """Return the error in which a call ends on all members.
+
+    Args:
+        members: what each of them does.
+        workers: their ids.
+
+    Raises:
+        InternalError: they make the same call, and can.
+    """
+    try:
+        compare([each.call for each in members], workers, lambda: [each.leaves for each in members])
+    except DisagreementError as error:
+        return error
+    unfit = [each.unfit for each in members if each.unfit]
+    if not unfit:
+        raise InternalError("the members of a view do not agree, but make the same call")
+    return SharedMemoryError(unfit[0])

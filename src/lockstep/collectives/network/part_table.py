@@ -1,0 +1,74 @@
+"""The parts of an all-to-all: their sizes, and their places in the memory of a host. Pure."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.plan import HostPlan
+
+
+@dataclass(frozen=True)
+class PartTable:
+    """The sizes of the parts of an all-to-all, and their places in the shared memory of a host.
+
+    First come the parts that the workers of this host send, then those that they receive from other hosts,
+    both by the positions of the sender and of the receiver.
+
+    Attributes:
+        sizes: for each sender, for each receiver.
+        first: the position in the view of the first worker of this host.
+        hosts: of the view.
+        places: for each part, its end in the memory; only of those that this host sends or receives.
+        room: bytes of all of them.
+    """
+
+    sizes: npt.NDArray[np.int64]
+    first: int
+    hosts: HostPlan
+    places: npt.NDArray[np.int64]
+    room: int
+
+    @classmethod
+    def of(cls, sizes: npt.NDArray[np.int64], hosts: HostPlan) -> Self:
+        """Return the table of the parts with these sizes, for a host."""
+        first = sum(map(len, hosts.hosts[: hosts.host]))
+        own = slice(first, first + len(hosts.own))
+        concerned = np.zeros_like(sizes)
+        concerned[own] = sizes[own]
+        sent = int(concerned.sum())
+        places = np.cumsum(concerned).reshape(sizes.shape)
+        concerned[:, own] = sizes[:, own]
+        concerned[own] = 0
+        received = np.cumsum(concerned).reshape(sizes.shape) + sent
+        received[own] = places[own]
+        return cls(sizes, first, hosts, received, sent + int(concerned.sum()))
+
+    def members(self, host: int) -> range:
+        """Return the positions of the workers of a host."""
+        first = sum(map(len, self.hosts.hosts[:host]))
+        return range(first, first + len(self.hosts.hosts[host]))
+
+    def sent(self, local: int) -> list[tuple[int, int]]:
+        """Return the places of what a worker of this host sends, for each receiver."""
+        at = self.first + local
+        return [(end - size, end) for end, size in self._row(at)]
+
+    def sent_to(self, local: int, host: int) -> tuple[int, int]:
+        """Return the place of what a worker of this host sends to those of another host."""
+        places = [self.sent(local)[at] for at in self.members(host)]
+        return places[0][0], places[-1][1]
+
+    def received(self, local: int) -> list[tuple[int, int]]:
+        """Return the places of what a worker of this host receives, for each sender."""
+        ends, sizes = self.places[:, self.first + local], self.sizes[:, self.first + local]
+        return [(end - size, end) for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
+
+    def received_from(self, host: int) -> tuple[int, int]:
+        """Return the place of what the workers of this host receive from those of another host."""
+        members = self.members(host)
+        return self.received(0)[members[0]][0], self.received(len(self.hosts.own) - 1)[members[-1]][1]
+
+    def _row(self, at: int) -> list[tuple[int, int]]:
+        return list(zip(self.places[at].tolist(), self.sizes[at].tolist(), strict=True))

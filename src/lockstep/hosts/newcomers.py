@@ -1,0 +1,225 @@
+"""Hosts that join a job while it runs: new ones, and lost ones that come back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
+
+from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.host_agent import HostAgent, PeerAddress
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.hosts.facts import check_facts
+from lockstep.hosts.gathering import AwaitedHost
+from lockstep.observability.console import Console
+from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.host import (
+    ALIVE_EVERY,
+    SILENCE,
+    BeginJob,
+    HostFacts,
+    HostReport,
+    Instruction,
+    KeepAlive,
+    Prepare,
+    ShowNote,
+)
+from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.rendezvous import Rejected
+from lockstep.system.clock import Clock
+from lockstep.system.event_loop import EventLoop
+
+_PATIENCE = 120.0
+"""Seconds without a message from an agent that describes its host."""
+_FIRST_PAUSE = SILENCE + 1.0
+"""Seconds until a lost host is asked to come back: by then, its old agent has ended all processes there."""
+_LONGEST_PAUSE = 60.0
+
+
+@dataclass
+class _Candidate:
+    """A host whose agent is connected, and has not described it yet."""
+
+    host: AwaitedHost
+    workers: int
+    until: float
+
+
+@dataclass
+class _Absent:
+    """A lost host that may come back."""
+
+    workers: int
+    pause: float
+    due: float
+    noted: bool = False
+
+
+@dataclass
+class Newcomers:
+    """Admits hosts to a running job.
+
+    Attributes:
+        spec: the job, as it began.
+        prepare: the first message to each agent.
+        facts: of the first host of the job; others must have the same.
+        console: shows notes.
+        loop: serves the agents.
+        clock: for deadlines.
+        notifies: whether the agents of other hosts show the notes of this process.
+        start: starts the agent of a host with this name; None if agents come on their own.
+    """
+
+    spec: JobSpec
+    prepare: Prepare
+    facts: HostFacts
+    console: Console
+    loop: EventLoop
+    clock: Clock
+    notifies: bool = False
+    start: Callable[[str], AwaitedHost] | None = None
+    _coordinator: Coordinator | None = None
+    _hosts: dict[int, tuple[str, range]] = field(default_factory=dict)
+    _candidates: list[_Candidate] = field(default_factory=list)
+    _absent: dict[str, _Absent] = field(default_factory=dict)
+    _alive_due: float = 0.0
+
+    def __post_init__(self) -> None:
+        first = 0
+        for host, (name, workers) in enumerate(self.spec.hosts):
+            self._hosts[host] = name, range(first, first + workers)
+            first += workers
+
+    def serve(self, coordinator: Coordinator) -> None:
+        """Serve a coordinator, from the beginning of its job."""
+        self._coordinator = coordinator
+        coordinator.when_lost = self._note_loss
+        self.loop.before_each_wait(self._tend)
+
+    def close(self) -> None:
+        """Close the connections to agents that have not become part of the job."""
+        for candidate in list(self._candidates):
+            self._drop(candidate)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the hosts that take part, or are about to."""
+        there = [name for name, _ in self._hosts.values()]
+        return there + [candidate.host.name for candidate in self._candidates]
+
+    def free_name(self, name: str) -> str:
+        """Return a name that no host has: several hosts may be on the loopback device."""
+        names = self.names
+        numbers = ("", *(f" ({number})" for number in range(2, len(names) + 3)))
+        return next(name + number for number in numbers if name + number not in names)
+
+    def consider(self, host: AwaitedHost, workers: int) -> None:
+        """Admit a host, whose agent is connected, if it fits the job; more workers than replicas are idle."""
+        candidate = _Candidate(host, min(workers, self.spec.replicas), self.clock.now() + _PATIENCE)
+        self._candidates.append(candidate)
+        host.channel.send(self.prepare)
+        self.loop.watch(host.channel.fileno(), partial(self._hear, candidate))
+
+    def _hear(self, candidate: _Candidate) -> None:
+        host = candidate.host
+        while (report := host.channel.receive()) is not None:
+            match report:
+                case HostFacts():
+                    self._judge(candidate, report)
+                    return
+                case KeepAlive():
+                    # It may read a big checkpoint.
+                    candidate.until = self.clock.now() + _PATIENCE
+                case PeerGone():
+                    self._refuse(candidate, host.why_lost())
+                    return
+                case Unreadable(error):
+                    self._refuse(candidate, f"it sent an invalid message: {error}")
+                    return
+
+    def _judge(self, candidate: _Candidate, facts: HostFacts) -> None:
+        host = candidate.host
+        own = JobHost(host.name, candidate.workers)
+        assert self._coordinator is not None
+        if self._coordinator.is_over:
+            host.channel.send(Rejected("the job is ending"))
+            self._drop(candidate)
+            return
+        try:
+            check_facts((self.spec.hosts[0], own), (self.facts, facts), self.spec.target)
+        except ConfigError as error:
+            host.channel.send(Rejected(str(error)))
+            self._refuse(candidate, str(error))
+            return
+        self._candidates.remove(candidate)
+        self._absent.pop(host.name, None)
+        self.loop.unwatch(host.channel.fileno())
+        self._admit(host, candidate.workers, facts)
+
+    def _admit(self, host: AwaitedHost, workers: int, facts: HostFacts) -> None:
+        assert self._coordinator is not None
+        index, first = len(self._coordinator.agents), self._free_slots(workers)
+        self._hosts[index] = host.name, range(first, first + workers)
+        host.channel.send(
+            BeginJob(replace(self.spec, inherited=()), index, JobHost(host.name, workers), first)
+        )
+        # From now on, both ends use only these messages.
+        channel = cast("Channel[Instruction, HostReport]", host.channel)
+        if self.notifies:
+            self.console.readers.append(lambda text: channel.send(ShowNote(text)))
+        peer = PeerAddress(facts.address, facts.port, facts.incarnation)
+        self._coordinator.add_host(HostAgent(channel, host.name, peer, remote=True), workers, facts.cores)
+
+    def _free_slots(self, workers: int) -> int:
+        """Return the first of so many slots in a row that no host has."""
+        taken = {slot for _, slots in self._hosts.values() for slot in slots}
+        starts = (0, *(slot + 1 for slot in sorted(taken)))
+        return next(start for start in starts if taken.isdisjoint(range(start, start + workers)))
+
+    def _note_loss(self, host: int) -> None:
+        name, slots = self._hosts.pop(host)
+        if self.start is not None:
+            self._absent[name] = _Absent(len(slots), _FIRST_PAUSE, self.clock.now() + _FIRST_PAUSE)
+
+    def _refuse(self, candidate: _Candidate, why: str) -> None:
+        name = candidate.host.name
+        absent = self._absent.get(name)
+        self._drop(candidate)
+        if absent is None:
+            self.console.say(f"the agent of {name} cannot join: {why}")
+            return
+        absent.pause = min(2 * absent.pause, _LONGEST_PAUSE)
+        absent.due = self.clock.now() + absent.pause
+        if not absent.noted:
+            absent.noted = True
+            self.console.say(f"host {name} has not come back yet: {why}; the job continues to try")
+
+    def _drop(self, candidate: _Candidate) -> None:
+        self._candidates.remove(candidate)
+        self.loop.unwatch(candidate.host.channel.fileno())
+        candidate.host.channel.close()
+
+    def _tend(self) -> float | None:
+        """Start agents that are due, and tell those that prepare that this process lives."""
+        now = self.clock.now()
+        if self._coordinator is None or self._coordinator.is_over:
+            return None
+        for name, absent in self._absent.items():
+            if now >= absent.due:
+                absent.due = now + 2 * _PATIENCE
+                self._call(name, absent.workers)
+        if self._candidates and now >= self._alive_due:
+            self._alive_due = now + ALIVE_EVERY
+            for candidate in list(self._candidates):
+                candidate.host.channel.send(KeepAlive())
+                if now >= candidate.until:
+                    self._refuse(candidate, f"no answer within {_PATIENCE:g} s")
+        dues = [absent.due for absent in self._absent.values()]
+        dues += [self._alive_due] if self._candidates else []
+        return min(dues) - now if dues else None
+
+    def _call(self, name: str, workers: int) -> None:
+        assert self.start is not None
+        try:
+            self.consider(self.start(name), workers)
+        except UnfitError as error:
+            self.console.say(f"host {name} cannot come back: {error}")
