@@ -40,6 +40,7 @@ bench: .venv/mpi
 # Kills thousands of workers and runs thousands of random programs on every installed backend; takes hours.
 soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
+	$(BIN)/python tests/hosts/soak_hosts.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,7 +11,8 @@ import pytest
 
 from lockstep.coordinator import coordinator
 from lockstep.coordinator.coordinator import Coordinator
-from lockstep.coordinator.host_agent import HostAgent, PeerAddress
+from lockstep.coordinator.host_agent import HostAgent
+from lockstep.coordinator.job_record import decode_record
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import StrategyInstalled, WorkerConnectedLate
@@ -28,8 +29,10 @@ from lockstep.protocol.host import (
     HostReport,
     Instruction,
     KeepAlive,
+    KeepRecord,
     OutputWritten,
     PauseOutput,
+    PeerAddress,
     ProcessExited,
     ReportAll,
     SignalProcess,
@@ -94,7 +97,7 @@ class Job:
 
     def _receive(self, host: int) -> None:
         while isinstance(instruction := self.ends[host].receive(), Instruction):
-            if not isinstance(instruction, KeepAlive):
+            if not isinstance(instruction, KeepAlive | KeepRecord):
                 self.instructions.append((host, instruction))
             for report in self.reacts(host, instruction):
                 self.ends[host].send(report)
@@ -214,9 +217,9 @@ def test_a_silent_host_ends_the_job_with_its_name(
     monkeypatch.setattr(coordinator, "ALIVE_EVERY", 0.001)
     job = make(lambda host, one: [] if isinstance(one, StartProcess) or host == 1 else well(host, one))
     monkeypatch.setattr(coordinator, "_END_PATIENCE", 0.01)
-    # Each look at the clock takes a second.
-    seconds = itertools.count()
-    monkeypatch.setattr(job.clock, "now", lambda: float(next(seconds)))
+    # Each look at the clock takes a tenth of a second.
+    looks = itertools.count()
+    monkeypatch.setattr(job.clock, "now", lambda: next(looks) / 10)
     assert job.coordinator.run() == 1
     assert f"host node2 has been silent for {SILENCE:g} s" in job.notes()
 
@@ -359,3 +362,44 @@ def test_workers_that_a_slow_terminal_does_not_show_do_not_wait(make: Callable[[
     os.close(writing)
     assert not any(isinstance(one, PauseOutput) for one in job.to(1))
     assert (job.folder / "worker-2.log").read_bytes() == text
+
+
+def test_a_coordinator_that_was_stopped_gives_no_host_up(
+    make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not read yet what the hosts have sent meanwhile."""
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        nonlocal ahead
+        if instruction == StartProcess(2):
+            ahead = 20 * SILENCE
+        return [KeepAlive()] if isinstance(instruction, KeepAlive) else well(host, instruction)
+
+    ahead = 0.0
+    job = make(react)
+    real = job.clock.now
+    monkeypatch.setattr(job.clock, "now", lambda: real() + ahead)
+    assert job.coordinator.run() == 0, job.notes()
+    assert "silent" not in job.notes()
+
+
+def test_instructions_follow_the_record_that_they_follow_from(make: Callable[[Reaction], Job]) -> None:
+    job = make(well)
+    kept: list[Instruction] = []
+    receive = job.ends[1].receive
+
+    def noted() -> Instruction | None:
+        if (instruction := receive()) is not None:
+            kept.append(instruction)
+        return instruction
+
+    job.ends[1].receive = noted
+    assert job.coordinator.run() == 0
+    first = next(one for one in kept if not isinstance(one, KeepAlive))
+    assert isinstance(first, KeepRecord)
+    record = decode_record(first.record)
+    assert record.hosts[1].outbox == (BeginView(1, FIRST), StartProcess(2))
+    assert (record.hosts[1].received, record.hosts[1].sent) == (0, 2)
+    assert record.state.view.workers == (0, 1, 2)
+    last = [one for one in kept if isinstance(one, KeepRecord)][-1]
+    assert decode_record(last.record).outcome is not None

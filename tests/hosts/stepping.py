@@ -6,8 +6,8 @@ With MEGABYTES, the state has that many more, which joiners compare.
 WHEN is "before" or "after" and a method of a class in `POINTS`, with "+" between, or a point of the training.
 WHAT is the name of a signal that the worker sends itself; "hold": it writes the file held-STEP and waits for
 the file go-STEP; "pace" or "crawl": it waits a moment or half a second there from now on, until there is the
-file `fast`; "host": it kills everything on its host. Each worker prints the steps that it has made. Lies in
-one folder with `chaos_steps` and `chaos_faults`.
+file `fast`; "host": it kills everything on its host; "coordinator": it kills the coordinator there. Each
+worker prints the steps that it has made. Lies in one folder with `chaos_steps` and `chaos_faults`.
 """
 
 import contextlib
@@ -34,17 +34,16 @@ NUMBERS = 1 << 17
 """In a megabyte."""
 
 
-def end_host() -> None:
-    """Kill all processes on this host but the `sshd` that waits for connections, and this one last."""
+def kill_here(wanted: bytes) -> None:
+    """Kill the other processes on this host with a text in the command line, but no `sshd` that listens."""
     own = Path("/proc/self/ns/net").stat().st_ino
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             pid = int(entry.name)
             if pid != os.getpid() and (entry / "ns/net").stat().st_ino == own:
                 text = (entry / "cmdline").read_bytes()
-                if b"sshd: " not in text or b"[listener]" not in text:
+                if wanted in text and (b"sshd: " not in text or b"[listener]" not in text):
                     os.kill(pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Faults:
@@ -91,7 +90,10 @@ class Faults:
                 elif what in PACES:
                     self._pace = PACES[what]
                 elif what == "host":
-                    end_host()
+                    kill_here(b"")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif what == "coordinator":
+                    kill_here(b"lockstep.hosts.coordinator_process")
                 else:
                     os.kill(os.getpid(), getattr(signal, what))
                 return

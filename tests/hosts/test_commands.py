@@ -1,5 +1,6 @@
 """What users do with a job over hosts from other terminals, and how its script ends."""
 
+import re
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -73,7 +74,8 @@ def test_resuming(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) ->
         train("resumed", "--hosts node1:2,node2,node3 --checkpoint saved"),
     )
     assert (alone.end(), resumed.end()) == (0, 0), resumed.err
-    assert "training resumed after step 7" in resumed.err
+    # The chief may have ended the next step before it knew of the signal.
+    assert re.search("training resumed after step [78]", resumed.err), resumed.err
     digests = [line for line in alone.out.splitlines() if line.startswith("digest ")]
     assert digests == [line for line in resumed.out.splitlines() if line.startswith("digest ")]
     assert digests

@@ -165,7 +165,7 @@ def wait_until(holds: Callable[[], object], patience: float) -> bool:
 @pytest.mark.parametrize("lost", ["cut", "stopped"])
 def test_silent_hosts(hosts: Sequence[Host], lost: str) -> None:
     """The job continues without a host that can no longer be reached, which ends its own processes."""
-    job = held(hosts)
+    job = held(hosts, "--hosts node1,node2:2 --timeout 20")
     began = time.monotonic()
     if lost == "cut":
         hosts[1].cut()
@@ -179,7 +179,7 @@ def test_silent_hosts(hosts: Sequence[Host], lost: str) -> None:
     assert hosts[0].left() == []
     if lost == "stopped":
         hosts[1].signal_all(signal.SIGCONT)
-    assert wait_until(lambda: not hosts[1].matching("lockstep"), SILENCE + SLACK), hosts[1].processes()
+    assert wait_until(lambda: not hosts[1].matching("lockstep"), 20 + SLACK), hosts[1].processes()
     # The server of ssh does not notice for hours that its client is gone.
     for pid in hosts[1].matching("sshd: "):
         with contextlib.suppress(ProcessLookupError):

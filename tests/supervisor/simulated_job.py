@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers
 
 from lockstep.observability.events import StopRequested, WorkerExited
@@ -178,6 +179,10 @@ class Job(Workers):
             return
         decision = decide(self.state, event, self.now)
         self.state = decision.state
+        if self.dice.random() < 0.02:
+            # Another coordinator takes over with the record that agents have kept.
+            self.seen["another coordinator"] += 1
+            self.state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
         assert decision.reason
         for action in decision.actions:
             self.act(action)

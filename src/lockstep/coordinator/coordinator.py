@@ -7,7 +7,7 @@ instructions to the agent, shows messages to the user and publishes events.
 import select
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import msgspec
 from lockstep.coordinator.admin_socket import AdminSocket
 from lockstep.coordinator.file_conflicts import FileConflicts
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
+from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.coordinator.job_report import JobSummary, explain
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
@@ -49,6 +50,7 @@ from lockstep.protocol.host import (
     HostReport,
     Instruction,
     KeepAlive,
+    KeepRecord,
     NotUnderstood,
     OutputWritten,
     PauseOutput,
@@ -57,6 +59,7 @@ from lockstep.protocol.host import (
     ProcessExited,
     ProcessStarted,
     ReportAll,
+    ShowNote,
     SignalProcess,
     StartCancelled,
     StartFailed,
@@ -99,6 +102,9 @@ _LAST_FLUSH = 0.5
 _DOWNLOAD_REPEAT = 20.0
 _REPORT_PATIENCE = 5.0
 """Seconds that the agent has for `AllReported`; a stop does not wait longer for it."""
+_MOST_OWED = 256 * 1024
+_OWED_FOR = 0.1
+"""Output that is not acknowledged, in bytes and seconds: it appears twice if the coordinator is lost then."""
 _REPORTS_PER_TURN = 64
 """The number of reports of one agent that one turn of the loop takes: workers may print without end."""
 _END_PATIENCE = 20.0
@@ -125,6 +131,9 @@ class Coordinator:
         clock: for deadlines.
         state: of supervision.
         when_lost: called with the index of each host that is lost.
+        notifies: whether the agents of other hosts show the notes of this process.
+        term: of this coordinator; each one that takes over a job has a higher one.
+        record: of the job that this coordinator takes over; None for a new job.
     """
 
     spec: JobSpec
@@ -138,6 +147,11 @@ class Coordinator:
     clock: Clock
     state: State
     when_lost: Callable[[int], None] = lambda host: None
+    notifies: bool = False
+    term: int = 1
+    record: JobRecord | None = None
+    _serial: int = 0
+    _changed: bool = False
     _admin: AdminSocket | None = None
     _admin_descriptor: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
@@ -155,11 +169,19 @@ class Coordinator:
     _tally: JobSummary = field(default_factory=JobSummary)
     _begun: float = 0.0
     _since: float = 0.0
+    _cut_off: bool = False
     _stopped: bool = False
+    _stops_taken: int = 0
     _killed: bool = False
 
     def __post_init__(self) -> None:
         self._output = RemoteOutput(self.console, self.paths)
+        for agent in self.agents:
+            self._notify(agent)
+
+    def _notify(self, agent: HostAgent) -> None:
+        if self.notifies and agent.remote:
+            self.console.readers.append(lambda text: agent.send(ShowNote(text)))
 
     def run(self) -> int:
         """Run the job to its end and return its exit status.
@@ -169,11 +191,15 @@ class Coordinator:
         """
         try:
             self._open()
+            self._commit()
             while self._outcome is None:
                 self._turn()
+                self._commit()
             return self._conclude(self._outcome)
         except CommandGone:
             status = 128 + signal.SIGKILL
+            # Otherwise, agents of other hosts would wait for another coordinator.
+            self._tell_all(EndHost(0.0, status=status))
             self._publish_end(status, "the command was killed")
             return status
         finally:
@@ -185,31 +211,101 @@ class Coordinator:
 
     def _tell_all(self, instruction: Instruction) -> None:
         for agent in self.agents:
-            agent.channel.send(instruction)
+            agent.send(instruction)
 
     def _tell(self, worker: int, instruction: Instruction) -> None:
         """Send an instruction to the agent of a worker's host."""
-        self.agents[self.state.workers[worker].host].channel.send(instruction)
+        self.agents[self.state.workers[worker].host].send(instruction)
 
     def _open(self) -> None:
+        now = self.clock.now()
+        self.loop.before_each_wait(self._watch_console)
+        self.loop.watch(self.command.fileno(), self._hear_command)
+        for host, agent in enumerate(self.agents):
+            if agent.ended is None:
+                self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
+                agent.heard = now
+        if any(agent.remote for agent in self.agents):
+            self._alive_due = now
+        self._open_admin()
+        if self.record is None:
+            self._begin_job()
+        else:
+            self._take_over(self.record)
+
+    def _begin_job(self) -> None:
         self._begun, self._since = self.clock.now(), self.clock.wall()
         asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
         script = Script(self.spec.target, self.spec.module, self.spec.arguments)
         self.events.publish(run_events.JobStarted(**provenance(script), **asked))
-        self.loop.before_each_wait(self._watch_console)
-        self.loop.watch(self.command.fileno(), self._hear_command)
-        for host, agent in enumerate(self.agents):
-            self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
-            agent.heard = self._begun
-        if any(agent.remote for agent in self.agents):
-            self._alive_due = self._begun
-        self._open_admin()
         workers = tuple(range(self.spec.workers))
         if not self.state.size.by_hand:
             self._progress = Progress(workers, self.console.say, self.console.shown, self._begun)
         self._send_view(self.state.view)
         for worker in workers:
             self._tell(worker, StartProcess(worker))
+
+    def _take_over(self, record: JobRecord) -> None:
+        """Continue a job whose coordinator was lost; its agents have the instructions of the record."""
+        self._view, self._given, self._tally = record.view, record.given, record.tally
+        self._doing, self._chief_writes = record.doing, record.chief_writes
+        self._used_strategy = record.used_strategy
+        self._begun, self._since = record.begun, record.since
+        self.console.chief = self.state.view.chief
+        self.events.publish(run_events.CoordinatorStarted(self.term, self.pid))
+        self._stops_taken, self._stopped = record.stops, record.stops > 0
+        self._outcome = record.outcome
+        self._drop_output()
+
+    def _commit(self) -> None:
+        """Have the remote agents keep the record of the job, then send what follows from it."""
+        agents, now = self._live_remote(), self.clock.now()
+        owed = [agent for agent in agents if agent.owed]
+        due = [one for one in owed if one.owed > _MOST_OWED or now - one.acknowledged > _OWED_FOR]
+        if any(agent.waits for agent in agents) or self._outcome is not None or (due and self._changed):
+            self._keep_record(agents)
+        for agent in agents:
+            agent.flush()
+        for agent in due:
+            agent.acknowledge(now)
+
+    def _live_remote(self) -> list[HostAgent]:
+        return [agent for agent in self.agents if agent.remote and agent.ended is None]
+
+    def _keep_record(self, agents: Sequence[HostAgent]) -> None:
+        self._serial += 1
+        self._changed = False
+        keep = KeepRecord(self.term, self._serial, encode_record(self._recorded()))
+        for agent in agents:
+            agent.send(keep)
+
+    def _recorded(self) -> JobRecord:
+        return JobRecord(
+            self.spec,
+            self.state,
+            tuple(
+                HostRecord(
+                    agent.name,
+                    agent.peer,
+                    agent.ended is not None,
+                    agent.received,
+                    agent.sent,
+                    tuple(agent.outbox),
+                )
+                for agent in self.agents
+            ),
+            self._view,
+            self._given,
+            self._tally,
+            self._doing,
+            self._chief_writes,
+            self._used_strategy,
+            self._stops_taken,
+            self._outcome,
+            at=self.clock.now(),
+            begun=self._begun,
+            since=self._since,
+        )
 
     def _turn(self) -> None:
         waits = self._progress.due if self._progress else None
@@ -231,6 +327,7 @@ class Coordinator:
     # Decisions.
 
     def _decide(self, event: job_events.Event) -> None:
+        self._changed = True
         decision = decide(self.state, event, self.clock.now())
         if decision.actions:
             actions = tuple(type(action).__name__ for action in decision.actions)
@@ -265,7 +362,7 @@ class Coordinator:
                 self._tell(worker, DeliverPosition(worker, self._given))
             case actions.SendState(host):
                 assert self._given is not None
-                self.agents[host].channel.send(FetchState(self._given))
+                self.agents[host].send(FetchState(self._given))
             case actions.SignalWorker(worker, number):
                 self._tell(worker, SignalProcess(worker, number))
             case actions.KillWorker(worker):
@@ -304,7 +401,7 @@ class Coordinator:
             members.append(HostMembers(host, workers, *where))
         given = self._given if set(view.workers).difference(self._view.workers) else None
         state = given.number if given is not None else 0
-        self._view = BeginView(view.number, tuple(members), reason, leaving, state=state)
+        self._view = BeginView(view.number, tuple(members), reason, leaving, self.term, state)
         self.console.chief = view.chief
         self._tell_all(self._view)
 
@@ -324,17 +421,39 @@ class Coordinator:
             paused = tuple(worker for worker in shown if self.state.workers[worker].host == host)
             if agent.remote and paused != agent.paused:
                 agent.paused = paused
-                agent.channel.send(PauseOutput(paused))
+                agent.send(PauseOutput(paused))
 
     def _keep_hosts(self) -> None:
         """Tell the agents of other hosts that this process lives, and give up those that are silent."""
-        now = self.clock.now()
+        now, live = self.clock.now(), self._live_remote()
+        if self._alive_due is not None and now - self._alive_due > SILENCE / 2:
+            # This process was stopped, and has not read what has arrived since then.
+            for agent in live:
+                agent.heard = now
         self._alive_due = now + ALIVE_EVERY
-        for host, agent in enumerate(self.agents):
-            if agent.remote and agent.ended is None:
-                agent.channel.send(KeepAlive())
-                if now - agent.heard > SILENCE:
+        if self._changed:
+            # Agents forget acknowledged reports, so a record must contain what follows from them.
+            self._keep_record(live)
+        for agent in live:
+            agent.acknowledge(now)
+        silent = [agent for agent in live if now - agent.heard > SILENCE]
+        if silent and not self._is_cut_off(silent, now):
+            for host, agent in enumerate(self.agents):
+                if agent in silent:
                     self._lose_host(host, f"has been silent for {SILENCE:g} s")
+
+    def _is_cut_off(self, silent: Sequence[HostAgent], now: float) -> bool:
+        """Whether to wait for the hosts: all are silent, so it is this host that is cut off."""
+        if len(silent) < sum(agent.ended is None for agent in self.agents) or not self.state.active:
+            return False
+        waited = now - max(agent.heard for agent in silent)
+        if not self._cut_off:
+            self._cut_off = True
+            self.console.say(
+                f"no host has been heard for {SILENCE:g} s; training continues there while no worker "
+                f"is lost, and the job ends after {self.spec.timeout:g} s of silence"
+            )
+        return waited <= self.spec.timeout
 
     def _lose_host(self, host: int, how: str) -> None:
         agent = self.agents[host]
@@ -365,11 +484,12 @@ class Coordinator:
         """
         host = len(self.agents)
         self.agents.append(agent)
+        self._notify(agent)
         agent.heard = self.clock.now()
         if self._alive_due is None:
             self._alive_due = agent.heard
         self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
-        agent.channel.send(self._view)
+        agent.send(self._view)
         self._decide(job_events.HostJoined(agent.name, workers, cores))
 
     # Messages of the command and of other terminals.
@@ -389,10 +509,11 @@ class Coordinator:
         for agent in self.agents:
             if agent.ended is None:
                 agent.has_reported = False
-                agent.channel.send(ReportAll())
+                agent.send(ReportAll())
 
     def _stop(self) -> None:
         number, _ = self._stops.popleft()
+        self._stops_taken += 1
         self._publish_and_decide(run_events.StopRequested(number))
 
     def _open_admin(self) -> None:
@@ -444,19 +565,21 @@ class Coordinator:
     def _hear_agent(self, host: int) -> None:
         agent = self.agents[host]
         for _ in range(_REPORTS_PER_TURN):
-            if agent.ended is not None or (report := agent.channel.receive()) is None:
+            if agent.ended is not None or (report := agent.receive()) is None:
                 return
             agent.heard = self.clock.now()
             self._take(host, report)
 
     def _take(self, host: int, report: HostReport | Unreadable | PeerGone) -> None:
         agent = self.agents[host]
+        self._changed = self._changed or not isinstance(report, KeepAlive | OutputWritten)
         match report:
             case KeepAlive():
                 pass
             case OutputWritten(worker, descriptor, data):
                 agent.wrote = self.clock.now()
                 self._output.write(worker, descriptor, data)
+                agent.owed += len(data)
             case WorkerSaid(worker, message):
                 self._take_message(worker, message)
             case ProcessStarted(worker, pid):

@@ -1,37 +1,38 @@
 """The agent of a host, as seen by the coordinator of the job."""
 
+from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import islice
 
 from lockstep.observability.console import Console, Write
-from lockstep.protocol.channel import Channel
-from lockstep.protocol.host import HostEnded, HostReport, Instruction
+from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.host import UNNUMBERED, HostEnded, HostReport, Instruction, KeepAlive, PeerAddress
 from lockstep.system.output import Log
 from lockstep.system.paths import RunPaths
-
-
-class PeerAddress(NamedTuple):
-    """Where an agent accepts connections of workers on other hosts, and its incarnation."""
-
-    address: str
-    port: int
-    incarnation: int
 
 
 @dataclass
 class HostAgent:
     """One agent of the job.
 
+    A remote agent outlives the coordinator. Instructions to it have numbers and wait for `flush`, so that all
+    agents keep a record of the job before they carry out what follows from it.
+
     Attributes:
         channel: to the agent.
         name: of its host, for messages; empty if the job has one host.
         peer: where workers of other hosts connect; None if the job has one host.
-        remote: whether it runs on another host, so that the coordinator writes the logs of its workers.
+        remote: whether it runs in another process, so that the coordinator writes the logs of its workers.
         ended: its last report, once it has ended.
         heard: when its last report arrived.
         wrote: when output of its workers last arrived.
         paused: its workers that wait with their output, because the terminal shows it and is slow.
         has_reported: whether it has sent all reports that the coordinator has asked for with `ReportAll`.
+        received: number of numbered reports of a remote agent that were taken.
+        sent: number of numbered instructions to a remote agent.
+        outbox: the last of them, which the agent has not acknowledged.
+        owed: bytes of output that were taken and not acknowledged.
+        acknowledged: when reports were last acknowledged.
     """
 
     channel: Channel[Instruction, HostReport]
@@ -43,6 +44,57 @@ class HostAgent:
     wrote: float = 0.0
     paused: tuple[int, ...] = ()
     has_reported: bool = True
+    received: int = 0
+    sent: int = 0
+    outbox: deque[Instruction] = field(default_factory=deque)
+    owed: int = 0
+    acknowledged: float = 0.0
+    _waiting: int = 0
+
+    def send(self, instruction: Instruction) -> None:
+        """Send an instruction; a numbered one to a remote agent waits for `flush`."""
+        if not self.remote or isinstance(instruction, UNNUMBERED):
+            self.channel.send(instruction)
+            return
+        self.outbox.append(instruction)
+        self.sent += 1
+        self._waiting += 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether instructions wait for `flush`."""
+        return self._waiting > 0
+
+    def flush(self) -> None:
+        """Send the instructions that wait."""
+        for instruction in islice(self.outbox, len(self.outbox) - self._waiting, None):
+            self.channel.send(instruction)
+        self._waiting = 0
+
+    def acknowledge(self, now: float) -> None:
+        """Tell a remote agent which reports it need not keep; it also learns that this process lives."""
+        self.owed, self.acknowledged = 0, now
+        self.channel.send(KeepAlive(self.received))
+
+    def take_over(self, received: int) -> None:
+        """Send the instructions again that an agent, which has taken the first `received`, does not have."""
+        self._waiting = self.sent - received
+        self._forget(received)
+        self.flush()
+
+    def receive(self) -> HostReport | Unreadable | PeerGone | None:
+        """Return the next report, if any; see `Channel`."""
+        report = self.channel.receive()
+        if isinstance(report, KeepAlive):
+            self._forget(report.received)
+        elif report is not None and not isinstance(report, (*UNNUMBERED, Unreadable, PeerGone)):
+            self.received += 1
+        return report
+
+    def _forget(self, received: int) -> None:
+        """Forget the instructions that the agent has acknowledged."""
+        while self.sent - len(self.outbox) < received and len(self.outbox) > self._waiting:
+            self.outbox.popleft()
 
 
 @dataclass

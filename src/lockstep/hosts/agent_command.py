@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UnfitError
-from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone, StartedWorkers
+from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone, LeftBehind, StartedWorkers
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
-from lockstep.hosts.joining import CoordinatorDialer
+from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.local_job.job_process import run_in_job_process
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
@@ -92,41 +92,52 @@ def join_and_run(options: AgentOptions) -> int:
     credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
 
     def serve(command: Channel[Stop, Stop], folder: Path) -> int:
-        clock = SystemClock()
-        with EventLoop() as loop:
-            connection = _connect(options, credentials, command, loop, clock)
-            own = options.listen or join_address((connection.getsockname()[0], options.port))
-            channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel.over(
-                connection, RemoteInstruction, credentials, accepted=False, most_queued=MOST_QUEUED
-            )
-            channel.send(HostOffer(options.workers))
-
-            def listen(prepare: Prepare) -> HostListener:
-                return HostListener.open(own, credentials, note, loop=loop, clock=clock)
-
-            status = AgentProcess(
-                channel,
-                command,
-                loop,
-                clock,
-                listen,
-                StartedWorkers(folder, loop, options.shows),
-                folder,
-                joined=True,
-                waits=lambda what: note(f"joined {options.coordinator}; waiting for {what}"),
-            ).run()
-        if status:
-            note(
-                f"the job ended with exit status {status}; its coordinator at {options.coordinator} says why"
-            )
-        return status
+        while True:
+            try:
+                status = _join(options, credentials, command, folder)
+            except LeftBehind as left:
+                note(f"{left}, and this host joins it again")
+                continue
+            if status:
+                note(
+                    f"the job ended with exit status {status}; its coordinator at {options.coordinator} says "
+                    "why"
+                )
+            return status
 
     return _run(serve)
 
 
+def _join(options: AgentOptions, credentials: Credentials, command: Channel[Stop, Stop], folder: Path) -> int:
+    """Take part in a job once; return its exit status."""
+    clock = SystemClock()
+    with EventLoop() as loop:
+        address = CoordinatorAddress(options.coordinator, credentials, loop)
+        connection = _connect(options, address, command, loop, clock)
+        own = options.listen or join_address((connection.getsockname()[0], options.port))
+        channel = address.channel(connection)
+        channel.send(HostOffer(options.workers))
+
+        def listen(prepare: Prepare) -> HostListener:
+            return HostListener.open(own, credentials, note, loop=loop, clock=clock)
+
+        return AgentProcess(
+            channel,
+            command,
+            loop,
+            clock,
+            listen,
+            StartedWorkers(folder, loop, options.shows),
+            folder,
+            joined=True,
+            waits=lambda what: note(f"joined {options.coordinator}; waiting for {what}"),
+            address=address,
+        ).run()
+
+
 def _connect(
     options: AgentOptions,
-    credentials: Credentials,
+    address: CoordinatorAddress,
     command: Channel[Stop, Stop],
     loop: EventLoop,
     clock: SystemClock,
@@ -137,7 +148,7 @@ def _connect(
         UnfitError: there is none within the limit.
         Stopped: this agent is stopped before.
     """
-    dialer = CoordinatorDialer(options.coordinator, credentials, loop, lambda: None)
+    dialer = address.dial()
     loop.watch(command.fileno(), lambda: None)
     begun, due = clock.now(), clock.now() + _NOTE_AFTER
     try:

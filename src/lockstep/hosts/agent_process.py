@@ -4,37 +4,42 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from lockstep.agent.agent import Agent
-from lockstep.agent.exchange import open_shared
+import msgspec
+
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import ForwardedOutput
-from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import ConfigError
+from lockstep.hosts.agent_place import AgentPlace
+from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.joining import CoordinatorAddress, CoordinatorDialer
 from lockstep.hosts.shared_checkpoints import AgentCheckpoints
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
-from lockstep.local_job.composition import LocalHost
+from lockstep.local_job.composition import LocalHost, start_agent
 from lockstep.observability.console import Console
-from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
+from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
     SILENCE,
     BeginJob,
     CheckpointPart,
     HostFacts,
+    HostOffer,
     HostReport,
     Instruction,
     KeepAlive,
     Prepare,
     RemoteInstruction,
     RemoteReport,
+    RunningJob,
     SendCheckpoint,
     Stop,
     TakeCheckpoint,
@@ -64,6 +69,10 @@ Message = TypeVar("Message", Prepare, BeginJob)
 
 class CoordinatorGone(Exception):
     """The connection to the coordinator ended, or is silent, or this agent was stopped in the job."""
+
+
+class LeftBehind(CoordinatorGone):
+    """The job has continued without this host, which may join it again as a new one."""
 
 
 class HostWorkers(Protocol):
@@ -133,13 +142,21 @@ class _Silence:
     _received: int = -1
     _heard: float = 0.0
 
-    def check(self) -> None:
-        """Raise CoordinatorGone if the coordinator has been silent for too long."""
+    def use(self, channel: StreamChannel[RemoteReport, RemoteInstruction]) -> None:
+        """Listen to another channel from now on."""
+        self.channel, self._received = channel, -1
+
+    def seconds(self) -> float:
+        """Return for how long nothing has arrived, as far as this was called often."""
         now = self.clock.now()
         if self.channel.received != self._received:
             self._received, self._heard = self.channel.received, now
-        elif now - self._heard > SILENCE:
-            raise CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
+        return now - self._heard
+
+    def check(self, patience: float) -> None:
+        """Raise CoordinatorGone if the coordinator has been silent for longer than `patience` seconds."""
+        if self.seconds() > patience:
+            raise CoordinatorGone(f"the coordinator has been silent for {patience:g} s")
 
 
 @dataclass
@@ -157,6 +174,7 @@ class AgentProcess:
         joined: whether this agent has joined the coordinator over the network.
         waits: called with what the coordinator waits for.
         say: shows a note to the users of this host.
+        address: of the coordinator, to connect again; None if that is impossible.
         begun: whether the job has begun.
     """
 
@@ -170,6 +188,7 @@ class AgentProcess:
     joined: bool = False
     waits: Callable[[str], None] = lambda what: None
     say: Callable[[str], None] = note
+    address: CoordinatorAddress | None = None
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -225,7 +244,7 @@ class AgentProcess:
                 if (now := self.clock.now()) >= due:
                     due = now + ALIVE_EVERY
                     self.channel.send(KeepAlive())
-                    silence.check()
+                    silence.check(SILENCE)
                 busy = checkpoints is not None and checkpoints.advance()
                 self.loop.turn(0.0 if busy or received is not None else max(0.0, due - now))
         finally:
@@ -233,40 +252,120 @@ class AgentProcess:
             self.loop.unwatch(self.command.fileno())
 
     def _serve(self, begin: BeginJob, prepare: Prepare, listener: HostListener) -> int:
-        loop, clock, channel = self.loop, self.clock, self.channel
+        loop, channel = self.loop, self.channel
+        session = CoordinatorSession()
         # From now on, both ends use only these messages.
-        coordinator = cast("Channel[HostReport, Instruction]", channel)
-        output = ForwardedOutput(coordinator, lambda: channel.queued > _BEHIND)
-        local = self.workers.begin(begin, output)
-        agent = Agent(
-            job=begin.spec.run_dir.name,
-            coordinator=coordinator,
-            loop=loop,
-            starter=local.starter,
-            open_exchange=open_shared,
-            pool=Attachment(SharedPool.create().fd),
-            output=output,
-            descendants=local.descendants,
-            host=begin.host,
-            network=listener.network(prepare.job),
-            arrivals=local.arrivals,
-            late=begin.host >= len(begin.spec.hosts),
-            say=self.say,
+        session.attach(cast("Channel[HostReport, Instruction]", channel))
+        output = ForwardedOutput(session, lambda: channel.queued > _BEHIND or session.output > MOST_KEPT)
+        local = replace(
+            self.workers.begin(begin, output), host=begin.host, network=listener.network(prepare.job)
         )
+        late = begin.host >= len(begin.spec.hosts)
+        agent = start_agent(local, begin.spec.run_dir.name, session, loop, late=late, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
-        with contextlib.closing(agent):
-            due, silence = clock.now(), _Silence(channel, clock)
+        running = partial(self._offer, session, prepare, begin)
+        with (
+            contextlib.closing(agent),
+            contextlib.closing(AgentPlace(prepare.job, loop)) as place,
+            contextlib.closing(_Contact(self, session, place, begin.spec.timeout, running)) as contact,
+        ):
             while not agent.ended:
-                loop.turn(max(0.0, due - clock.now()))
+                loop.turn(contact.serve())
                 if self.command.receive() is not None:
                     raise CoordinatorGone("this agent was stopped")
-                if (now := clock.now()) < due:
-                    continue
-                due = now + ALIVE_EVERY
-                channel.send(KeepAlive())
-                silence.check()
             if output.console is not None:
                 output.console.end_lines()
                 output.console.flush()
-            channel.see_off(SILENCE)
+            self.channel.see_off(SILENCE)
             return agent.status
+
+    def _offer(self, session: CoordinatorSession, prepare: Prepare, begin: BeginJob) -> HostOffer | None:
+        """Return what a coordinator process that is started again needs; None if it cannot take over."""
+        if session.kept is None:
+            return None
+        job = RunningJob(msgspec.structs.replace(prepare, key=""), begin.host, session.kept)
+        return HostOffer(begin.here.workers, running=job)
+
+
+@dataclass
+class _Contact:
+    """The contact of an agent with the coordinator of its job, which may be lost and come back.
+
+    Attributes:
+        process: of the agent.
+        session: with the coordinator.
+        place: of the agent on its host.
+        patience: seconds without a coordinator after which the job ends on this host.
+        offer: returns the first message to a coordinator process that is started again.
+    """
+
+    process: AgentProcess
+    session: CoordinatorSession
+    place: AgentPlace
+    patience: float
+    offer: Callable[[], HostOffer | None]
+    _dialer: CoordinatorDialer | None = None
+    _due: float = 0.0
+    _noted: bool = False
+
+    def __post_init__(self) -> None:
+        self._silence = _Silence(self.process.channel, self.process.clock)
+
+    def close(self) -> None:
+        """End the attempts to connect."""
+        if self._dialer is not None:
+            self._dialer.close()
+
+    def serve(self) -> float:
+        """Keep the contact; return the seconds until this must be called again.
+
+        Raises:
+            CoordinatorGone: there is no coordinator, and none is expected.
+        """
+        if self.session.lost:
+            self._seek()
+        if (now := self.process.clock.now()) >= self._due:
+            self._due = now + ALIVE_EVERY
+            self.session.keep_alive()
+            self._judge()
+        return self._due - now
+
+    def _judge(self) -> None:
+        seconds = self._silence.seconds()
+        if seconds <= ALIVE_EVERY and not self.session.lost:
+            self.place.is_wanted = self._noted = False
+        if seconds <= SILENCE:
+            return
+        if self.place.is_wanted:
+            raise CoordinatorGone("another agent of this host has taken the place of this one")
+        if not self._noted:
+            self._note(f"the coordinator has been silent for {SILENCE:g} s")
+        self._silence.check(self.patience)
+
+    def _note(self, what: str) -> None:
+        self._noted = True
+        self.process.say(
+            f"{what}; training continues while no worker is lost, and ends on this host after "
+            f"{self.patience:g} s without a coordinator"
+        )
+
+    def _seek(self) -> None:
+        """Connect again to where the coordinator was."""
+        process, session = self.process, self.session
+        if session.rejected:
+            raise LeftBehind(session.rejected)
+        if process.address is None or (offer := self.offer()) is None:
+            raise CoordinatorGone(session.lost)
+        if self._dialer is None:
+            self._note(session.lost)
+            self._dialer = process.address.dial()
+        if (connection := self._dialer.take()) is None:
+            return
+        self._dialer.close()
+        self._dialer = None
+        process.channel.close()
+        process.channel = channel = process.address.channel(connection)
+        channel.send(offer)
+        # From now on, both ends use only these messages.
+        session.attach(cast("Channel[HostReport, Instruction]", channel))
+        self._silence.use(channel)

@@ -2,28 +2,30 @@
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack, closing
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from lockstep.agent.starter import LocalStarter
-from lockstep.agent.worker_output import LocalOutput
+from lockstep.agent.worker_output import ForwardedOutput, WorkerOutput
 from lockstep.checkpoint.held import HeldCheckpoint
-from lockstep.coordinator.host_agent import HostAgent, PeerAddress
+from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.errors import ConfigError, LockstepError, NetworkError
+from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.hosts.newcomers import Newcomers
 from lockstep.hosts.shared_checkpoints import SharedCheckpoints
 from lockstep.hosts.ssh import SshAgent
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
-from lockstep.local_job.composition import LocalHost, run_job
+from lockstep.local_job.composition import LocalHost, run_job, start_agent
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.greeting import JOB
@@ -33,8 +35,8 @@ from lockstep.protocol.host import (
     HostFacts,
     HostReport,
     Instruction,
+    PeerAddress,
     Prepare,
-    ShowNote,
     Stop,
 )
 from lockstep.protocol.job_spec import JobSpec
@@ -102,10 +104,10 @@ class JobOnHosts:
         loop: serves everything.
         here: the host of this process; None if the job has no workers there.
         others: the agents of the other hosts, by the index of the host.
-        workers: returns what the agent of this host needs to get workers, given the job and the index of the
-            host.
+        by_hand: returns what the agent of this host needs to get workers that a user starts; None if agents
+            start the workers.
+        children: process ids of the children of this process that are not workers.
         notifies: whether the agents of other hosts show the notes of this process.
-        by_hand: whether a user starts the workers.
         resumed: see `Resumed`; needed by a job with checkpoints.
         start: starts the agent of a lost host again, given its name; None if agents come on their own.
         accept: called before the job begins with what admits the agents that come later.
@@ -119,9 +121,9 @@ class JobOnHosts:
     loop: EventLoop
     here: ThisHost | None
     others: Mapping[int, AwaitedHost]
-    workers: Callable[[JobSpec, int], LocalHost]
+    by_hand: Callable[[JobSpec], LocalHost] | None = None
+    children: set[int] = field(default_factory=set)
     notifies: bool = False
-    by_hand: bool = False
     resumed: Resumed | None = None
     start: Callable[[str], AwaitedHost] | None = None
     accept: Callable[[Newcomers], None] = lambda newcomers: None
@@ -146,21 +148,76 @@ class JobOnHosts:
         remote = self._begin_on_others(spec, facts)
         self.console.say(f"{spec.shape}; events in {spec.run_dir}" if self.by_hand else spec.describe())
         newcomers = Newcomers(
-            spec, self.prepare, facts[0], self.console, self.loop, SystemClock(), self.notifies, self.start
+            spec, self.prepare, facts[0], self.console.say, self.loop, SystemClock(), self.start
         )
         self.accept(newcomers)
+        state = self._first_state(spec, facts)
         with closing(newcomers):
-            return run_job(
-                spec,
-                self._first_state(spec, facts),
-                RunPaths(spec.run_dir.absolute()),
-                self.command,
-                console=self.console,
-                loop=self.loop,
-                local=self._begin_here(spec),
-                remote=remote,
-                begin=newcomers.serve,
+            if self.by_hand is not None:
+                return self._coordinate_here(spec, state, self.by_hand(spec), remote, newcomers)
+            return self._coordinate_apart(spec, state, remote, newcomers)
+
+    def _coordinate_here(
+        self,
+        spec: JobSpec,
+        state: State,
+        workers: LocalHost,
+        remote: Mapping[int, ConnectedHost],
+        newcomers: Newcomers,
+    ) -> int:
+        """Run the coordinator in this process, which the user's processes know."""
+
+        def begin(coordinator: Coordinator) -> None:
+            coordinator.when_lost = newcomers.note_loss
+            newcomers.serve(
+                lambda host: coordinator.add_host(host.as_remote(), host.workers, host.cores),
+                lambda: coordinator.is_over,
             )
+
+        return run_job(
+            spec,
+            state,
+            RunPaths(spec.run_dir.absolute()),
+            self.command,
+            console=self.console,
+            loop=self.loop,
+            local=self._with_network(workers),
+            remote={host: one.as_remote() for host, one in remote.items()},
+            notifies=self.notifies,
+            begin=begin,
+        )
+
+    def _coordinate_apart(
+        self, spec: JobSpec, state: State, remote: Mapping[int, ConnectedHost], newcomers: Newcomers
+    ) -> int:
+        """Run the coordinator in a process of its own, which can be lost."""
+        hosts = dict(remote)
+        session = CoordinatorSession()
+        output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
+        with ExitStack() as ends:
+            if self.here is not None:
+                index = self.here.host
+                local = self._with_network(started_here(spec, index, output, self.children))
+                workers, cores = spec.hosts[index].workers, state.cores[index]
+                hosts[index] = ConnectedHost(local.name, local.peer, workers, cores, session)
+                agent = start_agent(local, spec.run_dir.name, session, self.loop, say=unsaid)
+                ends.enter_context(closing(agent))
+            in_order = [hosts[host] for host in sorted(hosts)]
+            records = tuple(HostRecord(host.name, host.peer) for host in in_order)
+            keeper = Keeper(
+                encode_record(JobRecord(replace(spec, inherited=()), state, records)),
+                in_order,
+                self.command,
+                self.loop,
+                SystemClock(),
+                self.console,
+                str(spec.run_dir),
+                self.children,
+                self.notifies,
+                newcomers.note_loss,
+            )
+            newcomers.serve(keeper.add_host, lambda: keeper.is_over)
+            return keeper.run()
 
     def _compare_hosts(self) -> dict[int, HostFacts]:
         """Return the facts of all hosts, which fit together."""
@@ -204,29 +261,27 @@ class JobOnHosts:
         shared.hand_over(newest)
         return spec
 
-    def _begin_on_others(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> dict[int, HostAgent]:
-        """Let the agents of other hosts begin the job; return them as the coordinator sees them."""
+    def _begin_on_others(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> dict[int, ConnectedHost]:
+        """Let the agents of other hosts begin the job; return their hosts."""
         remote = {}
         for host, agent in self.others.items():
             first = sum(one.workers for one in spec.hosts[:host])
             agent.channel.send(BeginJob(replace(spec, inherited=()), host, spec.hosts[host], first))
             # From now on, both ends use only these messages.
             channel = cast("Channel[Instruction, HostReport]", agent.channel)
-            remote[host] = HostAgent(channel, agent.name, _peer(facts[host]), remote=True)
-            if self.notifies:
-                self.console.readers.append(partial(_show_note, channel))
+            workers, cores = spec.hosts[host].workers, facts[host].cores
+            remote[host] = ConnectedHost(agent.name, peer_of(facts[host]), workers, cores, channel)
         return remote
 
-    def _begin_here(self, spec: JobSpec) -> LocalHost | None:
-        """Return what the agent of this host needs, if the job has workers here."""
+    def _with_network(self, workers: LocalHost) -> LocalHost:
+        """Return this host with its place in the job, and how its workers reach those of other hosts."""
         here = self.here
-        if here is None:
-            return None
+        assert here is not None
         return replace(
-            self.workers(spec, here.host),
+            workers,
             host=here.host,
-            name=spec.hosts[here.host].name,
-            peer=_peer(here.facts),
+            name=self.spec.hosts[here.host].name,
+            peer=peer_of(here.facts),
             network=here.listener.network(self.prepare.job),
         )
 
@@ -235,7 +290,7 @@ class JobOnHosts:
         return State.of(
             spec.view,
             TimeLimits(timeout=spec.timeout, save=spec.grace),
-            JobSize(spec.workers, by_hand=True) if self.by_hand else size,
+            JobSize(spec.workers, by_hand=True) if self.by_hand is not None else size,
             keeps=spec.checkpoints is not None,
             cores=tuple(one.cores for one in _in_order(spec, facts)),
         )
@@ -243,10 +298,6 @@ class JobOnHosts:
 
 def _in_order(spec: JobSpec, facts: Mapping[int, HostFacts]) -> list[HostFacts]:
     return [facts[host] for host in range(len(spec.hosts))]
-
-
-def _show_note(channel: Channel[Instruction, HostReport], text: str) -> None:
-    channel.send(ShowNote(text))
 
 
 def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
@@ -270,10 +321,13 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) 
         if here is not None:
             ends.enter_context(closing(here.listener))
 
+        children: set[int] = set()
+
         def start(name: str) -> SshAgent:
             agent = SshAgent.start(name, MOST_QUEUED)
+            children.add(agent.process.pid)
             ends.enter_context(closing(agent.channel))
-            agent.watch(loop, console.say)
+            agent.watch(loop, console.say, children)
             return agent
 
         agents = {
@@ -284,11 +338,6 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) 
         others = {
             host: AwaitedHost(agent.name, agent.channel, agent.why_lost) for host, agent in agents.items()
         }
-        spare = frozenset(agent.process.pid for agent in agents.values())
-
-        def workers(job: JobSpec, host: int) -> LocalHost:
-            return started_here(job, host, console, spare)
-
         try:
             return JobOnHosts(
                 spec,
@@ -298,7 +347,7 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) 
                 loop=loop,
                 here=here,
                 others=others,
-                workers=workers,
+                children=children,
                 resumed=resumed,
                 start=lambda name: AwaitedHost(
                     name, start(name).channel, lambda: "ssh or its agent has ended"
@@ -313,19 +362,23 @@ def terminal_of(spec: JobSpec) -> Console:
     return Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
 
 
-def started_here(
-    spec: JobSpec, host: int, console: Console, spare: frozenset[int] = frozenset()
-) -> LocalHost:
-    """Return what starts workers on this host, at index `host`; `spare` are children that are none."""
+def started_here(spec: JobSpec, host: int, output: WorkerOutput, children: Set[int]) -> LocalHost:
+    """Return what starts workers on this host.
+
+    Args:
+        spec: the job.
+        host: the index of this host.
+        output: takes the output of the workers.
+        children: process ids of the children of this process that are not workers.
+    """
     paths = RunPaths(spec.run_dir.absolute())
     first = sum(one.workers for one in spec.hosts[:host])
     own = replace(spec, devices=spread(visible_gpus(), spec.hosts[host].workers))
     launcher = LocalLauncher(ForkServerPlan.of(own))
     launcher.prepare()
-    output = LocalOutput(console, paths)
     name = spec.hosts[host].name
     starter = LocalStarter(own, paths, os.getpid(), launcher, output, first, name)
-    return LocalHost(output, starter, LinuxDescendants(spare))
+    return LocalHost(output, starter, LinuxDescendants(children))
 
 
 def _this_host(
@@ -360,5 +413,10 @@ def _is_here(name: str) -> bool:
         return False
 
 
-def _peer(facts: HostFacts) -> PeerAddress:
+def unsaid(text: str) -> None:
+    """Take a note for the users of the coordinator's host: its process shows it."""
+
+
+def peer_of(facts: HostFacts) -> PeerAddress:
+    """Return where workers of other hosts connect to a host."""
     return PeerAddress(facts.address, facts.port, facts.incarnation)

@@ -4,15 +4,43 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lockstep.errors import ConfigError, NetworkError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
+from lockstep.protocol.host import MOST_QUEUED, RemoteInstruction, RemoteReport
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.dial import connect
+from lockstep.transport.stream_channel import StreamChannel
 
 _ATTEMPT = 4.0
 _PAUSE = 0.5
+
+
+@dataclass(frozen=True)
+class CoordinatorAddress:
+    """Where agents join a coordinator over the network.
+
+    Attributes:
+        address: HOST:PORT.
+        credentials: of the job.
+        loop: serves the attempts.
+    """
+
+    address: str
+    credentials: Credentials
+    loop: EventLoop
+
+    def dial(self) -> "CoordinatorDialer":
+        """Begin to connect."""
+        return CoordinatorDialer(self.address, self.credentials, self.loop, lambda: None)
+
+    def channel(self, connection: socket.socket) -> StreamChannel[RemoteReport, RemoteInstruction]:
+        """Return the channel over a connection."""
+        return StreamChannel.over(
+            connection, RemoteInstruction, self.credentials, accepted=False, most_queued=MOST_QUEUED
+        )
 
 
 class CoordinatorDialer:

@@ -16,15 +16,14 @@ from lockstep.hosts.job_on_hosts import (
     Resumed,
     ThisHost,
     first_message,
-    started_here,
     terminal_of,
 )
 from lockstep.hosts.newcomers import Newcomers
-from lockstep.local_job.composition import LocalHost
+from lockstep.hosts.takeover import TakenOverJob, missing_hosts, running_jobs
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
-from lockstep.protocol.host import HostOffer, Stop
+from lockstep.protocol.host import SILENCE, HostOffer, Stop
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import KEY_FILE
@@ -32,6 +31,8 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
 
 _FIRST_NOTE = 1.0
+_NOTICED = 1.0
+"""Seconds until an agent that has noticed the loss of the coordinator has connected again."""
 _RETRY = 60.0
 """Seconds in which the name of this host may become known."""
 
@@ -82,11 +83,13 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
             agents = server.begin()
             for agent in agents:
                 ends.enter_context(closing(agent.channel))
+            if running := [agent for agent, _ in running_jobs(agents)]:
+                new = [agent for agent in agents if agent not in running]
+                return TakenOverJob(spec, listening.here, command, gate.console, loop, listener, running).run(
+                    lambda newcomers: gate.accept_later(server, newcomers, new)
+                )
             hosts, others = placed(spec.workers, listening.here, listener.place[0], agents)
             prepare = first_message(spec, encrypted=credentials.encrypted)
-
-            def workers(job: JobSpec, host: int) -> LocalHost:
-                return started_here(job, host, gate.console)
 
             return JobOnHosts(
                 replace(spec, hosts=hosts),
@@ -96,10 +99,9 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
                 loop=loop,
                 here=ThisHost(0, listener, own_facts(prepare, *listener.place)),
                 others=others,
-                workers=workers,
                 notifies=True,
                 resumed=resumed,
-                accept=lambda newcomers: gate.accept_later(server, newcomers),
+                accept=lambda newcomers: gate.accept_later(server, newcomers, ()),
             ).run()
     except Stopped as stopped:
         return 128 + stopped.signal
@@ -147,6 +149,8 @@ def objection(agent: JoiningAgent, offer: HostOffer, others: Collection[str], ow
     """
     if offer.workers < 1:
         return "it offers no worker"
+    if offer.running is not None:
+        return "the job has continued without this host"
     if offer.first is not None:
         return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
     if own and agent.peer in (own, *others):
@@ -196,6 +200,8 @@ class _Gate:
         """Listen."""
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+            if offer.running is not None:
+                return ""
             if agent not in server.agents and not vacancies(self.wanted, server.agents):
                 return "the hosts of the job are complete"
             others = [other.peer for other in server.agents if other is not agent]
@@ -222,8 +228,8 @@ class _Gate:
         self.own = "" if place.is_loopback else str(place)
         return server, listener
 
-    def accept_later(self, server: AgentServer, newcomers: Newcomers) -> None:
-        """Admit the agents that come while the job runs."""
+    def accept_later(self, server: AgentServer, newcomers: Newcomers, there: Sequence[JoiningAgent]) -> None:
+        """Admit the agents that are there, and those that come while the job runs."""
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
             return objection(agent, offer, newcomers.names, self.own)
@@ -233,10 +239,12 @@ class _Gate:
             name = newcomers.free_name(agent.peer)
             newcomers.consider(AwaitedHost(name, agent.channel, _agent_ended), agent.offer.workers)
 
+        for agent in there:
+            take(agent)
         server.pass_on(judge, take)
 
     def wait(self, server: AgentServer, listener: HostListener) -> None:
-        """Wait until the agents of other hosts have offered enough workers.
+        """Wait until the agents of other hosts have offered enough workers, or run a job already.
 
         Raises:
             Stopped: the user has stopped the job.
@@ -249,7 +257,7 @@ class _Gate:
         address = listener.listener.address
         join = f"{key}lockstep agent --join {address}{plain} [-n WORKERS]"
         port = listener.place[1]
-        while missing := vacancies(self.wanted, server.agents):
+        while (missing := vacancies(self.wanted, server.agents)) and not running_jobs(server.agents):
             workers = count(missing, "more worker")
             waited = (now := self.clock.now()) - begun
             if missing != told or now >= due:
@@ -268,7 +276,17 @@ class _Gate:
                     f"there: {join} (a firewall must let TCP connections to port {port} through)"
                 )
             self._turn(max(0.0, min(due, begun + self.listening.patience) - now))
+        self._wait_for_running(server, listener)
         self.loop.unwatch(self.command.fileno())
+
+    def _wait_for_running(self, server: AgentServer, listener: HostListener) -> None:
+        """Give the other agents of a running job the time to notice that its coordinator was lost."""
+        until = self.clock.now() + SILENCE + _NOTICED
+        while running_jobs(server.agents) and (names := missing_hosts(server.agents, listener.place)):
+            server.keep_waiting(f"{' and '.join(names)} to connect again")
+            if (left := until - self.clock.now()) <= 0:
+                return
+            self._turn(left)
 
     def _turn(self, seconds: float) -> None:
         self.loop.turn(seconds)

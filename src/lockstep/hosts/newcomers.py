@@ -5,12 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-from lockstep.coordinator.coordinator import Coordinator
-from lockstep.coordinator.host_agent import HostAgent, PeerAddress
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.facts import check_facts
 from lockstep.hosts.gathering import AwaitedHost
-from lockstep.observability.console import Console
+from lockstep.hosts.keeper import ConnectedHost
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -20,8 +18,8 @@ from lockstep.protocol.host import (
     HostReport,
     Instruction,
     KeepAlive,
+    PeerAddress,
     Prepare,
-    ShowNote,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Rejected
@@ -62,22 +60,21 @@ class Newcomers:
         spec: the job, as it began.
         prepare: the first message to each agent.
         facts: of the first host of the job; others must have the same.
-        console: shows notes.
+        say: shows a note.
         loop: serves the agents.
         clock: for deadlines.
-        notifies: whether the agents of other hosts show the notes of this process.
         start: starts the agent of a host with this name; None if agents come on their own.
     """
 
     spec: JobSpec
     prepare: Prepare
     facts: HostFacts
-    console: Console
+    say: Callable[[str], None]
     loop: EventLoop
     clock: Clock
-    notifies: bool = False
     start: Callable[[str], AwaitedHost] | None = None
-    _coordinator: Coordinator | None = None
+    _admit: Callable[[ConnectedHost], None] | None = None
+    _is_over: Callable[[], bool] = lambda: True
     _hosts: dict[int, tuple[str, range]] = field(default_factory=dict)
     _candidates: list[_Candidate] = field(default_factory=list)
     _absent: dict[str, _Absent] = field(default_factory=dict)
@@ -88,11 +85,16 @@ class Newcomers:
         for host, (name, workers) in enumerate(self.spec.hosts):
             self._hosts[host] = name, range(first, first + workers)
             first += workers
+        self._count = len(self._hosts)
 
-    def serve(self, coordinator: Coordinator) -> None:
-        """Serve a coordinator, from the beginning of its job."""
-        self._coordinator = coordinator
-        coordinator.when_lost = self._note_loss
+    def serve(self, admit: Callable[[ConnectedHost], None], is_over: Callable[[], bool]) -> None:
+        """Begin to admit hosts.
+
+        Args:
+            admit: lets a host take part in the job.
+            is_over: returns whether the end of the job is decided.
+        """
+        self._admit, self._is_over = admit, is_over
         self.loop.before_each_wait(self._tend)
 
     def close(self) -> None:
@@ -139,8 +141,7 @@ class Newcomers:
     def _judge(self, candidate: _Candidate, facts: HostFacts) -> None:
         host = candidate.host
         own = JobHost(host.name, candidate.workers)
-        assert self._coordinator is not None
-        if self._coordinator.is_over:
+        if self._is_over():
             host.channel.send(Rejected("the job is ending"))
             self._drop(candidate)
             return
@@ -153,21 +154,20 @@ class Newcomers:
         self._candidates.remove(candidate)
         self._absent.pop(host.name, None)
         self.loop.unwatch(host.channel.fileno())
-        self._admit(host, candidate.workers, facts)
+        self._begin(host, candidate.workers, facts)
 
-    def _admit(self, host: AwaitedHost, workers: int, facts: HostFacts) -> None:
-        assert self._coordinator is not None
-        index, first = len(self._coordinator.agents), self._free_slots(workers)
+    def _begin(self, host: AwaitedHost, workers: int, facts: HostFacts) -> None:
+        index, first = self._count, self._free_slots(workers)
+        self._count += 1
         self._hosts[index] = host.name, range(first, first + workers)
         host.channel.send(
             BeginJob(replace(self.spec, inherited=()), index, JobHost(host.name, workers), first)
         )
         # From now on, both ends use only these messages.
         channel = cast("Channel[Instruction, HostReport]", host.channel)
-        if self.notifies:
-            self.console.readers.append(lambda text: channel.send(ShowNote(text)))
         peer = PeerAddress(facts.address, facts.port, facts.incarnation)
-        self._coordinator.add_host(HostAgent(channel, host.name, peer, remote=True), workers, facts.cores)
+        assert self._admit is not None
+        self._admit(ConnectedHost(host.name, peer, workers, facts.cores, channel))
 
     def _free_slots(self, workers: int) -> int:
         """Return the first of so many slots in a row that no host has."""
@@ -175,7 +175,8 @@ class Newcomers:
         starts = (0, *(slot + 1 for slot in sorted(taken)))
         return next(start for start in starts if taken.isdisjoint(range(start, start + workers)))
 
-    def _note_loss(self, host: int) -> None:
+    def note_loss(self, host: int) -> None:
+        """Expect a lost host to come back."""
         name, slots = self._hosts.pop(host)
         if self.start is not None:
             self._absent[name] = _Absent(len(slots), _FIRST_PAUSE, self.clock.now() + _FIRST_PAUSE)
@@ -185,13 +186,13 @@ class Newcomers:
         absent = self._absent.get(name)
         self._drop(candidate)
         if absent is None:
-            self.console.say(f"the agent of {name} cannot join: {why}")
+            self.say(f"the agent of {name} cannot join: {why}")
             return
         absent.pause = min(2 * absent.pause, _LONGEST_PAUSE)
         absent.due = self.clock.now() + absent.pause
         if not absent.noted:
             absent.noted = True
-            self.console.say(f"host {name} has not come back yet: {why}; the job continues to try")
+            self.say(f"host {name} has not come back yet: {why}; the job continues to try")
 
     def _drop(self, candidate: _Candidate) -> None:
         self._candidates.remove(candidate)
@@ -201,7 +202,7 @@ class Newcomers:
     def _tend(self) -> float | None:
         """Start agents that are due, and tell those that prepare that this process lives."""
         now = self.clock.now()
-        if self._coordinator is None or self._coordinator.is_over:
+        if self._is_over():
             return None
         for name, absent in self._absent.items():
             if now >= absent.due:
@@ -222,4 +223,4 @@ class Newcomers:
         try:
             self.consider(self.start(name), workers)
         except UnfitError as error:
-            self.console.say(f"host {name} cannot come back: {error}")
+            self.say(f"host {name} cannot come back: {error}")

@@ -61,10 +61,19 @@ class SshAgent:
         )
         return cls(name, process, channel)
 
-    def watch(self, loop: EventLoop, say: Callable[[str], None]) -> None:
-        """Show each line that `ssh` and the agent write to stderr."""
+    def watch(self, loop: EventLoop, say: Callable[[str], None], children: set[int]) -> None:
+        """Show each line that `ssh` and the agent write to stderr; once it has ended, it is no child."""
         assert self.process.stderr is not None
         descriptor = self.process.stderr.fileno()
+        ended = os.pidfd_open(self.process.pid)
+
+        def reap() -> None:
+            loop.unwatch(ended)
+            os.close(ended)
+            self.process.wait()
+            children.discard(self.process.pid)
+
+        loop.watch(ended, reap)
 
         def read() -> None:
             try:

@@ -13,18 +13,19 @@ from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_output import WorkerOutput
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
-from lockstep.coordinator.host_agent import HostAgent, PeerAddress
+from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.observability.events import RUN_EVENTS
 from lockstep.protocol.channel import Attachment, Channel
-from lockstep.protocol.host import Stop
+from lockstep.protocol.host import HostReport, Instruction, PeerAddress, Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.state import State
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import Descendants
 from lockstep.system.event_loop import EventLoop
+from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.transport.local_channel import LocalChannel
 
@@ -54,6 +55,46 @@ class LocalHost:
     network: HostNetwork | None = None
 
 
+def start_agent(
+    local: LocalHost,
+    job: str,
+    coordinator: Channel[HostReport, Instruction],
+    loop: EventLoop,
+    *,
+    late: bool = False,
+    say: Callable[[str], None] = note,
+) -> Agent:
+    """Return the agent of a job on this host, which `loop` serves.
+
+    Args:
+        local: this host.
+        job: the name of the job.
+        coordinator: the channel to its coordinator.
+        loop: serves the agent.
+        late: whether the host joins a job that runs already.
+        say: shows a note of the coordinator to the users of this host.
+
+    Raises:
+        SharedMemoryError: this machine has too little memory.
+        OSError: this process has too many descriptors.
+    """
+    return Agent(
+        job=job,
+        coordinator=coordinator,
+        loop=loop,
+        starter=local.starter,
+        open_exchange=open_shared,
+        pool=Attachment(SharedPool.create().fd),
+        output=local.output,
+        descendants=local.descendants,
+        host=local.host,
+        network=local.network,
+        arrivals=local.arrivals,
+        late=late,
+        say=say,
+    )
+
+
 def run_job(
     spec: JobSpec,
     state: State,
@@ -64,6 +105,7 @@ def run_job(
     loop: EventLoop,
     local: LocalHost | None,
     remote: Mapping[int, HostAgent] = MappingProxyType({}),
+    notifies: bool = False,
     begin: Callable[[Coordinator], object] = lambda coordinator: None,
 ) -> int:
     """Run a job to its end in this process; return its exit status.
@@ -77,6 +119,7 @@ def run_job(
         loop: serves everything.
         local: the host of this process; None if the job has no workers there.
         remote: the agents on other hosts, by the index of the host.
+        notifies: whether the agents of other hosts show the notes of this process.
         begin: called with the coordinator before the job begins.
 
     Raises:
@@ -92,20 +135,7 @@ def run_job(
         if local is not None:
             to_agent, to_coordinator = LocalChannel.pair()
             agents[local.host] = HostAgent(to_agent, local.name, local.peer)
-            agent = Agent(
-                job=paths.root.name,
-                coordinator=to_coordinator,
-                loop=loop,
-                starter=local.starter,
-                open_exchange=open_shared,
-                pool=Attachment(SharedPool.create().fd),
-                output=local.output,
-                descendants=local.descendants,
-                host=local.host,
-                network=local.network,
-                arrivals=local.arrivals,
-            )
-            ends.enter_context(closing(agent))
+            ends.enter_context(closing(start_agent(local, paths.root.name, to_coordinator, loop)))
         coordinator = Coordinator(
             spec=spec,
             paths=paths,
@@ -117,6 +147,7 @@ def run_job(
             events=events,
             clock=clock,
             state=state,
+            notifies=notifies,
         )
         begin(coordinator)
         return coordinator.run()

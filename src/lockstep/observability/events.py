@@ -183,6 +183,13 @@ class MessageMisunderstood(_Event, frozen=True, tag="misunderstood"):
     error: str
 
 
+class CoordinatorStarted(_Event, frozen=True, tag="coordinator"):
+    """Another coordinator takes over the job, because the one before was lost."""
+
+    term: int
+    pid: int
+
+
 class WorkerConnectedLate(_Event, frozen=True, tag="connected late"):
     """A worker at an address connected to a host for a view that had ended there."""
 
@@ -386,6 +393,7 @@ CoordinatorEvent = (
     | OutputLost
     | ConflictingWrite
     | MessageMisunderstood
+    | CoordinatorStarted
     | WorkerConnectedLate
     | WarningShown
     | JobFinished

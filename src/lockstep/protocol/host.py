@@ -4,6 +4,8 @@ The coordinator sends instructions, which an agent carries out on its host, and 
 there. They work in the same way in one process and on different hosts.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from lockstep.checkpoint.held import HeldCheckpoint
@@ -23,25 +25,16 @@ MOST_QUEUED = 1 << 30
 CHECKPOINT_PART = 256 * 1024
 """Bytes of a part of a checkpoint."""
 
+
+class PeerAddress(NamedTuple):
+    """Where an agent accepts connections of workers on other hosts, and its incarnation."""
+
+    address: str
+    port: int
+    incarnation: int
+
+
 # Between the coordinator and the agent of another host, before the job begins.
-
-
-class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
-    """The first message of an agent that joins a coordinator; sent again when something in it changes.
-
-    The coordinator answers with `KeepWaiting`, with `Rejected`, or, once its hosts are complete, with
-    `Prepare`.
-
-    Attributes:
-        workers: the number of workers that the host can run.
-        first: the first process that a user has started on the host by hand; its tasks have their addresses
-            as places. None if the agent starts the workers.
-        slots: the tasks of which a process waits on the host.
-    """
-
-    workers: int
-    first: Arrival | None = None
-    slots: tuple[int, ...] = ()
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -73,6 +66,57 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
     def __repr__(self) -> str:
         return f"Prepare({self.target!r})"
+
+
+class KeepRecord(msgspec.Struct, frozen=True, tag="keep record"):
+    """Keep the record of the job instead of the one before; instructions that follow from it come later.
+
+    Attributes:
+        term: of the coordinator.
+        serial: of the record in its term.
+        record: the encoded `JobRecord`.
+    """
+
+    term: int
+    serial: int
+    record: bytes
+
+    def __repr__(self) -> str:
+        return f"KeepRecord({self.term}, {self.serial})"
+
+
+class RunningJob(msgspec.Struct, frozen=True):
+    """What an agent knows of its job, for a coordinator process that is started again.
+
+    Attributes:
+        prepare: the first message to the agent.
+        host: the index of its host.
+        kept: the newest record of the job that it has.
+    """
+
+    prepare: Prepare
+    host: int
+    kept: KeepRecord
+
+
+class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
+    """The first message of an agent that joins a coordinator; sent again when something in it changes.
+
+    The coordinator answers with `KeepWaiting`, with `Rejected`, or, once its hosts are complete, with
+    `Prepare`.
+
+    Attributes:
+        workers: the number of workers that the host can run.
+        first: the first process that a user has started on the host by hand; its tasks have their addresses
+            as places. None if the agent starts the workers.
+        slots: the tasks of which a process waits on the host.
+        running: the job that runs on the host, whose coordinator was lost; None before a job.
+    """
+
+    workers: int
+    first: Arrival | None = None
+    slots: tuple[int, ...] = ()
+    running: RunningJob | None = None
 
 
 class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
@@ -275,7 +319,26 @@ class EndExchange(msgspec.Struct, frozen=True, tag="end exchange"):
 
 
 class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
-    """The sender lives; sent in both directions, every `ALIVE_EVERY` seconds, between hosts."""
+    """The sender lives; sent in both directions, every `ALIVE_EVERY` seconds, between hosts.
+
+    Attributes:
+        received: how many numbered messages of the other end the sender has taken, and will not need again.
+    """
+
+    received: int = 0
+
+
+class TakeOver(msgspec.Struct, frozen=True, tag="take over"):
+    """A coordinator takes over, in a new term. The agent answers `AgentStanding`, and reports nothing until
+    `RepeatReports`."""
+
+    term: int
+
+
+class RepeatReports(msgspec.Struct, frozen=True, tag="repeat reports"):
+    """Send the numbered reports after the first `after` ones again; new ones follow."""
+
+    after: int
 
 
 class PauseOutput(msgspec.Struct, frozen=True, tag="pause output"):
@@ -309,6 +372,22 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
 
 
 # From an agent to the coordinator.
+
+
+class AgentStanding(msgspec.Struct, frozen=True, tag="standing"):
+    """What a coordinator that takes over needs from an agent.
+
+    Attributes:
+        term: the one that `TakeOver` began.
+        received: how many numbered instructions the agent has taken.
+        acknowledged: how many numbered reports it does not have any more, because they were acknowledged.
+        kept: the newest record of the job that it has; None if it has none.
+    """
+
+    term: int
+    received: int
+    acknowledged: int
+    kept: KeepRecord | None = None
 
 
 class ProcessStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -484,6 +563,9 @@ Instruction = (
     | ShowNote
     | ReportAll
     | EndHost
+    | KeepRecord
+    | TakeOver
+    | RepeatReports
 )
 HostReport = (
     ProcessStarted
@@ -502,7 +584,23 @@ HostReport = (
     | OutputWritten
     | AllReported
     | HostEnded
+    | AgentStanding
 )
+
+UNNUMBERED = (
+    KeepAlive,
+    PauseOutput,
+    ShowNote,
+    ReportAll,
+    EndHost,
+    KeepRecord,
+    TakeOver,
+    RepeatReports,
+    AllReported,
+    AgentStanding,
+)
+"""Messages that are not sent again to, or by, a coordinator that takes over. All others have numbers from 1,
+in the order in which they are sent."""
 
 RemoteInstruction = (
     KeepWaiting

@@ -301,9 +301,8 @@ class _TasksOfHost:
                 loop=self.loop,
                 here=ThisHost(0, listener, workers.facts(prepare, *listener.place)),
                 others=others,
-                workers=lambda job, host: workers.admitting(job, LocalOutput(self.terminals, paths)),
+                by_hand=lambda job: workers.admitting(job, LocalOutput(self.terminals, paths)),
                 notifies=True,
-                by_hand=True,
                 accept=lambda newcomers: self._accept_later(agents, newcomers, offers),
             ).run()
         finally:

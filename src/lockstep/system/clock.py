@@ -21,11 +21,18 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The clocks of this machine."""
+    """The clocks of this machine.
+
+    Args:
+        start: the reading of the monotonic clock now; None for the machine's.
+    """
+
+    def __init__(self, start: float | None = None) -> None:
+        self._ahead = start - time.monotonic() if start is not None else 0.0
 
     def now(self) -> float:
         """Return the monotonic clock."""
-        return time.monotonic()
+        return time.monotonic() + self._ahead
 
     def wall(self) -> float:
         """Return the wall clock."""

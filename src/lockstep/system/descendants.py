@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Set
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -29,18 +30,19 @@ class LinuxDescendants:
     """The descendants of a process that adopts orphans, so that none can escape.
 
     Args:
-        spare: process ids of children to ignore, together with their descendants.
+        spare: process ids of children to ignore, together with their descendants; their owner reaps them,
+            and may change the set.
         patience: seconds of killing after which `end` gives up.
     """
 
-    def __init__(self, spare: frozenset[int] = frozenset(), patience: float = 5.0) -> None:
+    def __init__(self, spare: Set[int] = frozenset(), patience: float = 5.0) -> None:
         self._spare = spare
         self._patience = patience
 
     def reap(self, owned: frozenset[int]) -> None:
-        """Reap ended children up to the first one that has an owner."""
+        """Reap ended children up to the first one that has an owner, such as an ignored one."""
         with contextlib.suppress(ChildProcessError):
-            while (child := _ended_child()) and child not in owned:
+            while (child := _ended_child()) and child not in owned and child not in self._spare:
                 os.waitpid(child, 0)
 
     def end(self, grace: float) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ class LinuxDescendants:
         return ()
 
     def _living(self) -> "list[psutil.Process]":
-        self.reap(self._spare)
+        self.reap(frozenset())
         if not _has_children():
             return []
         # Imported only if a process is left, which is rare.

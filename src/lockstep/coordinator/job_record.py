@@ -1,0 +1,110 @@
+"""The record of a job, which the agents keep so that another coordinator can take over. Pure.
+
+The coordinator sends it to all agents before the instructions that follow from it. It contains the state of
+supervision, and for each host the number of reports on which that state is based, and the instructions that
+the agent may not have taken yet. A coordinator that takes over uses the newest record that any agent has: no
+agent has taken an instruction that follows from a newer one.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.coordinator.job_report import JobSummary
+from lockstep.protocol.host import BeginView, Instruction, KeepRecord, PeerAddress, StateSource
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.supervisor.actions import JobOutcome
+from lockstep.supervisor.state import State
+
+
+class HostRecord(msgspec.Struct, frozen=True):
+    """A host in the record of a job.
+
+    Attributes:
+        name: of the host.
+        peer: where workers of other hosts connect.
+        lost: whether the host is lost.
+        received: how many numbered reports of its agent the state contains.
+        sent: how many numbered instructions its agent was sent, or will be.
+        outbox: the last of them, which the agent may not have.
+    """
+
+    name: str
+    peer: PeerAddress | None
+    lost: bool = False
+    received: int = 0
+    sent: int = 0
+    outbox: tuple[Instruction, ...] = ()
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """All that a coordinator knows of a job.
+
+    Attributes:
+        spec: the job.
+        state: of supervision.
+        hosts: by their index.
+        view: that the agents were sent last; its number is 0 before the first.
+        given: the state for joiners; None if there is none.
+        tally: what the job has done.
+        doing: the distributed call in which the workers are.
+        chief_writes: paths that callbacks of the chief write.
+        used_strategy: whether the script has created a strategy.
+        stops: how often the user has stopped the job.
+        outcome: how the job ends, once that is certain.
+        at: the coordinator's clock, in seconds; times in the state are on it.
+        begun: when the job began, on that clock.
+        since: when it began, in seconds since 1970.
+    """
+
+    spec: JobSpec
+    state: State
+    hosts: tuple[HostRecord, ...]
+    view: BeginView = BeginView(0, ())
+    given: StateSource | None = None
+    tally: JobSummary = msgspec.field(default_factory=JobSummary)
+    doing: str = ""
+    chief_writes: tuple[str, ...] = ()
+    used_strategy: bool = False
+    stops: int = 0
+    outcome: JobOutcome | None = None
+    at: float = 0.0
+    begun: float = 0.0
+    since: float = 0.0
+
+
+def encode_record(record: JobRecord) -> bytes:
+    """Return the bytes of a record."""
+    return msgspec.msgpack.encode(record, enc_hook=_encode_other)
+
+
+def decode_record(data: bytes) -> JobRecord:
+    """Return the record that `encode_record` has encoded.
+
+    Raises:
+        ValueError: the data is no such record.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=JobRecord, dec_hook=_decode_other)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no record of a job: {error}") from None
+
+
+def newest(kept: Iterable[KeepRecord | None]) -> KeepRecord | None:
+    """Return the newest of the records that agents have kept; None if no agent has one."""
+    found = [one for one in kept if one is not None]
+    return max(found, key=lambda one: (one.term, one.serial), default=None)
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value).__name__)
+
+
+def _decode_other(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(kind.__name__)

@@ -1,0 +1,60 @@
+"""The place of an agent on its host: an agent without a coordinator ends when another one takes its place.
+
+A host that was cut off may be started again in its job while its old agent still waits for the coordinator.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.socket_owners import is_of_this_user
+
+_BACKLOG = 16
+
+
+class AgentPlace:
+    """A socket without a file, which agents of the same job and user on this host find.
+
+    Args:
+        job: the id of the job.
+        loop: serves the socket.
+
+    Attributes:
+        is_wanted: whether another agent has come since this was last set to False.
+    """
+
+    def __init__(self, job: bytes, loop: EventLoop) -> None:
+        self.is_wanted = False
+        self._loop = loop
+        prefix = f"lockstep/{os.geteuid()}/agent/{job.hex()}/"
+        _tell_others(prefix)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{prefix}{secrets.token_hex(8)}".encode())
+        self._listener.listen(_BACKLOG)
+        loop.watch(self._listener.fileno(), self._serve)
+
+    def close(self) -> None:
+        """Leave the place."""
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            with connection:
+                self.is_wanted = self.is_wanted or is_of_this_user(connection)
+
+
+def _tell_others(prefix: str) -> None:
+    """Connect to the sockets of all agents whose addresses begin with `prefix`."""
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        address = line.rpartition(" ")[2]
+        if address.startswith(f"@{prefix}"):
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as connection,
+            ):
+                connection.connect(f"\0{address[1:]}".encode())

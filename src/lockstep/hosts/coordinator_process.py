@@ -1,0 +1,277 @@
+"""The process of the coordinator of a job over hosts: begins the job, or takes it over.
+
+A coordinator that takes over asks the agents for their standing, continues from the newest record of the job
+that one of them has, and gets the reports on which that record is not based.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.host_agent import HostAgent
+from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest
+from lockstep.errors import LockstepError
+from lockstep.observability.bus import Bus
+from lockstep.observability.console import Console
+from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import RUN_EVENTS
+from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.coordinator import (
+    Coordinate,
+    CoordinatorCommand,
+    CoordinatorReport,
+    HostChannel,
+    HostDropped,
+    JobEnded,
+    JobEnds,
+)
+from lockstep.protocol.host import (
+    ALIVE_EVERY,
+    MOST_QUEUED,
+    SILENCE,
+    AgentStanding,
+    HostEnded,
+    HostReport,
+    Instruction,
+    KeepAlive,
+    KeepRecord,
+    RepeatReports,
+    ShowNote,
+    Stop,
+    TakeOver,
+)
+from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.notes import note
+from lockstep.system.output import Sink
+from lockstep.system.paths import RunPaths
+from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.packet_channel import PacketChannel
+from lockstep.transport.stream_channel import StreamChannel
+
+AgentChannel = Channel[Instruction, HostReport]
+Message = TypeVar("Message", Coordinate, HostChannel)
+
+
+def stand(channels: Mapping[int, AgentChannel], term: int, clock: SystemClock) -> dict[int, AgentStanding]:
+    """Begin a term: return the standing of each agent that answers before it counts as silent.
+
+    Reports that arrive before are not lost: agents send them again.
+    """
+    waits = dict(channels)
+    for channel in channels.values():
+        channel.send(TakeOver(term))
+    found: dict[int, AgentStanding] = {}
+    until = clock.now() + SILENCE
+    while waits and (left := until - clock.now()) > 0:
+        select.select([channel.fileno() for channel in waits.values()], [], [], left)
+        for host, channel in list(waits.items()):
+            while (report := channel.receive()) is not None:
+                match report:
+                    case AgentStanding() if report.term == term:
+                        found[host] = report
+                        del waits[host]
+                        break
+                    case PeerGone() | Unreadable():
+                        del waits[host]
+                        break
+    return found
+
+
+def continued(record: HostRecord, channel: AgentChannel, standing: AgentStanding | None) -> HostAgent:
+    """Return the agent of a host as a coordinator continues with it.
+
+    Args:
+        record: of the host.
+        channel: to its agent.
+        standing: of the agent; None if it did not answer.
+    """
+    agent = HostAgent(
+        channel,
+        record.name,
+        record.peer,
+        remote=True,
+        received=record.received,
+        sent=record.sent,
+        outbox=deque(record.outbox),
+    )
+    if record.lost:
+        agent.ended = HostEnded()
+    elif standing is None or standing.received > record.sent:
+        # An agent that has more instructions than the newest record contains cannot follow it.
+        agent.channel = gone()
+    else:
+        agent.received = max(record.received, standing.acknowledged)
+        channel.send(RepeatReports(agent.received))
+        agent.take_over(standing.received)
+    return agent
+
+
+def gone() -> AgentChannel:
+    """Return a channel whose other end is closed."""
+    own, other = LocalChannel.pair()
+    other.close()
+    return own
+
+
+@dataclass
+class CoordinatorProcess:
+    """Runs one coordinator.
+
+    Attributes:
+        keeper: the channel to the process that keeps the connections of the job.
+        loop: serves everything.
+    """
+
+    keeper: Channel[CoordinatorReport, CoordinatorCommand]
+    loop: EventLoop
+    _late: deque[tuple[HostChannel, HostAgent]] = field(default_factory=deque)
+    _announced: bool = False
+    _alive_due: float = 0.0
+    _old_stops: int = 0
+
+    def run(self) -> int:
+        """Coordinate the job to its end; return its exit status.
+
+        Raises:
+            SystemExit: the keeper has ended.
+        """
+        first = self._next(Coordinate)
+        hosts = [self._next(HostChannel) for _ in range(first.hosts)]
+        channels = {host.host: _channel(host) for host in hosts}
+        standings = stand(channels, first.term, SystemClock()) if first.term > 1 else {}
+        kept = newest((KeepRecord(0, 0, first.record), *(one.kept for one in standings.values())))
+        assert kept is not None
+        record, has_begun = decode_record(kept.record), kept.term > 0
+        self._old_stops = record.stops
+        # Hosts that have joined since then come after those of the record.
+        late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
+        agents = [
+            continued(known, channels[host], standings.get(host))
+            if first.term > 1
+            else HostAgent(channels[host], known.name, known.peer, remote=True)
+            for host, known in enumerate((*record.hosts, *late))
+        ]
+        begins = len(record.hosts)
+        self._late.extend(zip(hosts[begins:], agents[begins:], strict=True))
+        clock = SystemClock(record.at) if has_begun else SystemClock()
+        return self._coordinate(first, record, agents[:begins], clock, has_begun)
+
+    def _next(self, kind: type[Message]) -> Message:
+        while True:
+            select.select([self.keeper.fileno()], [], [])
+            match message := self.keeper.receive():
+                case PeerGone():
+                    sys.exit(1)
+                case _ if isinstance(message, kind):
+                    return message
+
+    def _coordinate(
+        self,
+        first: Coordinate,
+        record: JobRecord,
+        agents: list[HostAgent],
+        clock: SystemClock,
+        has_begun: bool,
+    ) -> int:
+        spec = replace(record.spec, run_dir=Path(first.run_dir))
+        paths = RunPaths(spec.run_dir.absolute())
+        console = Console(Sink(1), Sink(2), spec.tee, record.state.view.chief)
+        user, command = LocalChannel.pair()
+        events = Bus(clock, complain=console.say)
+        with EventLog.open(paths.events, console.say) as log:
+            events.subscribe(log.append, *RUN_EVENTS)
+            coordinator = Coordinator(
+                spec=spec,
+                paths=paths,
+                pid=os.getppid(),
+                agents=agents,
+                command=command,
+                loop=self.loop,
+                console=console,
+                events=events,
+                clock=clock,
+                state=record.state,
+                when_lost=self._drop,
+                notifies=first.notifies,
+                term=first.term,
+                record=record if has_begun else None,
+            )
+            self.loop.before_each_wait(lambda: self._tend(coordinator))
+            self.loop.watch(self.keeper.fileno(), lambda: self._hear(coordinator, user))
+            return coordinator.run()
+
+    def _drop(self, host: int) -> None:
+        self.keeper.send(HostDropped(host))
+
+    def _hear(self, coordinator: Coordinator, user: Channel[Stop, Stop]) -> None:
+        while (message := self.keeper.receive()) is not None:
+            match message:
+                case HostChannel():
+                    agent = HostAgent(_channel(message), message.name, message.peer, remote=True)
+                    self._late.append((message, agent))
+                case ShowNote(text):
+                    coordinator.console.say(text)
+                case Stop() if self._old_stops:
+                    # The record contains it.
+                    self._old_stops -= 1
+                case Stop():
+                    user.send(message)
+                case PeerGone():
+                    self.loop.unwatch(self.keeper.fileno())
+                    user.close()
+                    return
+
+    def _tend(self, coordinator: Coordinator) -> float:
+        """Admit hosts that have joined, say when no other one can, and that this process lives."""
+        while self._late:
+            host, agent = self._late.popleft()
+            coordinator.add_host(agent, host.workers, host.cores)
+        if coordinator.is_over and not self._announced:
+            self._announced = True
+            self.keeper.send(JobEnds())
+        if (now := coordinator.clock.now()) >= self._alive_due:
+            self._alive_due = now + ALIVE_EVERY
+            self.keeper.send(KeepAlive())
+        return self._alive_due - now
+
+
+def _channel(host: HostChannel) -> AgentChannel:
+    if host.channel is None:
+        return gone()
+    connection = socket.socket(fileno=host.channel.take())
+    return StreamChannel.over(connection, HostReport, None, accepted=False, most_queued=MOST_QUEUED)
+
+
+def _no_op(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the keeper passes on the signals that the user sends."""
+
+
+def main(descriptor: int) -> int:
+    """Run the coordinator whose keeper is at the other end of the socket `descriptor`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _no_op)
+    keeper: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(
+        socket.socket(fileno=descriptor), CoordinatorCommand
+    )
+    with EventLoop() as loop:
+        try:
+            status = CoordinatorProcess(keeper, loop).run()
+        except (LockstepError, OSError) as error:
+            note(str(error))
+            status = 2
+    keeper.send(JobEnded(status))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,154 @@
+"""The agent's end of its connection to the coordinator, which outlives the connection and the coordinator."""
+
+import os
+import select
+from collections import deque
+from itertools import islice
+
+from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.host import (
+    UNNUMBERED,
+    AgentStanding,
+    HostReport,
+    Instruction,
+    KeepAlive,
+    KeepRecord,
+    OutputWritten,
+    RepeatReports,
+    TakeOver,
+)
+from lockstep.protocol.rendezvous import KeepWaiting, Rejected
+from lockstep.transport.packet_channel import encode
+
+MOST_KEPT = 16 << 20
+"""Bytes of output in reports that are kept, beyond which workers wait with their output."""
+
+
+class CoordinatorSession:
+    """Sends each report to the coordinator exactly once, also if another one takes over; a `Channel`.
+
+    Reports have numbers, and are kept until the coordinator has acknowledged them. A coordinator that takes
+    over gets the record of the job that this end keeps, and the reports on which that is not based.
+
+    Attributes:
+        term: of the coordinator.
+        lost: why the connection ended; empty while there is one.
+        rejected: why a coordinator does not take this agent back; empty if none has said so.
+        kept: the newest record of the job that the agent has; None before the first.
+        output: number of bytes of output in the reports that are kept.
+    """
+
+    def __init__(self) -> None:
+        self.term = 1
+        self.lost = "there was no connection yet"
+        self.rejected = ""
+        self.kept: KeepRecord | None = None
+        self.output = 0
+        self._channel: Channel[HostReport, Instruction | KeepWaiting | Rejected] | None = None
+        self._ended = False
+        # The descriptor of this end stays the same.
+        self._events = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._events.register(self._wake, select.EPOLLIN)
+        self._reports: deque[HostReport] = deque()
+        self._acknowledged = 0
+        self._received = 0
+        self._waits = False
+
+    def attach(self, channel: Channel[HostReport, Instruction | KeepWaiting | Rejected]) -> None:
+        """Use another connection, which now belongs to this session, instead of the one before."""
+        self._detach("")
+        self._channel = channel
+        self._events.register(channel.fileno(), select.EPOLLIN)
+
+    def give_up(self) -> None:
+        """Stop to wait for a coordinator: `receive` returns `PeerGone` from now on."""
+        self._detach("given up")
+        if not self._ended:
+            self._ended = True
+            os.eventfd_write(self._wake, 1)
+
+    def keep_alive(self) -> None:
+        """Tell the coordinator that this process lives, and which instructions it has."""
+        self.send(KeepAlive(self._received))
+
+    def send(self, message: HostReport, patience: float = 0.0) -> bool:
+        """Send a report now, or when a coordinator takes over; return False only if it is too large."""
+        if isinstance(message, UNNUMBERED):
+            return self._channel is not None and self._channel.send(message, patience)
+        channel = None if self._waits else self._channel
+        if channel is None or not channel.send(message, patience):
+            try:
+                encode(message)
+            except (ValueError, RecursionError):
+                return False
+            if channel is not None:
+                # What follows must not take the place of this report.
+                self._detach("the coordinator does not take reports")
+        self._reports.append(message)
+        if isinstance(message, OutputWritten):
+            self.output += len(message.data)
+        return True
+
+    def receive(self) -> Instruction | Unreadable | PeerGone | None:
+        """Return the next instruction; see `Channel`. A lost connection is none, but `lost` says why."""
+        while self._channel is not None:
+            match message := self._channel.receive():
+                case None:
+                    return None
+                case PeerGone():
+                    self._detach("the connection to the coordinator ended")
+                case Unreadable(error):
+                    self._detach(f"the coordinator sent an invalid message: {error}")
+                case KeepAlive(received):
+                    self._forget(received)
+                case KeepRecord():
+                    self.kept = message
+                case TakeOver(term):
+                    self.term, self._waits = term, True
+                    self._channel.send(AgentStanding(term, self._received, self._acknowledged, self.kept))
+                case RepeatReports(after):
+                    self._replay(after)
+                case Rejected(reason):
+                    self.rejected = reason
+                    self._detach(reason)
+                case KeepWaiting():
+                    pass
+                case _ if isinstance(message, UNNUMBERED):
+                    return message
+                case _:
+                    self._received += 1
+                    return message
+        return PeerGone() if self._ended else None
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` has something to return, or to do."""
+        return -1 if self._events.closed else self._events.fileno()
+
+    def close(self) -> None:
+        """Close the connection; safe to call more than once."""
+        self._detach("closed")
+        if not self._events.closed:
+            self._events.close()
+            os.close(self._wake)
+
+    def _forget(self, received: int) -> None:
+        while self._acknowledged < received and self._reports:
+            report = self._reports.popleft()
+            self._acknowledged += 1
+            if isinstance(report, OutputWritten):
+                self.output -= len(report.data)
+
+    def _replay(self, after: int) -> None:
+        assert self._channel is not None
+        self._waits = False
+        for report in islice(self._reports, max(0, after - self._acknowledged), None):
+            self._channel.send(report)
+
+    def _detach(self, why: str) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None and channel.fileno() >= 0:
+            self._events.unregister(channel.fileno())
+        if channel is not None:
+            channel.close()
+        self.lost = why

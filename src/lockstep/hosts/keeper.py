@@ -1,0 +1,338 @@
+"""Keeps the connections of a job over hosts, and runs its coordinator in a process of its own.
+
+The agents of other hosts are connected to this process, and the agent of this host runs in it. If the
+coordinator is lost, this process starts another one, which takes over; no worker notices.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from lockstep.coordinator.host_agent import HostAgent
+from lockstep.errors import UnfitError
+from lockstep.hosts.coordinator_session import CoordinatorSession
+from lockstep.observability.console import Console
+from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
+from lockstep.protocol.coordinator import (
+    Coordinate,
+    CoordinatorCommand,
+    CoordinatorReport,
+    HostChannel,
+    HostDropped,
+    JobEnded,
+    JobEnds,
+)
+from lockstep.protocol.host import (
+    ALIVE_EVERY,
+    MOST_QUEUED,
+    SILENCE,
+    EndHost,
+    HostReport,
+    Instruction,
+    KeepAlive,
+    PeerAddress,
+    ShowNote,
+    Stop,
+)
+from lockstep.system.clock import Clock
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.exit_status import describe_exit
+from lockstep.transport.packet_channel import PacketChannel
+from lockstep.transport.stream_channel import StreamChannel
+
+_PATIENCE = 10.0
+"""Seconds that a new coordinator has to take what it is sent."""
+_STUCK = 2 * SILENCE
+"""Seconds without a sign of life of the coordinator until it is killed and started again."""
+_MOST_LOSSES = 5
+_WITHIN = 60.0
+"""A coordinator that is lost more than `_MOST_LOSSES` times within these seconds is not started again."""
+_LAST_MESSAGES = 1.0
+"""Seconds for the last messages of a lost agent to reach the coordinator."""
+
+
+@dataclass
+class ConnectedHost:
+    """A host of the job.
+
+    Attributes:
+        name: of the host.
+        peer: where workers of other hosts connect.
+        workers: the number of workers that it should have.
+        cores: number of its cores.
+        agent: the channel to its agent, or the session of the agent in this process; None once it is lost.
+    """
+
+    name: str
+    peer: PeerAddress | None
+    workers: int
+    cores: int
+    agent: Channel[Instruction, HostReport] | CoordinatorSession | None
+    _up: StreamChannel[HostReport, Instruction] | None = None
+
+    def as_remote(self) -> HostAgent:
+        """Return the agent for a coordinator in this process."""
+        assert self.agent is not None
+        assert not isinstance(self.agent, CoordinatorSession)
+        return HostAgent(self.agent, self.name, self.peer, remote=True)
+
+
+@dataclass
+class Keeper:
+    """Runs the coordinators of one job, one after the other.
+
+    Attributes:
+        record: of the job before it begins, or of one that agents continue without a coordinator, encoded.
+        hosts: of the job, by their index.
+        command: the channel over which the job is stopped.
+        loop: serves everything.
+        clock: for deadlines.
+        console: shows notes of this process.
+        run_dir: the run folder, as the user wrote it.
+        children: process ids of the children of this process that are not workers.
+        notifies: whether the agents show notes.
+        when_lost: called with the index of each host that is lost.
+        term: of the coordinator that was lost; 0 for a new job.
+        is_over: whether the end of the job is decided, so that no host can join.
+    """
+
+    record: bytes
+    hosts: list[ConnectedHost]
+    command: Channel[Stop, Stop]
+    loop: EventLoop
+    clock: Clock
+    console: Console
+    run_dir: str
+    children: set[int]
+    notifies: bool = False
+    when_lost: Callable[[int], None] = lambda host: None
+    term: int = 0
+    is_over: bool = field(default=False, init=False)
+    _process: "subprocess.Popen[bytes] | None" = None
+    _coordinator: PacketChannel[CoordinatorCommand, CoordinatorReport] | None = None
+    _pidfd: int = -1
+    _status: int | None = None
+    _stops: list[Stop] = field(default_factory=list)
+    _losses: deque[float] = field(default_factory=deque)
+    _alive_due: float = 0.0
+    _heard: float = 0.0
+    _left: bool = False
+
+    def run(self) -> int:
+        """Run the job to its end; return its exit status.
+
+        Raises:
+            UnfitError: no coordinator can be started, or one after the other is lost.
+        """
+        self.loop.watch(self.command.fileno(), self._hear_command)
+        self.loop.before_each_wait(self._tend)
+        try:
+            self._start()
+            while self._status is None and not self._left:
+                self.loop.turn(None)
+            return self._status if self._status is not None else 1
+        finally:
+            self._close()
+
+    def add_host(self, host: ConnectedHost) -> None:
+        """Let a host take part from now on; its agent knows the job."""
+        self.hosts.append(host)
+        if self._coordinator is not None:
+            self._introduce(len(self.hosts) - 1)
+
+    # The coordinator.
+
+    def _start(self) -> None:
+        self.term += 1
+        self._heard = self.clock.now()
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = (sys.executable, "-P", "-m", "lockstep.hosts.coordinator_process", str(theirs.fileno()))
+        try:
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        except OSError as error:
+            own.close()
+            raise UnfitError(f"no coordinator can be started: {error.strerror}") from None
+        finally:
+            theirs.close()
+        self.children.add(self._process.pid)
+        self._coordinator = PacketChannel(own, CoordinatorReport)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self.loop.watch(self._pidfd, self._see_exit)
+        self.loop.watch(self._coordinator.fileno(), self._hear_coordinator)
+        self._tell(Coordinate(self.record, self.term, len(self.hosts), self.run_dir, self.notifies))
+        for host in range(len(self.hosts)):
+            self._introduce(host)
+        for stop in self._stops:
+            self._tell(stop)
+
+    def _tell(self, message: CoordinatorCommand) -> None:
+        assert self._coordinator is not None
+        self._coordinator.send(message, _PATIENCE)
+
+    def _introduce(self, index: int) -> None:
+        """Give the coordinator a channel to the agent of a host."""
+        host = self.hosts[index]
+        theirs = self._relay(index) if host.agent is not None else None
+        self._tell(HostChannel(index, host.name, host.peer, host.workers, host.cores, theirs))
+
+    def _relay(self, index: int) -> Attachment:
+        """Return the coordinator's end of a new channel to the agent of a host."""
+        host = self.hosts[index]
+        own, theirs = socket.socketpair()
+        up: StreamChannel[HostReport, Instruction] = StreamChannel.over(
+            own, Instruction, None, accepted=True, most_queued=MOST_QUEUED
+        )
+        if isinstance(host.agent, CoordinatorSession):
+            host.agent.attach(up)
+        else:
+            assert host.agent is not None
+            host._up = up
+            self.loop.watch(up.fileno(), partial(self._pass_down, host))
+            self.loop.watch(host.agent.fileno(), partial(self._pass_up, index))
+        return Attachment(theirs.detach())
+
+    def _pass_down(self, host: ConnectedHost) -> None:
+        """Pass instructions on to an agent."""
+        while host._up is not None and (message := host._up.receive()) is not None:
+            if isinstance(message, PeerGone | Unreadable):
+                self.loop.unwatch(host._up.fileno())
+                return
+            if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
+                host.agent.send(message)
+
+    def _pass_up(self, index: int) -> None:
+        """Pass reports of an agent on to the coordinator."""
+        host = self.hosts[index]
+        while host._up is not None and not isinstance(host.agent, CoordinatorSession | None):
+            match report := host.agent.receive():
+                case None:
+                    return
+                case PeerGone():
+                    self._drop(index)
+                case Unreadable(error):
+                    self._say(f"host {host.name} sent an invalid message: {error}")
+                    self._drop(index)
+                case _:
+                    host._up.send(report)
+
+    def _drop(self, index: int) -> None:
+        host = self.hosts[index]
+        if host.agent is None:
+            return
+        if isinstance(host.agent, CoordinatorSession):
+            host.agent.give_up()
+        else:
+            self.loop.unwatch(host.agent.fileno())
+            host.agent.close()
+        host.agent = None
+        if host._up is not None:
+            self.loop.unwatch(host._up.fileno())
+            host._up.flush(_LAST_MESSAGES)
+            host._up.close()
+            host._up = None
+        self.when_lost(index)
+
+    def _hear_coordinator(self) -> None:
+        while self._coordinator is not None:
+            match self._coordinator.receive():
+                case None:
+                    return
+                case HostDropped(host):
+                    self._drop(host)
+                case JobEnds():
+                    self.is_over = True
+                case JobEnded(status):
+                    self._status = status
+                case KeepAlive():
+                    self._heard = self.clock.now()
+                case _:
+                    self.loop.unwatch(self._coordinator.fileno())
+                    return
+
+    def _see_exit(self) -> None:
+        assert self._process is not None
+        self._hear_coordinator()
+        status = self._process.wait()
+        self._release()
+        if self._status is not None:
+            return
+        now = self.clock.now()
+        self._losses.append(now)
+        while now - self._losses[0] > _WITHIN:
+            self._losses.popleft()
+        what = f"the coordinator (process {self._process.pid}) {describe_exit(status)}"
+        if len(self._losses) > _MOST_LOSSES:
+            raise UnfitError(f"{what}; it was lost {len(self._losses)} times within {_WITHIN:g} s")
+        self._say(f"{what}; another one takes over, and training continues")
+        self._start()
+
+    def _release(self) -> None:
+        """Close everything that belongs to the coordinator that has ended."""
+        assert self._process is not None
+        assert self._coordinator is not None
+        self.children.discard(self._process.pid)
+        self.loop.unwatch(self._pidfd)
+        os.close(self._pidfd)
+        self.loop.unwatch(self._coordinator.fileno())
+        self._coordinator.close()
+        self._coordinator = None
+        for host in self.hosts:
+            if host._up is not None:
+                # What is left there are whole instructions, which the next coordinator sends again.
+                self._pass_down(host)
+                self.loop.unwatch(host._up.fileno())
+                host._up.close()
+                host._up = None
+            if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
+                self.loop.unwatch(host.agent.fileno())
+
+    def _close(self) -> None:
+        if self._coordinator is not None:
+            # Without its keeper, a coordinator ends.
+            self._coordinator.close()
+        for host in self.hosts:
+            if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
+                self.loop.unwatch(host.agent.fileno())
+                if self._status is None:
+                    # Otherwise, the agent would wait for another coordinator.
+                    host.agent.send(EndHost(0.0, status=1))
+                host.agent.close()
+
+    # The command, and this host.
+
+    def _hear_command(self) -> None:
+        match self.command.receive():
+            case PeerGone():
+                self._left = True
+            case Stop() as stop:
+                self._stops.append(stop)
+                if self._coordinator is not None:
+                    self._tell(stop)
+
+    def _say(self, text: str) -> None:
+        self.console.say(text)
+        for host in self.hosts if self.notifies else ():
+            if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
+                host.agent.send(ShowNote(text))
+
+    def _tend(self) -> float:
+        """Let the agent of this host say that it lives, and end a coordinator that is stuck."""
+        if (now := self.clock.now()) >= self._alive_due:
+            if now - self._alive_due > SILENCE / 2:
+                # This process was stopped, and probably the coordinator with it.
+                self._heard = now
+            self._alive_due = now + ALIVE_EVERY
+            for host in self.hosts:
+                if isinstance(host.agent, CoordinatorSession):
+                    host.agent.keep_alive()
+            self.console.flush()
+            if now - self._heard > _STUCK and not self.is_over and self._process is not None:
+                self._say(f"the coordinator has been silent for {now - self._heard:.0f} s, and is killed")
+                self._process.kill()
+                self._heard = now
+        return self._alive_due - now

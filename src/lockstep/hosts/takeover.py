@@ -1,0 +1,166 @@
+"""A coordinator's process that is started again: continues the job whose agents connect to it."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import cast
+
+from lockstep.agent.worker_output import ForwardedOutput
+from lockstep.coordinator.job_record import JobRecord, decode_record, newest
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.hosts.agent_server import JoiningAgent
+from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
+from lockstep.hosts.facts import own_facts
+from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.job_on_hosts import peer_of, started_here, unsaid
+from lockstep.hosts.keeper import ConnectedHost, Keeper
+from lockstep.hosts.newcomers import Newcomers
+from lockstep.local_job.composition import start_agent
+from lockstep.observability.console import Console
+from lockstep.protocol.channel import Channel
+from lockstep.protocol.host import HostReport, Instruction, KeepRecord, RunningJob, Stop
+from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.prose import count
+
+_SAME = ("target", "module", "arguments", "replicas", "seed")
+"""The fields of a job that a command which continues it must give again."""
+
+
+def running_jobs(agents: Sequence[JoiningAgent]) -> list[tuple[JoiningAgent, RunningJob]]:
+    """Return the agents that run a job already, with what they know of it."""
+    offers = [(agent, agent.offer.running) for agent in agents if agent.offer is not None]
+    return [(agent, running) for agent, running in offers if running is not None]
+
+
+def missing_hosts(agents: Sequence[JoiningAgent], own: tuple[str, int]) -> list[str]:
+    """Return the names of the hosts of a running job whose agents have not connected.
+
+    Args:
+        agents: that have connected; at least one runs the job.
+        own: the address and the port of this process, which the lost coordinator had.
+    """
+    running = [job for _, job in running_jobs(agents)]
+    _, record = _newest(running)
+    there = {job.host for job in running}
+    return [
+        host.name
+        for index, host in enumerate(record.hosts)
+        if not host.lost
+        and index not in there
+        and (host.peer is None or (host.peer.address, host.peer.port) != own)
+    ]
+
+
+@dataclass(frozen=True)
+class TakenOverJob:
+    """A job that continues with another coordinator.
+
+    Attributes:
+        spec: the job as this command would begin it.
+        here: the number of workers that this host should have; they join like those of a new host.
+        command: the channel over which the job is stopped.
+        console: shows notes.
+        loop: serves everything.
+        listener: where agents and workers of other hosts connect.
+        agents: that run the job.
+    """
+
+    spec: JobSpec
+    here: int
+    command: Channel[Stop, Stop]
+    console: Console
+    loop: EventLoop
+    listener: HostListener
+    agents: Sequence[JoiningAgent]
+
+    def run(self, accept: Callable[[Newcomers], None]) -> int:
+        """Run the job to its end; return its exit status.
+
+        Args:
+            accept: called with what admits the agents that come later.
+
+        Raises:
+            ConfigError: the agents run another job than the one of this command.
+        """
+        running = running_jobs(self.agents)
+        kept, record = _newest([job for _, job in running])
+        self._check(record.spec)
+        prepare = running[0][1].prepare
+        # From now on, both ends use only these messages.
+        channels = {
+            job.host: cast("Channel[Instruction, HostReport]", agent.channel) for agent, job in running
+        }
+        hosts = [
+            ConnectedHost(known.name, known.peer, 0, 0, None if known.lost else channels.get(index))
+            for index, known in enumerate(record.hosts)
+        ]
+        facts = own_facts(prepare, *self.listener.place)
+        before = tuple(
+            JobHost(known.name, slots) for known, slots in zip(record.hosts, record.state.slots, strict=True)
+        )
+        names = [host.name for host in hosts if host.agent is not None]
+        own = next(name for name in _names(self.listener.place[0]) if name not in names)
+        spec = replace(record.spec, run_dir=self.spec.run_dir, hosts=(*before, JobHost(own, self.here)))
+        self.console.say(
+            f"taking over a job of {count(len(channels), 'host')} whose coordinator was lost, in view "
+            f"{record.view.number}; logs in {spec.run_dir}"
+        )
+        session, children = CoordinatorSession(), set[int]()
+        output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
+        local = replace(
+            started_here(spec, len(before), output, children),
+            host=len(before),
+            name=own,
+            peer=peer_of(facts),
+            network=self.listener.network(prepare.job),
+        )
+        hosts.append(ConnectedHost(own, local.peer, self.here, facts.cores, session))
+        clock = SystemClock()
+        newcomers = Newcomers(spec, prepare, facts, self.console.say, self.loop, clock)
+        for index, host in enumerate(hosts):
+            if host.agent is None:
+                newcomers.note_loss(index)
+        keeper = Keeper(
+            kept.record,
+            hosts,
+            self.command,
+            self.loop,
+            clock,
+            self.console,
+            str(spec.run_dir),
+            children,
+            notifies=True,
+            when_lost=newcomers.note_loss,
+            term=kept.term,
+        )
+        agent = start_agent(local, spec.run_dir.name, session, self.loop, late=True, say=unsaid)
+        accept(newcomers)
+        with closing(newcomers), closing(agent):
+            newcomers.serve(keeper.add_host, lambda: keeper.is_over)
+            return keeper.run()
+
+    def _check(self, runs: JobSpec) -> None:
+        for field in _SAME:
+            own, other = getattr(self.spec, field), getattr(runs, field)
+            if own != other:
+                raise ConfigError(
+                    f"the agents that have joined run another job, whose {field} is {other!r}, not {own!r}: "
+                    "stop them, or repeat the command that began their job"
+                )
+
+
+def _names(address: str) -> Iterator[str]:
+    yield address
+    yield from (f"{address} ({number})" for number in itertools.count(2))
+
+
+def _newest(running: Sequence[RunningJob]) -> tuple[KeepRecord, JobRecord]:
+    kept = newest(job.kept for job in running)
+    assert kept is not None
+    try:
+        return kept, decode_record(kept.record)
+    except ValueError as error:
+        raise UnfitError(f"an agent runs a job that cannot be continued: {error}") from None

@@ -1,0 +1,69 @@
+"""The messages between the process that keeps the connections of a job over hosts, and its coordinator.
+
+The coordinator is a process of its own, so that it can be lost and started again while the connections live.
+"""
+
+import msgspec
+
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.host import KeepAlive, PeerAddress, ShowNote, Stop
+
+
+class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
+    """The first message to a coordinator; as many `HostChannel` as `hosts` follow.
+
+    Attributes:
+        record: of the job before it began, encoded.
+        term: of the coordinator: 1 for the first, and higher for each one that takes over.
+        hosts: number of hosts that are, or were, in the job.
+        run_dir: the run folder, as the user wrote it.
+        notifies: whether the agents show the notes of the coordinator.
+    """
+
+    record: bytes
+    term: int
+    hosts: int
+    run_dir: str
+    notifies: bool
+
+
+class HostChannel(msgspec.Struct, frozen=True, tag="host"):
+    """How the coordinator reaches the agent of a host, also of one that joins later.
+
+    Attributes:
+        host: the index of the host.
+        name: of the host.
+        peer: where workers of other hosts connect.
+        workers: the number of workers that it should have.
+        cores: number of its cores.
+        channel: a connected socket for a `StreamChannel`; None if the host is lost.
+    """
+
+    host: int
+    name: str
+    peer: PeerAddress | None
+    workers: int
+    cores: int
+    channel: Attachment | None
+
+
+CoordinatorCommand = Coordinate | HostChannel | ShowNote | Stop
+
+
+class HostDropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """A host is lost: its connection can be closed."""
+
+    host: int
+
+
+class JobEnds(msgspec.Struct, frozen=True, tag="ends"):
+    """The end of the job is decided: no host can join any more."""
+
+
+class JobEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """The job has ended with this exit status; without this last message, the coordinator was lost."""
+
+    status: int
+
+
+CoordinatorReport = HostDropped | KeepAlive | JobEnds | JobEnded

@@ -1,0 +1,96 @@
+"""What another coordinator needs of a job: it survives the way to the agents and back."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, encode_record, newest
+from lockstep.coordinator.job_report import JobSummary
+from lockstep.protocol.host import (
+    BeginView,
+    HostMembers,
+    KeepRecord,
+    PeerAddress,
+    SignalProcess,
+    StartProcess,
+    StateSource,
+)
+from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.supervisor.actions import Evidence, JobOutcome
+from lockstep.supervisor.decide import decide
+from lockstep.supervisor.events import (
+    Event,
+    FailureReported,
+    HostJoined,
+    HostLost,
+    StrategyInstalled,
+    WorkerExited,
+)
+from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.system.environment import Checkpoints
+
+SPEC = JobSpec(
+    "train.py",
+    False,
+    ("--epochs", "3"),
+    4,
+    8,
+    2,
+    7,
+    600.0,
+    Path("runs/a"),
+    checkpoints=Checkpoints(Path("saved"), None, 3.0, 2, given="saved"),
+    hosts=(JobHost("node1", 2), JobHost("node2", 2)),
+)
+
+
+def later() -> State:
+    """The state of a job in which something has happened."""
+    state = State.of(SPEC.view, TimeLimits(), JobSize.of(4, 1, 3), keeps=True, cores=(2, 4))
+    events: tuple[Event, ...] = (
+        StrategyInstalled("jax"),
+        HostLost(1, "host node2 was lost"),
+        HostJoined("node3", 2, 8),
+        WorkerExited(1, -9),
+        FailureReported(0, 1, "KeyError: 'x'", False),
+    )
+    for seconds, event in enumerate(events):
+        state = decide(state, event, float(seconds)).state
+    return state
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    members = HostMembers(0, (0, 1), "node1", "10.0.0.1", 4000, 2**63)
+    instructions = (BeginView(2, (members,), "lost"), StartProcess(4, True, (1,)), SignalProcess(1, 15))
+    peer = PeerAddress("10.0.0.1", 4000, 2**63)
+    first = HostRecord("node1", peer, received=5, sent=9, outbox=instructions)
+    record = JobRecord(
+        SPEC,
+        later(),
+        (first, HostRecord("node2", None, lost=True)),
+        BeginView(2, (members,), "lost", (1,), 3, 1),
+        StateSource(2, 1, 4096, 0, "10.0.0.1", 4000),
+        JobSummary(lost=2, steps=7, digest="d"),
+        "fit 1",
+        ("log.csv",),
+        True,
+        1,
+        JobOutcome(1, "worker 0 failed", (0,), Evidence.LOG),
+        12.5,
+        3.25,
+        1.75e9,
+    )
+    again = decode_record(encode_record(record))
+    assert again == record
+    assert again.state.view.workers == record.state.view.workers
+
+
+def test_the_newest_record_counts() -> None:
+    kept = [KeepRecord(1, 9, b"a"), None, KeepRecord(2, 3, b"b"), KeepRecord(2, 2, b"c")]
+    assert newest(kept) == KeepRecord(2, 3, b"b")
+    assert newest([None]) is None
+
+
+def test_anything_else_is_no_record() -> None:
+    with pytest.raises(ValueError, match="no record of a job"):
+        decode_record(b"\x80")
