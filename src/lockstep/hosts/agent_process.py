@@ -66,6 +66,10 @@ class CoordinatorGone(Exception):
     """The connection to the coordinator ended, or is silent, or this agent was stopped in the job."""
 
 
+class LeftOut(ConfigError):
+    """A job that runs does not let this host join."""
+
+
 class HostWorkers(Protocol):
     """How an agent gets the workers of its host."""
 
@@ -176,7 +180,7 @@ class AgentProcess:
         """Serve the job to its end; return its exit status.
 
         Raises:
-            ConfigError: this host cannot take part.
+            ConfigError: this host cannot take part; `LeftOut` if the job runs without it.
             CoordinatorGone: the connection to the coordinator ended, or this agent was stopped in the job.
             Stopped: this agent was stopped before the job began.
         """
@@ -209,8 +213,8 @@ class AgentProcess:
                     case Unreadable(error):
                         hint = _PLAIN if self.joined and kind is Prepare else ""
                         raise CoordinatorGone(f"the coordinator sent an invalid message: {error}{hint}")
-                    case Rejected(reason):
-                        raise ConfigError(reason)
+                    case Rejected(reason, runs):
+                        raise LeftOut(reason) if runs else ConfigError(reason)
                     case KeepWaiting(what):
                         self.waits(what)
                     case SendCheckpoint() | TakeCheckpoint() | CheckpointPart() as about if checkpoints:
