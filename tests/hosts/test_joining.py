@@ -10,6 +10,7 @@ import pytest
 from host_network import Host, Running
 from stepping_job import CHAOS, HERE
 
+from lockstep.protocol.host import LEFT_OUT
 from lockstep.transport.keys import JobKey
 
 FILES = (
@@ -92,7 +93,7 @@ def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, key
 
     def refused(host: Host, *options: str, **variables: str) -> str:
         agent = host.lockstep("agent", "--join", "node1:7000", *options, **keyed | variables)
-        assert agent.end() in (1, 2)
+        assert agent.end() in (2, LEFT_OUT)
         return agent.err.splitlines()[-1]
 
     assert "already has an agent on host 10.119.0.2: start one agent on" in refused(nodes[1], "--plain")
@@ -113,7 +114,7 @@ def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, key
 
 
 LOSSES = {
-    "the command": (0, signal.SIGKILL, -signal.SIGKILL, 1),
+    "the command": (0, signal.SIGKILL, -signal.SIGKILL, LEFT_OUT),
     "stopped": (0, signal.SIGTERM, 143, 143),
 }
 
@@ -132,7 +133,11 @@ def test_a_host_takes_the_place_of_a_lost_one(
     agent.process.kill()
     job.wait_until(lambda: "lost worker 1; others start when a host joins; worker 0 continues" in job.err)
     later = nodes[2].lockstep("agent", "--join", "node1:7000", "-n", "2", **keyed)
+    (nodes[3].work / "stepping.py").write_text("")
+    other = nodes[3].lockstep("agent", "--join", "node1:7000", **keyed)
     job.wait_until(lambda: steps(2) > 1)
+    assert other.end() == LEFT_OUT
+    assert "stepping.py differs between 10.119.0.1 and 10.119.0.4" in other.err
     assert nodes[0].lockstep("scale", "run", "3").end() == 0
     job.wait_until(lambda: steps(3) > 1)
     for node in nodes:

@@ -20,6 +20,7 @@ from lockstep.errors import LockstepError
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
+    LEFT_OUT,
     AllReported,
     BeginView,
     ConnectedLate,
@@ -177,7 +178,7 @@ class Agent:
                 case PeerGone():
                     self.loop.unwatch(self.coordinator.fileno())
                     self.say("the connection to the coordinator is closed, so the job ends on this host")
-                    self._end(EndHost(0.0, status=1))
+                    self._end(EndHost(0.0, status=LEFT_OUT))
                     return
         # Last, because it may block: the members already have their messages.
         self._start_asked()

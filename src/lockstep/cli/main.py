@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from lockstep import __version__
+from lockstep.cli.export import export
 from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.environment import KEY_FILE
@@ -45,6 +46,7 @@ def cli() -> None:
 
 
 cli.add_command(run)
+cli.add_command(export)
 
 
 @cli.command()
@@ -143,7 +145,8 @@ def agent(
     lockstep agent --join 10.0.0.1:7000 -n 2             # on another host: two workers
 
     Run it in the folder of the script. Both hosts need the same key file (see lockstep key). The exit status
-    is that of the job.
+    is that of the job, or 75 if this host may try again: it was stopped, or not let into a running job,
+    or the coordinator is lost.
     """
     from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_over_pipes
 

@@ -66,6 +66,8 @@ _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 PARTS = click.IntRange(min=1, max=4096)
 """The range of the number of workers or replicas."""
+PLACING = ("workers", "hosts", "listen", "here", "tf_config", "devices")
+"""The parameters of `run` that say where workers run; `lockstep export` sets them itself."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
 
@@ -135,13 +137,13 @@ class _Folder(click.Path):
     "here",
     type=click.IntRange(min=1, max=4096),
     metavar="K",
-    help="With --listen, number of workers on this host.  [default: 1]",
+    help="With --listen or --tf-config, number of workers on this host.  [default: 1]",
 )
 @click.option(
     "--tf-config",
     is_flag=True,
     help="Take the place of this process in the cluster from TF_CONFIG, as a TFJob sets it in each pod: one "
-    "worker per task, started by this command on each host.",
+    "worker per task, or --workers-here, started by this command on each host.",
 )
 @click.option(
     "--plain",
@@ -326,8 +328,10 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         raise ConfigError("--plain is for jobs on several hosts; give --hosts, --listen or --tf-config too")
     if ways and options["devices"] is not None:
         raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
-    if options["here"] is not None and not options["listen"]:
-        raise ConfigError("--workers-here is for jobs that other hosts join; give --listen too")
+    if options["here"] is not None and not (options["listen"] or options["tf_config"]):
+        raise ConfigError(
+            "--workers-here is for jobs that other hosts join; give --listen or --tf-config too"
+        )
     if options["listen"]:
         with_port(options["listen"])
     if options["listen"] and options["workers"] is None:
@@ -337,7 +341,10 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
             f"--workers-here {options['here']} is more than the {options['workers']} workers of the job"
         )
     if options["tf_config"] and options["workers"] is not None:
-        raise ConfigError("-n cannot be combined with --tf-config: each task of TF_CONFIG is one worker")
+        raise ConfigError(
+            "-n cannot be combined with --tf-config: each task of TF_CONFIG runs one worker, or "
+            "--workers-here"
+        )
 
 
 def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
@@ -346,6 +353,7 @@ def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
     from lockstep.hosts.tf_config_role import TaskRole, find_place
 
     place = find_place(tf_config_given())
+    here = options["here"] or 1
     match place.role:
         case TaskRole.SERVER:
             note("a parameter server has nothing to do: the workers hold the whole state")
@@ -355,12 +363,13 @@ def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
         case TaskRole.AGENT:
             # Its own name may not be known in the cluster yet.
             _, port = split_address(place.address)
-            joins = AgentOptions(place.coordinator, port=port, encrypted=not options["plain"], shows=True)
+            encrypted = not options["plain"]
+            joins = AgentOptions(place.coordinator, here, port=port, encrypted=encrypted, shows=True)
             note(f"{place.name} joins {place.coordinator}, which coordinates the job")
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
             options["listen"] = place.address
-    options["workers"] = place.workers
+    options["workers"] = place.tasks * here
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
@@ -426,11 +435,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
     workers = options["workers"] or min(wanted, replicas or wanted)
     workers = sum(host.workers for host in hosts) or workers
     replicas = replicas or workers
-    place(replicas, tuple(range(workers)))
-    if options["min_workers"] > workers:
-        raise ConfigError(
-            f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
-        )
+    check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0
     if not threads and not several:
         threads = max(1, usable_cores() // replicas)
@@ -463,6 +468,13 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         hosts=hosts,
         plain=options["plain"],
     )
+
+
+def check_numbers(workers: int, replicas: int, least: int) -> None:
+    """Raise ConfigError if a job with these replicas, and `least` workers, cannot start with `workers`."""
+    place(replicas, tuple(range(workers)))
+    if least > workers:
+        raise ConfigError(f"--min-workers {least} is more than the {workers} workers to start with")
 
 
 def _resumed(options: dict[str, Any], begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:

@@ -8,14 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UnfitError
-from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone, LeftBehind, StartedWorkers
+from lockstep.hosts.agent_process import (
+    AgentProcess,
+    CoordinatorGone,
+    LeftBehind,
+    LeftOut,
+    StartedWorkers,
+)
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.local_job.job_process import run_in_job_process
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
-from lockstep.protocol.host import MOST_QUEUED, HostOffer, Prepare, RemoteInstruction, RemoteReport, Stop
+from lockstep.protocol.host import (
+    LEFT_OUT,
+    MOST_QUEUED,
+    HostOffer,
+    Prepare,
+    RemoteInstruction,
+    RemoteReport,
+    Stop,
+)
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import ssh_address
 from lockstep.system.event_loop import EventLoop
@@ -85,6 +99,8 @@ class AgentOptions:
 def join_and_run(options: AgentOptions) -> int:
     """Join a job over the network, and run its workers on this host; return the exit status of the job.
 
+    It is `LEFT_OUT` if the coordinator is lost, or does not let this host join a job that runs.
+
     Raises:
         ConfigError: there is no key, or it cannot be used.
         UnfitError: the process of the agent cannot be started.
@@ -98,7 +114,7 @@ def join_and_run(options: AgentOptions) -> int:
             except LeftBehind as left:
                 note(f"{left}, and this host joins it again")
                 continue
-            if status:
+            if status not in (0, LEFT_OUT):
                 note(
                     f"the job ended with exit status {status}; its coordinator at {options.coordinator} says "
                     "why"
@@ -180,9 +196,9 @@ def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
     def serve_in_folder(command: Channel[Stop, Stop]) -> int:
         try:
             return serve(command, folder)
-        except CoordinatorGone as gone:
-            note(str(gone))
-            return 1
+        except (CoordinatorGone, LeftOut) as why:
+            note(str(why))
+            return LEFT_OUT
         except Stopped as stopped:
             return 128 + stopped.signal
         finally:

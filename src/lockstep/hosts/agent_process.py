@@ -75,6 +75,10 @@ class LeftBehind(CoordinatorGone):
     """The job has continued without this host, which may join it again as a new one."""
 
 
+class LeftOut(ConfigError):
+    """A job that runs does not let this host join."""
+
+
 class HostWorkers(Protocol):
     """How an agent gets the workers of its host."""
 
@@ -195,7 +199,7 @@ class AgentProcess:
         """Serve the job to its end; return its exit status.
 
         Raises:
-            ConfigError: this host cannot take part.
+            ConfigError: this host cannot take part; `LeftOut` if the job runs without it.
             CoordinatorGone: the connection to the coordinator ended, or this agent was stopped in the job.
             Stopped: this agent was stopped before the job began.
         """
@@ -228,8 +232,8 @@ class AgentProcess:
                     case Unreadable(error):
                         hint = _PLAIN if self.joined and kind is Prepare else ""
                         raise CoordinatorGone(f"the coordinator sent an invalid message: {error}{hint}")
-                    case Rejected(reason):
-                        raise ConfigError(reason)
+                    case Rejected(reason, runs):
+                        raise LeftOut(reason) if runs else ConfigError(reason)
                     case KeepWaiting(what):
                         self.waits(what)
                     case SendCheckpoint() | TakeCheckpoint() | CheckpointPart() as about if checkpoints:

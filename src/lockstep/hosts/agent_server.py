@@ -163,7 +163,7 @@ class AgentServer:
 
     def _reject(self, agent: JoiningAgent, reason: str) -> None:
         self._say(f"the agent of {agent.peer} cannot join: {reason}")
-        agent.channel.send(Rejected(reason))
+        agent.channel.send(Rejected(reason, runs=self._take is not None))
         self._rejected[agent.channel.fileno()] = agent, self._clock.now() + _FAREWELL
         if agent in self.agents:
             self.agents.remove(agent)

@@ -29,6 +29,7 @@ from lockstep.protocol.coordinator import (
 )
 from lockstep.protocol.host import (
     ALIVE_EVERY,
+    LEFT_OUT,
     MOST_QUEUED,
     SILENCE,
     EndHost,
@@ -300,7 +301,7 @@ class Keeper:
                 self.loop.unwatch(host.agent.fileno())
                 if self._status is None:
                     # Otherwise, the agent would wait for another coordinator.
-                    host.agent.send(EndHost(0.0, status=1))
+                    host.agent.send(EndHost(0.0, status=LEFT_OUT))
                 host.agent.close()
 
     # The command, and this host.

@@ -142,13 +142,13 @@ class Newcomers:
         host = candidate.host
         own = JobHost(host.name, candidate.workers)
         if self._is_over():
-            host.channel.send(Rejected("the job is ending"))
+            host.channel.send(Rejected("the job is ending", runs=True))
             self._drop(candidate)
             return
         try:
             check_facts((self.spec.hosts[0], own), (self.facts, facts), self.spec.target)
         except ConfigError as error:
-            host.channel.send(Rejected(str(error)))
+            host.channel.send(Rejected(str(error), runs=True))
             self._refuse(candidate, str(error))
             return
         self._candidates.remove(candidate)

@@ -31,14 +31,14 @@ class TaskPlace:
         name: of its task, for messages.
         address: of its task; empty for an evaluator that the cluster does not list.
         coordinator: the address of the coordinator; empty if there is none.
-        workers: number of tasks that train.
+        tasks: number of those that train.
     """
 
     role: TaskRole
     name: str
     address: str
     coordinator: str
-    workers: int
+    tasks: int
 
 
 def find_place(text: str | None) -> TaskPlace:

@@ -4,6 +4,7 @@ The coordinator sends instructions, which an agent carries out on its host, and 
 there. They work in the same way in one process and on different hosts.
 """
 
+import os
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,9 @@ ALIVE_EVERY = 1.0
 
 SILENCE = 5.0
 """Seconds without a message after which the other host counts as lost."""
+
+LEFT_OUT = os.EX_TEMPFAIL
+"""The exit status of an agent that has no part in a job, or no more; it may try again."""
 
 MOST_QUEUED = 1 << 30
 """Bytes that coordinator and agent keep for each other. Silence ends the wait."""

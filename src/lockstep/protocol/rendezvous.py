@@ -81,9 +81,10 @@ class KeepWaiting(msgspec.Struct, frozen=True, tag="patience"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="turned away"):
-    """The process cannot take part, for `reason`."""
+    """The process cannot take part, for `reason`; `runs` tells whether the job runs without it."""
 
     reason: str
+    runs: bool = False
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):

@@ -1,0 +1,280 @@
+"""`lockstep export kubernetes`: manifests that the official client accepts, and pods that they start."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import chaos_steps
+import pytest
+import yaml
+from host_network import Host, Running
+from kubernetes.client import ApiClient
+from stepping_job import CHAOS, HERE
+
+from lockstep.cli.main import main
+from lockstep.errors import ConfigError
+from lockstep.hosts.indexed_job import IndexedJob, name_from
+from lockstep.protocol.host import LEFT_OUT
+from lockstep.transport.keys import JobKey
+
+Export = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def export(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Export:
+    """Run the command in this process; return its exit status, and what it has written."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        command = ["lockstep", "export", "kubernetes", "--image", "registry/train:1", *arguments]
+        monkeypatch.setattr(sys, "argv", command)
+        status: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+        assert isinstance(status, int)
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def exported(export: Export, *arguments: str) -> str:
+    status, out, err = export(*arguments)
+    assert (status, err) == (0, "")
+    return out
+
+
+def made(**fields: Any) -> IndexedJob:
+    given: dict[str, Any] = {"name": "train", "image": "i", "pods": 2, "command": ("c",), "grace": 20.0}
+    return IndexedJob(**given | fields)
+
+
+def test_the_official_client_knows_every_field_and_its_type(export: Export) -> None:
+    options = ["-n", "4", "--pods", "2", "--cpu", "1.5", "--memory", "2Gi", "--grace", "2m"]
+    secret, service, job = yaml.safe_load_all(exported(export, *options, "train.py"))
+    client = ApiClient()
+    for document, model in ((secret, "V1Secret"), (service, "V1Service"), (job, "V1Job")):
+        parsed = client.deserialize(json.dumps(document), model, "application/json")
+        assert client.sanitize_for_serialization(parsed) == document
+    assert [each["metadata"]["name"] for each in (secret, service, job)] == ["train"] * 3
+    assert JobKey.parse(secret["stringData"]["job.key"], "the secret").secret
+    spec = job["spec"]
+    assert (spec["completions"], spec["parallelism"]) == (2, 2)
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert pod["terminationGracePeriodSeconds"] == 130
+    assert pod["volumes"][0]["secret"] == {"secretName": "train", "defaultMode": 0o400}
+
+
+def test_only_the_key_differs_between_outputs(export: Export) -> None:
+    command = ("-n", "2", "-m", "package.some_module")
+    one, other = (exported(export, *command).splitlines() for _ in range(2))
+    (differing,) = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    assert all(line.startswith("  job.key: lockstep-key 1 ") for line in differing)
+    assert "name: some-module" in "\n".join(one)
+
+
+def test_words_reach_the_command_as_they_are(export: Export) -> None:
+    """Also those that YAML, or only kubectl's YAML, or Kubernetes would replace."""
+    words = ["1e-3", "y", "yes", "-1e3", "0o17", "", "$(HOME)", "$$", "a\nb", "-x", "# é ☃ 𝄞"]
+    options = ["--replicas", "8", "--plain", "--seed", "3", "--timeout", "7.5"]
+    text = exported(export, "-n", "4", *options, "-m", "train", *words)
+    for word in words[:5]:
+        assert f"- '{word}'\n" in text
+    *_, job = yaml.safe_load_all(text)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    command = [expand(word, {"HOME": "/root"}) for word in container["command"]]
+    assert command == ["lockstep", "run", "--tf-config", *options, "-m", "--", "train", *words]
+
+
+def test_what_follows_from_the_end_of_a_pod() -> None:
+    *_, job = made().objects("key")
+
+    def action(status: int, *conditions: str) -> str:
+        for rule in job["spec"]["podFailurePolicy"]["rules"]:
+            if any(one["type"] in conditions for one in rule.get("onPodConditions", ())):
+                return str(rule["action"])
+            codes = rule.get("onExitCodes")
+            if codes and (status in codes["values"]) == (codes["operator"] == "In"):
+                return str(rule["action"])
+        return "Count"
+
+    assert action(1, "DisruptionTarget") == "Ignore"
+    assert [action(status) for status in (LEFT_OUT, 143)] == ["Ignore", "Ignore"]
+    assert action(137) == "Count"
+    assert [action(status) for status in (1, 2, 3, 139)] == ["FailJob"] * 4
+
+
+LONG = "a" * 61
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["-n", "4", "--pods", "3", "train.py"],
+            "3 pods cannot divide 4 workers evenly; change --pods or -n",
+        ),
+        (["-n", "2", "--name", "Train", "train.py"], "--name 'Train' is no name for a Service"),
+        (["-n", "2", "--name", "a-", "train.py"], "--name 'a-' is no name for a Service"),
+        (["-n", "2", "1st.py"], "--name '1st' is no name for a Service"),
+        (["-n", "11", "--name", LONG, "train.py"], "has 61 characters, at most 60 fit"),
+        (["-n", "2", "--cpu", "many", "train.py"], "--cpu 'many' is no quantity: expected one such as 4"),
+        (["-n", "2", "--memory", "0Gi", "train.py"], "--memory '0Gi' is no quantity"),
+        (["-n", "2", "--image", "", "train.py"], "--image '' is no image"),
+        (["-n", "2", "--replicas", "1", "train.py"], "replica"),
+        (["-n", "2", "--min-workers", "3", "train.py"], "--min-workers 3 is more than the 2 workers"),
+        (["-n", "2", "--grace", "long", "train.py"], "--grace long: give a time"),
+        (["-n", "2", "--checkpoint-every", "x", "train.py"], "--checkpoint-every x"),
+        (["-n", "4096", "--name", "a" * 50, "train.py"], "characters, but TF_CONFIG has room for 131061"),
+        (["-n", "2", "--hosts", "a", "train.py"], "No such option '--hosts'"),
+        (["train.py"], "Missing option '-n'"),
+    ],
+)
+def test_refusals_are_one_line(export: Export, arguments: list[str], said: str) -> None:
+    status, out, err = export(*arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_longest_names_fit() -> None:
+    assert made(name=LONG, pods=10).pods == 10
+    with pytest.raises(ConfigError, match=r"at most 60 fit: the host name of the last pod is a+-10, "):
+        made(name=LONG, pods=11)
+    assert name_from("folder.d/My_train.v2.py", module=False) == "my-train-v2"
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace references to variables as Kubernetes does."""
+
+    def value(found: "re.Match[str]") -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([-._a-zA-Z0-9]+)\)", value, text)
+
+
+class Cluster:
+    """Hosts whose commands run as the containers of pods."""
+
+    def __init__(self, hosts: Sequence[Host], manifests: str) -> None:
+        self._hosts = hosts
+        self._secret, self._service, self._job = yaml.safe_load_all(manifests)
+
+    @property
+    def names(self) -> str:
+        """The names of the pods, as lines of /etc/hosts."""
+        name, service = self._job["metadata"]["name"], self._service["metadata"]["name"]
+        pods = range(self._job["spec"]["completions"])
+        return "".join(f"{self._hosts[pod].address} {name}-{pod}.{service}\n" for pod in pods)
+
+    def start(self, index: int, **variables: str) -> Running:
+        """Start the pod of an index, with the first process as process 1."""
+        host, pod = self._hosts[index], self._job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        environment = {"JOB_COMPLETION_INDEX": str(index)}
+        for variable in container["env"]:
+            if "value" in variable:
+                environment[variable["name"]] = expand(variable["value"], environment)
+        ((volume,), (mount,)) = pod["volumes"], container["volumeMounts"]
+        self._mount(host.folder / f"mounted{mount['mountPath']}", volume["secret"])
+        # The folder of the host is what the host has of its own; a container has the root too.
+        key = str(host.here / f"mounted{environment['LOCKSTEP_KEY_FILE']}")
+        environment |= {"LOCKSTEP_KEY_FILE": key, **variables}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        command = [expand(word, environment) for word in container["command"]]
+        naming = f'echo {self._job["metadata"]["name"]}-{index} > /proc/sys/kernel/hostname; exec "$@"'
+        isolated = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        return host.start(*isolated, "sh", "-c", naming, "sh", *command, **environment)
+
+    def _mount(self, folder: Path, volume: Mapping[str, Any]) -> None:
+        """Write the secret as a kubelet does, which replaces all of its files at once."""
+        shutil.rmtree(folder, ignore_errors=True)
+        assert volume["secretName"] == self._secret["metadata"]["name"]
+        (data := folder / "..version").mkdir(parents=True)
+        (folder / "..data").symlink_to(data.name)
+        for name, text in self._secret["stringData"].items():
+            (data / name).write_text(text)
+            (data / name).chmod(volume["defaultMode"])
+            (folder / name).symlink_to(f"..data/{name}")
+
+
+@pytest.fixture
+def cluster(hosts: Sequence[Host], export: Export) -> Iterator[Callable[..., Cluster]]:
+    """Return the pods of a job, with two workers in each, and the names that the Service gives them."""
+    names = hosts[0].here.parent / "names"
+    before = names.read_text()
+
+    def make(steps: int, *faults: str) -> Cluster:
+        for host in hosts[:2]:
+            for file in (HERE / "stepping.py", CHAOS / "chaos_steps.py", CHAOS / "chaos_faults.py"):
+                shutil.copy(file, host.work)
+        options = ["--backend", "jax", "--replicas", "5", "--run-dir", "run"]
+        program = ["stepping.py", str(steps), *faults]
+        pods = Cluster(hosts, exported(export, "-n", "4", "--pods", "2", *options, *program))
+        names.write_text(before + pods.names)
+        return pods
+
+    yield make
+    names.write_text(before)
+
+
+def digests(first: Running) -> list[str]:
+    """What the workers of all pods have printed; the first pod has the logs."""
+    text = "".join(log.read_text() for log in (first.host.work / "run").glob("worker-*.log"))
+    return re.findall(r"^digest (\S+)$", text, re.MULTILINE)
+
+
+def test_a_job_in_pods(cluster: Callable[..., Cluster], lean_environment: dict[str, str]) -> None:
+    pods = cluster(12)
+    second, first = (pods.start(index, **lean_environment) for index in (1, 0))
+    assert (first.end(), second.end()) == (0, 0), first.err
+    assert digests(first) == [chaos_steps.alone(0, 5, 12)[-1]] * 4
+    assert "4 workers on 2 hosts" in first.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_lost_pod_is_replaced(
+    cluster: Callable[..., Cluster], hosts: Sequence[Host], lean_environment: dict[str, str], how: int
+) -> None:
+    """The replacement joins with the state; the bits stay those of one machine."""
+    pods = cluster(150, "0:3:after apply:crawl")
+    first, second = (pods.start(index, **lean_environment) for index in (0, 1))
+    second.wait_until(lambda: "made 4" in second.out)
+    if how == signal.SIGKILL:
+        second.process.kill()
+    else:
+        # As a kubelet does: to the first process of the container.
+        (children,) = Path(f"/proc/{second.process.pid}/task").glob("*/children")
+        os.kill(int(children.read_text()), how)
+    assert second.end() == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: LEFT_OUT}[how]
+    first.wait_until(lambda: "workers 0 and 1 continue (view 2)" in first.err)
+    again = pods.start(1, **lean_environment)
+    again.wait_until(lambda: "made " in again.out)
+    (hosts[0].work / "fast").touch()
+    assert (first.end(), again.end()) == (0, 0), first.err
+    assert digests(first) == [chaos_steps.alone(0, 5, 150)[-1]] * 4
+
+
+@pytest.mark.slow
+def test_the_pod_of_the_coordinator_takes_the_job_over(
+    cluster: Callable[..., Cluster], hosts: Sequence[Host], lean_environment: dict[str, str]
+) -> None:
+    """The other pods continue without it; the bits stay those of one machine."""
+    pods = cluster(150, *(f"{worker}:0:after apply:crawl" for worker in range(6)))
+    first, second = (pods.start(index, **lean_environment) for index in (0, 1))
+    second.wait_until(lambda: "made 4" in second.out)
+    first.process.kill()
+    again = pods.start(0, **lean_environment)
+    again.wait_until(lambda: "workers 4 and 5 joined" in again.err)
+    for host in hosts[:2]:
+        (host.work / "fast").touch()
+    assert (again.end(), second.end()) == (0, 0), again.err
+    assert digests(again) == [chaos_steps.alone(0, 5, 150)[-1]] * 4
