@@ -26,6 +26,8 @@ from lockstep.transport.keys import JobKey
 from lockstep.transport.stream_channel import StreamChannel
 
 _NOTE_AFTER = 1.0
+_QUIET_NOTE_AFTER = 10.0
+"""Seconds in which a coordinator that was started at the same time listens."""
 _NOTE_EVERY = 5.0
 
 
@@ -71,6 +73,9 @@ class AgentOptions:
         encrypted: whether connections are encrypted.
         patience: seconds until this gives up to reach the coordinator.
         shows: whether the terminal of this process shows the output of its workers too.
+        quiet: whether this leaves notes to the coordinator, which writes to the same terminal.
+        grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
+            signal too and ends the job; 0 to leave the job at once.
     """
 
     coordinator: str
@@ -80,6 +85,8 @@ class AgentOptions:
     encrypted: bool = True
     patience: float = 600.0
     shows: bool = False
+    quiet: bool = False
+    grace: float = 0.0
 
 
 def join_and_run(options: AgentOptions) -> int:
@@ -90,6 +97,7 @@ def join_and_run(options: AgentOptions) -> int:
         UnfitError: the process of the agent cannot be started.
     """
     credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
+    say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: Channel[Stop, Stop], folder: Path) -> int:
         clock = SystemClock()
@@ -113,15 +121,19 @@ def join_and_run(options: AgentOptions) -> int:
                 StartedWorkers(folder, loop, options.shows),
                 folder,
                 joined=True,
-                waits=lambda what: note(f"joined {options.coordinator}; waiting for {what}"),
+                say=say,
+                grace=options.grace,
+                waits=lambda what: say(f"joined {options.coordinator}; waiting for {what}"),
             ).run()
         if status:
-            note(
-                f"the job ended with exit status {status}; its coordinator at {options.coordinator} says why"
-            )
+            say(f"the job ended with exit status {status}; its coordinator at {options.coordinator} says why")
         return status
 
-    return _run(serve)
+    return _run(serve, options.grace)
+
+
+def _say_nothing(text: str) -> None:
+    """Leave a note to the coordinator."""
 
 
 def _connect(
@@ -139,7 +151,8 @@ def _connect(
     """
     dialer = CoordinatorDialer(options.coordinator, credentials, loop, lambda: None)
     loop.watch(command.fileno(), lambda: None)
-    begun, due = clock.now(), clock.now() + _NOTE_AFTER
+    begun = clock.now()
+    due = begun + (_QUIET_NOTE_AFTER if options.quiet else _NOTE_AFTER)
     try:
         while (connection := dialer.take()) is None:
             match command.receive():
@@ -163,8 +176,13 @@ def _connect(
         dialer.close()
 
 
-def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
-    """Run an agent in a process of its own, with a folder for its workers; return the exit status."""
+def _run(serve: Callable[[Channel[Stop, Stop], Path], int], grace: float = 0.0) -> int:
+    """Run an agent in a process of its own, with a folder for its workers; return the exit status.
+
+    Args:
+        serve: runs it, given the channel of its command and the folder.
+        grace: seconds that the job may take to end after a signal.
+    """
 
     def serve_in_folder(command: Channel[Stop, Stop]) -> int:
         try:
@@ -179,4 +197,4 @@ def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
     with temporary_folder() as folder:
-        return run_in_job_process(serve_in_folder, 0.0)
+        return run_in_job_process(serve_in_folder, grace)

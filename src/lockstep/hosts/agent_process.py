@@ -1,7 +1,9 @@
 """The process of an agent on another host than the coordinator's: from the first message to the last."""
 
 import contextlib
+import math
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +54,9 @@ from lockstep.transport.stream_channel import StreamChannel
 
 _BEHIND = 1 << 20
 """Bytes in the queue of the coordinator beyond which workers wait with their output."""
+
+_UNTIL_ENDED = 5.0
+"""Seconds from the last checkpoint of a stopped job to its end."""
 
 _REFUSED = (
     "the coordinator closed the connection after the greeting: it has another key or another version of "
@@ -157,6 +162,8 @@ class AgentProcess:
         joined: whether this agent has joined the coordinator over the network.
         waits: called with what the coordinator waits for.
         say: shows a note to the users of this host.
+        grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
+            signal too and ends the job; 0 to leave the job at once.
         begun: whether the job has begun.
     """
 
@@ -170,6 +177,7 @@ class AgentProcess:
     joined: bool = False
     waits: Callable[[str], None] = lambda what: None
     say: Callable[[str], None] = note
+    grace: float = 0.0
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -256,11 +264,20 @@ class AgentProcess:
         loop.watch(self.command.fileno(), lambda: None)
         with contextlib.closing(agent):
             due, silence = clock.now(), _Silence(channel, clock)
+            leaves = math.inf
             while not agent.ended:
                 loop.turn(max(0.0, due - clock.now()))
-                if self.command.receive() is not None:
+                now = clock.now()
+                match self.command.receive():
+                    case None:
+                        pass
+                    case Stop(number) if self.grace and leaves == math.inf:
+                        leaves = now + (self.grace if number == signal.SIGTERM else 0.0) + _UNTIL_ENDED
+                    case _:
+                        leaves = now
+                if now >= leaves:
                     raise CoordinatorGone("this agent was stopped")
-                if (now := clock.now()) < due:
+                if now < due:
                     continue
                 due = now + ALIVE_EVERY
                 channel.send(KeepAlive())

@@ -1,44 +1,8 @@
 """What a process of `lockstep run --tf-config` is for, given the `TF_CONFIG` of its pod. Pure."""
 
-from dataclasses import dataclass
-from enum import Enum, auto
-
 from lockstep.cluster.tf_config import TRAINING, parse, training_tasks
 from lockstep.errors import ConfigError
-
-
-class TaskRole(Enum):
-    """What a process does."""
-
-    COORDINATOR = auto()
-    """It begins the job, and waits for the agents of the other tasks."""
-    AGENT = auto()
-    """It joins the coordinator."""
-    ALONE = auto()
-    """It is the only one that trains."""
-    EVALUATOR = auto()
-    """It evaluates, and trains nothing."""
-    SERVER = auto()
-    """A parameter server: it does nothing."""
-
-
-@dataclass(frozen=True)
-class TaskPlace:
-    """The place of a process in its cluster.
-
-    Attributes:
-        role: what it does.
-        name: of its task, for messages.
-        address: of its task; empty for an evaluator that the cluster does not list.
-        coordinator: the address of the coordinator; empty if there is none.
-        workers: number of tasks that train.
-    """
-
-    role: TaskRole
-    name: str
-    address: str
-    coordinator: str
-    workers: int
+from lockstep.hosts.task_place import TaskPlace, TaskRole
 
 
 def find_place(text: str | None) -> TaskPlace:
