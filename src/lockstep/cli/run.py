@@ -280,8 +280,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     script.check()
     _refuse_contradictions(options)
     retries = options["tf_config"]
-    if options["tf_config"] or options["slurm"]:
-        _take_place(script, options)
+    task = _take_place(script, options) if options["tf_config"] or options["slurm"] else ""
     refuse_undecodable(options["run_dir"], options["checkpoint"])
     folder = options["checkpoint"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
@@ -310,7 +309,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if options["listen"]:
         from lockstep.hosts.listening_job import Listening, run_listening
 
-        listening = Listening(with_port(options["listen"]), options["here"] or 1, retries=retries)
+        address = with_port(options["listen"])
+        listening = Listening(address, options["here"] or 1, retries=retries, task=task)
         status = run_in_job_process(
             lambda command: run_listening(spec, listening, resumed, command), spec.grace
         )
@@ -350,8 +350,8 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         raise ConfigError("-n cannot be combined with --tf-config: each task of TF_CONFIG is one worker")
 
 
-def _take_place(script: Script, options: dict[str, Any]) -> None:
-    """Do what the task of this process is for; return if it begins a job, with its options."""
+def _take_place(script: Script, options: dict[str, Any]) -> str:
+    """Do what the task of this process is for; if it begins a job, set its options and return its name."""
     from lockstep.hosts.agent_command import AgentOptions, join_and_run
     from lockstep.hosts.slurm_role import own_place
     from lockstep.hosts.task_place import TaskRole
@@ -378,8 +378,8 @@ def _take_place(script: Script, options: dict[str, Any]) -> None:
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
             options["listen"], options["here"] = place.address, place.here
-            note(f"{place.name} coordinates the job at {place.coordinator}")
     options["workers"] = place.workers
+    return place.name
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
