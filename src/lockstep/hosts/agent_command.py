@@ -25,10 +25,10 @@ from lockstep.transport.addresses import join_address
 from lockstep.transport.keys import JobKey
 from lockstep.transport.stream_channel import StreamChannel
 
-_NOTE_AFTER = 1.0
-_QUIET_NOTE_AFTER = 10.0
-"""Seconds in which a coordinator that was started at the same time listens."""
-_NOTE_EVERY = 5.0
+_NOTES = (1.0, 5.0)
+"""Seconds until the first note of a wait, and from one to the next."""
+_QUIET_NOTES = (10.0, 60.0)
+"""The same for agents that were started with their coordinator, and may be many."""
 
 
 def run_over_pipes() -> int:
@@ -151,8 +151,8 @@ def _connect(
     """
     dialer = CoordinatorDialer(options.coordinator, credentials, loop, lambda: None)
     loop.watch(command.fileno(), lambda: None)
-    begun = clock.now()
-    due = begun + (_QUIET_NOTE_AFTER if options.quiet else _NOTE_AFTER)
+    first, every = _QUIET_NOTES if options.quiet else _NOTES
+    begun, due = clock.now(), clock.now() + first
     try:
         while (connection := dialer.take()) is None:
             match command.receive():
@@ -167,7 +167,7 @@ def _connect(
                     f"{dialer.failure}"
                 )
             if now >= due and dialer.failure:
-                due = now + _NOTE_EVERY
+                due = now + every
                 note(f"waiting for the coordinator, {waited:.0f} s: {dialer.failure}")
             loop.turn(max(0.0, min(max(due, now + 0.1), begun + options.patience) - now))
         return connection
