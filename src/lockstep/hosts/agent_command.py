@@ -75,7 +75,7 @@ class AgentOptions:
         shows: whether the terminal of this process shows the output of its workers too.
         quiet: whether this leaves notes to the coordinator, which writes to the same terminal.
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
-            signal too and ends the job; 0 to leave the job at once.
+            signal too and ends the job; None to leave the job at once.
     """
 
     coordinator: str
@@ -86,7 +86,7 @@ class AgentOptions:
     patience: float = 600.0
     shows: bool = False
     quiet: bool = False
-    grace: float = 0.0
+    grace: float | None = None
 
 
 def join_and_run(options: AgentOptions) -> int:
@@ -129,7 +129,7 @@ def join_and_run(options: AgentOptions) -> int:
             say(f"the job ended with exit status {status}; its coordinator at {options.coordinator} says why")
         return status
 
-    return _run(serve, options.grace)
+    return _run(serve, options.grace or 0.0)
 
 
 def _say_nothing(text: str) -> None:

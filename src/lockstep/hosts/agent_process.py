@@ -163,7 +163,7 @@ class AgentProcess:
         waits: called with what the coordinator waits for.
         say: shows a note to the users of this host.
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
-            signal too and ends the job; 0 to leave the job at once.
+            signal too and ends the job; None to leave the job at once.
         begun: whether the job has begun.
     """
 
@@ -177,7 +177,7 @@ class AgentProcess:
     joined: bool = False
     waits: Callable[[str], None] = lambda what: None
     say: Callable[[str], None] = note
-    grace: float = 0.0
+    grace: float | None = None
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -271,7 +271,7 @@ class AgentProcess:
                 match self.command.receive():
                     case None:
                         pass
-                    case Stop(number) if self.grace and leaves == math.inf:
+                    case Stop(number) if self.grace is not None and leaves == math.inf:
                         leaves = now + (self.grace if number == signal.SIGTERM else 0.0) + _UNTIL_ENDED
                     case _:
                         leaves = now
