@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.cli.run import PARTS
-from lockstep.cluster import slurm, tf_config
+from lockstep.cluster import slurm_step, tf_config
 from lockstep.cluster.slurm import SlurmClusterResolver
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
@@ -231,8 +231,8 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "index of TF_CONFIG": (anything, tf_config.parse_index, (ConfigError,)),
     "resolver": (clusters, ask_resolver, ()),
     "ClusterSpec": (anything | st.dictionaries(leaves, anything), use_cluster, (TypeError, ValueError)),
-    "hosts": (hosts_texts, slurm.expand_hosts, (ConfigError,)),
-    "counts": (hosts_texts, slurm.expand_counts, (ConfigError,)),
+    "hosts": (hosts_texts, slurm_step.expand_hosts, (ConfigError,)),
+    "counts": (hosts_texts, slurm_step.expand_counts, (ConfigError,)),
     "worker": (environments, lambda given: environment.read_worker(variables | given), (ConfigError,)),
     "what workers say": (packets, PacketDecoder(worker_messages.WorkerMessage).decode, (ValueError,)),
     "what agents say": (packets, PacketDecoder(worker_messages.AgentMessage).decode, (ValueError,)),
@@ -245,6 +245,11 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "births": (packets, fork_messages.decode_fork, (ValueError,)),
     "upbringings": (texts, fork_messages.ForkServerSetup.read, (ConfigError,)),
     "parcels": (packets | st.builds(bytes.__add__, lengths, packets), unpack, (CheckpointError,)),
+    "task of Slurm": (
+        st.dictionaries(st.sampled_from(slurm_step.STEP_VARIABLES), variable_texts),
+        lambda found: slurm_step.SlurmTask.read(found.get),
+        (ConfigError,),
+    ),
     "Slurm": (st.dictionaries(st.sampled_from(SLURM), variable_texts), ask_slurm, (ConfigError, ValueError)),
     "keys": (keys, lambda text: JobKey.parse(text, "stdin"), (ConfigError,)),
     "addresses": (words | st.text("0123456789.:[]a"), split_address, (ConfigError,)),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.cluster.slurm import expand_counts, expand_hosts
+from lockstep.cluster.slurm_step import expand_counts, expand_hosts
 from lockstep.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,4}", fullmatch=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.cluster.slurm import expand_counts, expand_hosts
+from lockstep.cluster.slurm_step import expand_counts, expand_hosts
 
 DENSE = {"ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
 CONFIG = {"cluster": DENSE, "task": {"type": "ps", "index": 1}, "rpc_layer": "grpc"}

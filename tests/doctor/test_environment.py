@@ -314,7 +314,11 @@ def test_variables_of_workers_are_a_warning(tmp_path: Path) -> None:
 
 
 STEP = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_STEP_NODELIST": "n[1-2]",
     "SLURM_STEP_TASKS_PER_NODE": "2,1",
@@ -324,23 +328,23 @@ STEP = {
 def test_a_task_of_slurm_is_reported(tmp_path: Path) -> None:
     finding = single(tmp_path, STEP)
     assert finding.rating is Rating.FINE
-    assert "this is worker 2 of 3 on 2 hosts" in finding.reason
+    assert "this is task 2 of 3 on 2 hosts" in finding.reason
 
 
 def test_an_allocation_without_a_job_step_is_reported(tmp_path: Path) -> None:
     finding = single(tmp_path, {"SLURM_JOB_ID": "1"})
     assert finding.rating is Rating.FINE
-    assert "needs SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST" in finding.reason
+    assert "not a task of a job step, for which srun sets SLURM_STEP_ID, SLURM_PROCID" in finding.reason
 
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
         ("PROCID", "x", "SLURM_PROCID is 'x', expected a whole number"),
-        ("PROCID", "3", "SLURM_PROCID 3 of SLURM_STEP_NUM_TASKS 3 does not fit 3"),
-        ("STEP_NUM_TASKS", "4", "SLURM_PROCID 2 of SLURM_STEP_NUM_TASKS 4 does not fit 3"),
+        ("PROCID", "3", "SLURM_PROCID 3 of SLURM_STEP_NUM_TASKS 3 does not fit the 3 tasks"),
+        ("STEP_NUM_TASKS", "4", "SLURM_PROCID 2 of SLURM_STEP_NUM_TASKS 4 does not fit the 3 tasks"),
         ("STEP_NODELIST", "n[1", "is not a list of hosts"),
-        ("STEP_NODELIST", "n1", "SLURM_STEP_NODELIST has 1 host, SLURM_STEP_TASKS_PER_NODE 2"),
+        ("STEP_NODELIST", "n1", "SLURM_STEP_NODELIST has 1 host, SLURM_STEP_TASKS_PER_NODE has 2"),
         ("STEP_TASKS_PER_NODE", "x", "Slurm's list of tasks is 'x'"),
     ],
 )

@@ -1,14 +1,25 @@
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from lockstep.transport.keys import JobKey
 
 # Processes on hosts import some of these modules by their plain names too.
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
 from host_network import Host, HostNetwork, Unavailable
+from stepping_job import CHAOS, HERE
+
+_PROGRAMS = (
+    HERE / "stepping.py",
+    HERE / "stepping_by_hand.py",
+    CHAOS / "chaos_steps.py",
+    CHAOS / "chaos_faults.py",
+)
 
 PATIENCE = 60.0
 """Seconds for processes to end that should have ended at once."""
@@ -41,3 +52,20 @@ def hosts(host_network: HostNetwork) -> Iterator[tuple[Host, ...]]:
 def lean_environment(lean: Callable[..., dict[str, str]]) -> dict[str, str]:
     """Variables for jobs whose script imports no framework."""
     return lean(Path(__file__), "jax")
+
+
+@pytest.fixture
+def nodes(hosts: Sequence[Host]) -> Sequence[Host]:
+    """Hosts with the same key file and the same programs."""
+    key = JobKey.generate()
+    for host in hosts:
+        key.write(host.work / "job.key")
+        for program in _PROGRAMS:
+            shutil.copy(program, host.work)
+    return hosts
+
+
+@pytest.fixture
+def keyed(lean_environment: dict[str, str]) -> dict[str, str]:
+    """Variables for jobs of `nodes`."""
+    return {**lean_environment, "LOCKSTEP_KEY_FILE": "job.key"}

@@ -15,6 +15,12 @@ CHAOS = HERE.parent / "chaos"
 REPLICAS = 5
 
 
+def digest(text: str) -> str:
+    """The digest that one worker has printed."""
+    (line,) = [line for line in text.splitlines() if line.startswith("digest ")]
+    return line.removeprefix("digest ")
+
+
 class SteppingJob:
     """A job at the command of a host.
 

@@ -1,46 +1,18 @@
 """Jobs that hosts join without ssh: `lockstep run --listen` and `--tf-config`, `lockstep agent --join`."""
 
 import json
-import shutil
 import signal
 from collections.abc import Callable, Sequence
 
 import chaos_steps
 import pytest
 from host_network import Host, Running
-from stepping_job import CHAOS, HERE
+from stepping_job import digest
 
 from lockstep.protocol.host import LEFT_OUT
 from lockstep.transport.keys import JobKey
 
-FILES = (
-    HERE / "stepping.py",
-    HERE / "stepping_by_hand.py",
-    CHAOS / "chaos_steps.py",
-    CHAOS / "chaos_faults.py",
-)
 STEPS = 12
-
-
-@pytest.fixture
-def nodes(hosts: Sequence[Host], lean_environment: dict[str, str]) -> Sequence[Host]:
-    """Hosts with the same key file and the same program."""
-    key = JobKey.generate()
-    for host in hosts:
-        key.write(host.work / "job.key")
-        for file in FILES:
-            shutil.copy(file, host.work)
-    return hosts
-
-
-@pytest.fixture
-def keyed(lean_environment: dict[str, str]) -> dict[str, str]:
-    return {**lean_environment, "LOCKSTEP_KEY_FILE": "job.key"}
-
-
-def digest(text: str) -> str:
-    (line,) = [line for line in text.splitlines() if line.startswith("digest ")]
-    return line.removeprefix("digest ")
 
 
 def ended(*running: Running) -> tuple[int, ...]:

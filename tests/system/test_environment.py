@@ -102,6 +102,24 @@ def test_affinity_and_cgroup_quotas_limit_the_number_of_cores(
     assert found == (counted or len(os.sched_getaffinity(0)))
 
 
+@pytest.mark.parametrize(
+    ("given", "counted"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "1", "SLURM_STEP_ID": "0"}, 1),
+        ({"SLURM_CPUS_PER_TASK": "1"}, None),
+        ({"SLURM_CPUS_PER_TASK": "9999", "SLURM_STEP_ID": "0"}, None),
+        ({"SLURM_CPUS_PER_TASK": "9" * 5000, "SLURM_STEP_ID": "0"}, None),
+        ({"SLURM_CPUS_PER_TASK": "0", "SLURM_STEP_ID": "0"}, 1),
+        ({"SLURM_STEP_ID": "0"}, None),
+    ],
+)
+def test_a_task_of_slurm_uses_the_cores_that_it_asks_for(
+    tmp_path: Path, given: dict[str, str], counted: int | None
+) -> None:
+    """The script of a batch job, which is no task, may use the whole allocation."""
+    assert usable_cores(tmp_path, tmp_path, given) == (counted or len(os.sched_getaffinity(0)))
+
+
 def test_workers_that_share_a_gpu_allocate_memory_on_demand() -> None:
     alone = worker_environment(CONFIG, {}, devices="0")
     shared = worker_environment(CONFIG, {}, devices="0", shared=True)

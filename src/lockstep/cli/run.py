@@ -66,7 +66,7 @@ _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 PARTS = click.IntRange(min=1, max=4096)
 """The range of the number of workers or replicas."""
-PLACING = ("workers", "hosts", "listen", "here", "tf_config", "devices")
+PLACING = ("workers", "hosts", "listen", "here", "tf_config", "slurm", "devices")
 """The parameters of `run` that say where workers run; `lockstep export` sets them itself."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
@@ -144,6 +144,12 @@ class _Folder(click.Path):
     is_flag=True,
     help="Take the place of this process in the cluster from TF_CONFIG, as a TFJob sets it in each pod: one "
     "worker per task, or --workers-here, started by this command on each host.",
+)
+@click.option(
+    "--slurm",
+    is_flag=True,
+    help="Take the place of this process from the variables of Slurm: srun starts this command once on each "
+    "host, and -n workers are divided among them, by default one each. Needs a key: see lockstep key.",
 )
 @click.option(
     "--plain",
@@ -261,6 +267,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     lockstep run -n 2 --replicas 8 train.py --epochs 3
     lockstep run -n 2 -m package.train --epochs 3
     lockstep run --listen 10.0.0.1:7000 -n 2 train.py
+    srun -N 3 --ntasks-per-node=1 lockstep run --slurm -n 6 train.py
 
     The exit status is 0 if every worker succeeds, otherwise that of the first failure (128 + N for
     signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script's settings differ
@@ -275,8 +282,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     script.check()
     _refuse_contradictions(options)
     retries = options["tf_config"]
-    if retries:
-        _follow_tf_config(script, options)
+    task = _take_place(script, options) if options["tf_config"] or options["slurm"] else ""
     refuse_undecodable(options["run_dir"], options["checkpoint"])
     folder = options["checkpoint"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
@@ -305,7 +311,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if options["listen"]:
         from lockstep.hosts.listening_job import Listening, run_listening
 
-        listening = Listening(with_port(options["listen"]), options["here"] or 1, retries=retries)
+        address = with_port(options["listen"])
+        listening = Listening(address, options["here"] or 1, retries=retries, task=task)
         status = run_in_job_process(
             lambda command: run_listening(spec, listening, resumed, command), spec.grace
         )
@@ -321,11 +328,14 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
 def _refuse_contradictions(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if options cannot be combined, or name no address."""
-    ways = [f"--{name}" for name in ("hosts", "listen", "tf-config") if options[name.replace("-", "_")]]
+    names = ("hosts", "listen", "tf-config", "slurm")
+    ways = [f"--{name}" for name in names if options[name.replace("-", "_")]]
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
     if not ways and options["plain"]:
-        raise ConfigError("--plain is for jobs on several hosts; give --hosts, --listen or --tf-config too")
+        raise ConfigError(
+            "--plain is for jobs on several hosts; give --hosts, --listen, --tf-config or --slurm too"
+        )
     if ways and options["devices"] is not None:
         raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
     if options["here"] is not None and not (options["listen"] or options["tf_config"]):
@@ -347,13 +357,15 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         )
 
 
-def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
-    """Do what the task of this process is for; return if it begins a job, with its options."""
+def _take_place(script: Script, options: dict[str, Any]) -> str:
+    """Do what the task of this process is for; if it begins a job, set its options and return its name."""
     from lockstep.hosts.agent_command import AgentOptions, join_and_run
-    from lockstep.hosts.tf_config_role import TaskRole, find_place
+    from lockstep.hosts.slurm_role import own_place
+    from lockstep.hosts.task_place import TaskRole
+    from lockstep.hosts.tf_config_role import find_place
 
-    place = find_place(tf_config_given())
-    here = options["here"] or 1
+    slurm, here = options["slurm"], options["here"] or 1
+    place = own_place(options["workers"]) if slurm else find_place(tf_config_given(), here)
     match place.role:
         case TaskRole.SERVER:
             note("a parameter server has nothing to do: the workers hold the whole state")
@@ -363,13 +375,18 @@ def _follow_tf_config(script: Script, options: dict[str, Any]) -> None:
         case TaskRole.AGENT:
             # Its own name may not be known in the cluster yet.
             _, port = split_address(place.address)
-            encrypted = not options["plain"]
-            joins = AgentOptions(place.coordinator, here, port=port, encrypted=encrypted, shows=True)
-            note(f"{place.name} joins {place.coordinator}, which coordinates the job")
+            joins = AgentOptions(place.coordinator, place.here, port=port, encrypted=not options["plain"])
+            if slurm:
+                # All tasks write to one terminal, and all get the signals that the coordinator gets.
+                joins = replace(joins, quiet=True, grace=parse_seconds(options["grace"], "--grace"))
+            else:
+                joins = replace(joins, shows=True)
+                note(f"{place.name} joins {place.coordinator}, which coordinates the job")
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
-            options["listen"] = place.address
-    options["workers"] = place.tasks * here
+            options["listen"], options["here"] = place.address, place.here
+    options["workers"] = place.workers
+    return place.name
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:

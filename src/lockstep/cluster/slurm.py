@@ -1,18 +1,14 @@
-"""The cluster of a Slurm job step."""
+"""The resolver of the cluster that a Slurm job step is."""
 
-import re
-from collections.abc import Iterator, Mapping
-from itertools import islice, product
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.cluster.resolver import ClusterResolver, with_layer
+from lockstep.cluster.slurm_step import Hosts, expand_hosts, hosts_of_step, number, required
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
 from lockstep.system.environment import show_gpus, slurm_variable, visible_gpus
 from lockstep.system.prose import count
-
-Hosts = list[tuple[str, int]]
-"""The hosts of a step in Slurm's order, with the number of tasks on each."""
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -49,8 +45,8 @@ class SlurmClusterResolver(ClusterResolver):
             ConfigError: this is not a task of a Slurm job step, Slurm's variables are invalid, the requested
                 tasks or GPUs do not exist, or the tasks are not numbered host by host.
         """
-        rank = _number("PROCID")
-        jobs = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else jobs
+        rank = number("PROCID")
+        jobs = {"worker": number("STEP_NUM_TASKS")} if jobs is None else jobs
         hosts = _hosts(tasks_per_node)
         _check_tasks(jobs, hosts, rank)
         local_rank = _local_rank(hosts, rank)
@@ -102,17 +98,10 @@ class SlurmClusterResolver(ClusterResolver):
 
 def _hosts(tasks_per_node: int | Mapping[str, int] | None) -> Hosts:
     if isinstance(tasks_per_node, Mapping):
-        return list(tasks_per_node.items())
-    names = expand_hosts(_variable("STEP_NODELIST"))
+        return tuple(tasks_per_node.items())
     if tasks_per_node is not None:
-        return [(name, tasks_per_node) for name in names]
-    tasks = expand_counts(_variable("STEP_TASKS_PER_NODE"))
-    if len(tasks) != len(names):
-        raise ConfigError(
-            f"SLURM_STEP_NODELIST has {count(len(names), 'host')}, SLURM_STEP_TASKS_PER_NODE has "
-            f"{len(tasks)}: start the script with `srun`, which sets both"
-        )
-    return list(zip(names, tasks, strict=True))
+        return tuple((name, tasks_per_node) for name in expand_hosts(required("STEP_NODELIST")))
+    return hosts_of_step()
 
 
 def _check_tasks(jobs: Mapping[str, int], hosts: Hosts, rank: int) -> None:
@@ -164,93 +153,3 @@ def _local_rank(hosts: Hosts, rank: int) -> int:
 
 def _own(gpus: tuple[str, ...], per_task: int, local: int) -> tuple[str, ...]:
     return gpus[local * per_task : (local + 1) * per_task]
-
-
-def _variable(name: str) -> str:
-    value = slurm_variable(name)
-    if value is None:
-        raise ConfigError(
-            f"SLURM_{name} is not set: this is not a task of a Slurm job step; start the script with `srun`"
-        )
-    return value
-
-
-def _number(name: str) -> int:
-    text = _variable(name)
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise ConfigError(f"SLURM_{name} is {text!r}, expected a whole number, 0 or more")
-    return int(text)
-
-
-_MAX_ENTRIES = 65536
-_NAME = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+")
-_PIECE = re.compile(r"\[([^\]]*)\]|([^\[]+)")
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
-_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Return the hosts of a list such as `node[01-03,7]`, in its order: node01, node02, node03, node7.
-
-    The numbers of a range have at least as many digits as its first one. If a name has several brackets, the
-    last one varies fastest.
-
-    Raises:
-        ConfigError: the text is not a list of hosts, or has more than 65,536.
-    """
-    names = _split(text)
-    hosts = list(islice((host for name in names for host in _expand(text, name)), _MAX_ENTRIES + 1))
-    if len(hosts) > _MAX_ENTRIES:
-        raise _invalid(text, f"has more than {_MAX_ENTRIES} hosts")
-    return hosts
-
-
-def expand_counts(text: str) -> list[int]:
-    """Return the numbers of a list such as `2(x3),1`: 2, 2, 2, 1.
-
-    Raises:
-        ConfigError: the text is not such a list, or has more than 65,536 numbers.
-    """
-    found = [_COUNT.fullmatch(part) for part in text.split(",")]
-    runs = [(int(match[1]), int(match[2] or 1)) for match in found if match]
-    if len(runs) != len(found) or sum(times for _, times in runs) > _MAX_ENTRIES:
-        raise ConfigError(
-            f"Slurm's list of tasks is {text!r}, expected the tasks on each host, such as '2(x3),1'"
-        )
-    return [number for number, times in runs for _ in range(times)]
-
-
-def _split(text: str) -> list[str]:
-    names = _NAME.findall(text)
-    if not names or ",".join(names) != text:
-        raise _invalid(text, "is not a list of hosts")
-    return names
-
-
-def _expand(text: str, name: str) -> Iterator[str]:
-    pieces, count = [], 1
-    for match in _PIECE.finditer(name):
-        pieces.append(_numbers(text, match[1]) if match[2] is None else [match[2]])
-        count *= len(pieces[-1])
-        if count > _MAX_ENTRIES:
-            raise _invalid(text, f"has more than {_MAX_ENTRIES} hosts")
-    return map("".join, product(*pieces))
-
-
-def _numbers(text: str, ranges: str) -> list[str]:
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not match or first > last:
-            raise _invalid(text, f"has {part!r} in brackets")
-        if len(numbers) + last - first >= _MAX_ENTRIES:
-            raise _invalid(text, f"has more than {_MAX_ENTRIES} hosts")
-        numbers.extend(str(number).zfill(len(match[1])) for number in range(first, last + 1))
-    return numbers
-
-
-def _invalid(text: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"Slurm's list of hosts, {text[:120]!r}, {what}: expected a list such as 'node[01-03,7],gpu1'"
-    )

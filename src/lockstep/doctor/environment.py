@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
-from lockstep.cluster.slurm import expand_counts, expand_hosts
+from lockstep.cluster.slurm_step import STEP_VARIABLES, SlurmTask
 from lockstep.doctor.finding import Finding, Rating, Section
 from lockstep.errors import ConfigError
 from lockstep.launcher.backend import is_legacy
@@ -50,7 +50,6 @@ _OF_GPUS = {"cuda", "gpu"}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _SECRET = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("localhost", "127.0.0.1")
-_STEP = ("PROCID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE")
 
 
 @dataclass(frozen=True)
@@ -277,40 +276,26 @@ def _own_variables(shell: Shell) -> Iterator[Finding]:
 def _slurm(shell: Shell) -> Iterator[Finding]:
     if not any(name.startswith("SLURM_") for name in shell.environ):
         return
-    variables = {name: slurm_variable(name, shell.environ) for name in _STEP}
-    missing = [f"SLURM_{name}" for name, value in variables.items() if value is None]
+
+    def variable(name: str) -> str | None:
+        return slurm_variable(name, shell.environ)
+
+    missing = [f"SLURM_{name}" for name in STEP_VARIABLES if variable(name) is None]
     if missing:
-        reason = f"not a task of a job step: SlurmClusterResolver needs {', '.join(missing)}, which srun sets"
-        yield _ROWS.fine("SLURM_*", f"{reason}; lockstep run does not need it", missing=missing)
+        reason = f"not a task of a job step, for which srun sets {', '.join(missing)}"
+        yield _ROWS.fine("SLURM_*", f"{reason}; only lockstep run --slurm needs them", missing=missing)
         return
-    rank, number, hosts, tasks = (value or "" for value in variables.values())
     try:
-        found = expand_hosts(hosts)
-        _check_step(rank, number, len(found), expand_counts(tasks))
+        task = SlurmTask.read(variable)
     except ConfigError as error:
-        yield _ROWS.warning(
-            "SLURM_*", f"SlurmClusterResolver refuses them: {error}", "start the script with srun"
-        )
+        yield _ROWS.warning("SLURM_*", f"lockstep run --slurm refuses them: {error}", "use srun")
         return
+    tasks = sum(tasks for _, tasks in task.hosts)
     reason = (
-        f"for SlurmClusterResolver, this is worker {rank} of {number} on {count(len(found), 'host')}; "
-        "lockstep run ignores these variables and starts a separate job in each task"
+        f"this is task {task.rank} of {tasks} on {count(len(task.hosts), 'host')}; lockstep run --slurm "
+        "makes them one job, and without --slurm each is a job of its own"
     )
-    yield _ROWS.fine("SLURM_*", reason, rank=int(rank), tasks=int(number), hosts=len(found))
-
-
-def _check_step(rank: str, number: str, hosts: int, tasks: Sequence[int]) -> None:
-    for name, value in (("PROCID", rank), ("STEP_NUM_TASKS", number)):
-        if not (value.isascii() and value.isdigit() and len(value) < 10):
-            raise ConfigError(f"SLURM_{name} is {value!r}, expected a whole number, 0 or more")
-    if hosts != len(tasks):
-        raise ConfigError(
-            f"SLURM_STEP_NODELIST has {count(hosts, 'host')}, SLURM_STEP_TASKS_PER_NODE {len(tasks)}"
-        )
-    if int(number) != sum(tasks) or int(rank) >= sum(tasks):
-        raise ConfigError(
-            f"SLURM_PROCID {rank} of SLURM_STEP_NUM_TASKS {number} does not fit {sum(tasks)} on its hosts"
-        )
+    yield _ROWS.fine("SLURM_*", reason, rank=task.rank, tasks=tasks, hosts=len(task.hosts))
 
 
 _CHECKS: tuple[Callable[[Shell], Iterator[Finding]], ...] = (

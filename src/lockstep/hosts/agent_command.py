@@ -39,8 +39,10 @@ from lockstep.transport.addresses import join_address
 from lockstep.transport.keys import JobKey
 from lockstep.transport.stream_channel import StreamChannel
 
-_NOTE_AFTER = 1.0
-_NOTE_EVERY = 5.0
+_NOTES = (1.0, 5.0)
+"""Seconds until the first note of a wait, and from one to the next."""
+_QUIET_NOTES = (10.0, 60.0)
+"""The same for agents that were started with their coordinator, and may be many."""
 
 
 def run_over_pipes() -> int:
@@ -85,6 +87,9 @@ class AgentOptions:
         encrypted: whether connections are encrypted.
         patience: seconds until this gives up to reach the coordinator.
         shows: whether the terminal of this process shows the output of its workers too.
+        quiet: whether this leaves notes to the coordinator, which writes to the same terminal.
+        grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
+            signal too and ends the job; None to leave the job at once.
     """
 
     coordinator: str
@@ -94,6 +99,8 @@ class AgentOptions:
     encrypted: bool = True
     patience: float = 600.0
     shows: bool = False
+    quiet: bool = False
+    grace: float | None = None
 
 
 def join_and_run(options: AgentOptions) -> int:
@@ -106,25 +113,36 @@ def join_and_run(options: AgentOptions) -> int:
         UnfitError: the process of the agent cannot be started.
     """
     credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
+    say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: Channel[Stop, Stop], folder: Path) -> int:
         while True:
             try:
-                status = _join(options, credentials, command, folder)
+                status = _join(options, credentials, command, folder, say)
             except LeftBehind as left:
                 note(f"{left}, and this host joins it again")
                 continue
             if status not in (0, LEFT_OUT):
-                note(
+                say(
                     f"the job ended with exit status {status}; its coordinator at {options.coordinator} says "
                     "why"
                 )
             return status
 
-    return _run(serve)
+    return _run(serve, options.grace or 0.0)
 
 
-def _join(options: AgentOptions, credentials: Credentials, command: Channel[Stop, Stop], folder: Path) -> int:
+def _say_nothing(text: str) -> None:
+    """Leave a note to the coordinator."""
+
+
+def _join(
+    options: AgentOptions,
+    credentials: Credentials,
+    command: Channel[Stop, Stop],
+    folder: Path,
+    say: Callable[[str], None],
+) -> int:
     """Take part in a job once; return its exit status."""
     clock = SystemClock()
     with EventLoop() as loop:
@@ -146,7 +164,9 @@ def _join(options: AgentOptions, credentials: Credentials, command: Channel[Stop
             StartedWorkers(folder, loop, options.shows),
             folder,
             joined=True,
-            waits=lambda what: note(f"joined {options.coordinator}; waiting for {what}"),
+            say=say,
+            grace=options.grace,
+            waits=lambda what: say(f"joined {options.coordinator}; waiting for {what}"),
             address=address,
         ).run()
 
@@ -166,7 +186,8 @@ def _connect(
     """
     dialer = address.dial()
     loop.watch(command.fileno(), lambda: None)
-    begun, due = clock.now(), clock.now() + _NOTE_AFTER
+    first, every = _QUIET_NOTES if options.quiet else _NOTES
+    begun, due = clock.now(), clock.now() + first
     try:
         while (connection := dialer.take()) is None:
             match command.receive():
@@ -181,7 +202,7 @@ def _connect(
                     f"{dialer.failure}"
                 )
             if now >= due and dialer.failure:
-                due = now + _NOTE_EVERY
+                due = now + every
                 note(f"waiting for the coordinator, {waited:.0f} s: {dialer.failure}")
             loop.turn(max(0.0, min(max(due, now + 0.1), begun + options.patience) - now))
         return connection
@@ -190,8 +211,13 @@ def _connect(
         dialer.close()
 
 
-def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
-    """Run an agent in a process of its own, with a folder for its workers; return the exit status."""
+def _run(serve: Callable[[Channel[Stop, Stop], Path], int], grace: float = 0.0) -> int:
+    """Run an agent in a process of its own, with a folder for its workers; return the exit status.
+
+    Args:
+        serve: runs it, given the channel of its command and the folder.
+        grace: seconds that the job may take to end after a signal.
+    """
 
     def serve_in_folder(command: Channel[Stop, Stop]) -> int:
         try:
@@ -206,4 +232,4 @@ def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
     with temporary_folder() as folder:
-        return run_in_job_process(serve_in_folder, 0.0)
+        return run_in_job_process(serve_in_folder, grace)

@@ -1,7 +1,9 @@
 """The process of an agent on another host than the coordinator's: from the first message to the last."""
 
 import contextlib
+import math
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,6 +59,9 @@ from lockstep.transport.stream_channel import StreamChannel
 
 _BEHIND = 1 << 20
 """Bytes in the queue of the coordinator beyond which workers wait with their output."""
+
+_UNTIL_ENDED = 5.0
+"""Seconds from the last checkpoint of a stopped job to its end."""
 
 _REFUSED = (
     "the coordinator closed the connection after the greeting: it has another key or another version of "
@@ -179,6 +184,8 @@ class AgentProcess:
         waits: called with what the coordinator waits for.
         say: shows a note to the users of this host.
         address: of the coordinator, to connect again; None if that is impossible.
+        grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
+            signal too and ends the job; None to leave the job at once.
         begun: whether the job has begun.
     """
 
@@ -193,6 +200,7 @@ class AgentProcess:
     waits: Callable[[str], None] = lambda what: None
     say: Callable[[str], None] = note
     address: CoordinatorAddress | None = None
+    grace: float | None = None
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -268,6 +276,7 @@ class AgentProcess:
         agent = start_agent(local, begin.spec.run_dir.name, session, loop, late=late, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
         running = partial(self._offer, session, prepare, begin)
+        leaves = math.inf
         with (
             contextlib.closing(agent),
             contextlib.closing(AgentPlace(prepare.job, loop)) as place,
@@ -275,7 +284,15 @@ class AgentProcess:
         ):
             while not agent.ended:
                 loop.turn(contact.serve())
-                if self.command.receive() is not None:
+                now = self.clock.now()
+                match self.command.receive():
+                    case None:
+                        pass
+                    case Stop(number) if self.grace is not None and leaves == math.inf:
+                        leaves = now + (self.grace if number == signal.SIGTERM else 0.0) + _UNTIL_ENDED
+                    case _:
+                        leaves = now
+                if now >= leaves:
                     raise CoordinatorGone("this agent was stopped")
             if output.console is not None:
                 output.console.end_lines()

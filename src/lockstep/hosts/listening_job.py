@@ -48,12 +48,14 @@ class Listening:
         here: the number of workers on this host.
         patience: seconds until the job gives up to wait.
         retries: whether a name that cannot be resolved yet is tried again.
+        task: the name of this process in its cluster, for a note; empty without a cluster.
     """
 
     address: str
     here: int = 1
     patience: float = 600.0
     retries: bool = False
+    task: str = ""
 
 
 def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
@@ -79,6 +81,8 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
             server, listener = gate.open(credentials)
             ends.enter_context(closing(server))
             ends.enter_context(closing(listener))
+            if listening.task:
+                gate.console.say(f"{listening.task} coordinates the job at {listening.address}")
             gate.wait(server, listener)
             agents = server.begin()
             for agent in agents:

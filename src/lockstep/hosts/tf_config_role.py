@@ -1,48 +1,12 @@
 """What a process of `lockstep run --tf-config` is for, given the `TF_CONFIG` of its pod. Pure."""
 
-from dataclasses import dataclass
-from enum import Enum, auto
-
 from lockstep.cluster.tf_config import TRAINING, parse, training_tasks
 from lockstep.errors import ConfigError
+from lockstep.hosts.task_place import TaskPlace, TaskRole
 
 
-class TaskRole(Enum):
-    """What a process does."""
-
-    COORDINATOR = auto()
-    """It begins the job, and waits for the agents of the other tasks."""
-    AGENT = auto()
-    """It joins the coordinator."""
-    ALONE = auto()
-    """It is the only one that trains."""
-    EVALUATOR = auto()
-    """It evaluates, and trains nothing."""
-    SERVER = auto()
-    """A parameter server: it does nothing."""
-
-
-@dataclass(frozen=True)
-class TaskPlace:
-    """The place of a process in its cluster.
-
-    Attributes:
-        role: what it does.
-        name: of its task, for messages.
-        address: of its task; empty for an evaluator that the cluster does not list.
-        coordinator: the address of the coordinator; empty if there is none.
-        tasks: number of those that train.
-    """
-
-    role: TaskRole
-    name: str
-    address: str
-    coordinator: str
-    tasks: int
-
-
-def find_place(text: str | None) -> TaskPlace:
-    """Return the place of the process with this `TF_CONFIG`.
+def find_place(text: str | None, here: int = 1) -> TaskPlace:
+    """Return the place of the process with this `TF_CONFIG`, of which each task runs `here` workers.
 
     Raises:
         ConfigError: there is none, or it is invalid.
@@ -55,14 +19,15 @@ def find_place(text: str | None) -> TaskPlace:
     config = parse(text)
     tasks = training_tasks(config.cluster)
     name = f"{config.task_type} {config.task_id}"
+    workers = len(tasks) * here
     if config.task_type == "ps":
-        return TaskPlace(TaskRole.SERVER, name, "", "", len(tasks))
+        return TaskPlace(TaskRole.SERVER, name, "", "", workers)
     if config.task_type not in TRAINING:
-        return TaskPlace(TaskRole.EVALUATOR, name, "", "", len(tasks))
+        return TaskPlace(TaskRole.EVALUATOR, name, "", "", workers)
     address = config.cluster.task_address(config.task_type, config.task_id)
     if len(tasks) == 1:
-        return TaskPlace(TaskRole.ALONE, name, address, "", 1)
+        return TaskPlace(TaskRole.ALONE, name, address, "", workers, here)
     kind, index, first = tasks[0]
     begins = (config.task_type, config.task_id) == (kind, index)
     role = TaskRole.COORDINATOR if begins else TaskRole.AGENT
-    return TaskPlace(role, name, address, first, len(tasks))
+    return TaskPlace(role, name, address, first, workers, here)

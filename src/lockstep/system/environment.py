@@ -341,11 +341,21 @@ def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
         return Path("/nonexistent")
 
 
-def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores that the affinity and the cgroups of this process allow it to use."""
+def usable_cores(
+    proc: Path = Path("/proc"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """Return the number of cores that this process may use.
+
+    Its affinity and cgroups limit them, and in a task of a Slurm job step the CPUs that the step asks for.
+    """
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(proc / "self" / "cgroup", cgroups)
-    return cores if quota is None else max(1, min(cores, int(quota)))
+    asked = slurm_variable("CPUS_PER_TASK", environ) if slurm_variable("STEP_ID", environ) else None
+    if asked is not None and asked.isascii() and asked.isdigit() and len(asked) < 10:
+        cores = min(cores, int(asked))
+    return max(1, cores if quota is None else min(cores, int(quota)))
 
 
 def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:

@@ -1,0 +1,40 @@
+"""What a process is for that is one of several tasks of a cluster, started with the same command."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class TaskRole(Enum):
+    """What a process does."""
+
+    COORDINATOR = auto()
+    """It begins the job, and waits for the agents of the other tasks."""
+    AGENT = auto()
+    """It joins the coordinator."""
+    ALONE = auto()
+    """It is the only one that trains."""
+    EVALUATOR = auto()
+    """It evaluates, and trains nothing."""
+    SERVER = auto()
+    """A parameter server: it does nothing."""
+
+
+@dataclass(frozen=True)
+class TaskPlace:
+    """The place of a process among the tasks that something else has started on each host.
+
+    Attributes:
+        role: what it does.
+        name: of its task, for messages.
+        address: of its task, with port 0 for any free one; empty for a task that listens nowhere.
+        coordinator: the address of the coordinator; empty if there is none.
+        workers: of the job.
+        here: those that this process starts.
+    """
+
+    role: TaskRole
+    name: str
+    address: str
+    coordinator: str
+    workers: int
+    here: int = 1
