@@ -180,7 +180,7 @@ class SimulatedHosts:
         kept = newest(standing.kept for standing in standings)
         known = msgspec.msgpack.decode(kept.record, type=Record) if kept else Record((), ())
         hosts = known.hosts or tuple(HostRecord("", None) for _ in ends)
-        agents = [continued(*one) for one in zip(hosts, ends, standings, strict=True)]
+        agents = [continued(*one, kept) for one in zip(hosts, ends, standings, strict=True)]
         self.coordinator = SimulatedCoordinator(term, agents, list(known.taken))
 
     def standing(self, end: Wire, term: int) -> AgentStanding:

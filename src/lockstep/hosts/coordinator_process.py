@@ -87,13 +87,16 @@ def stand(channels: Mapping[int, AgentChannel], term: int, clock: SystemClock) -
     return found
 
 
-def continued(record: HostRecord, channel: AgentChannel, standing: AgentStanding | None) -> HostAgent:
+def continued(
+    record: HostRecord, channel: AgentChannel, standing: AgentStanding | None, kept: KeepRecord | None
+) -> HostAgent:
     """Return the agent of a host as a coordinator continues with it.
 
     Args:
         record: of the host.
         channel: to its agent.
         standing: of the agent; None if it did not answer.
+        kept: the newest record that an agent has; None if none has one.
     """
     agent = HostAgent(
         channel,
@@ -110,6 +113,9 @@ def continued(record: HostRecord, channel: AgentChannel, standing: AgentStanding
         # An agent that has more instructions than the newest record contains cannot follow it.
         agent.channel = gone()
     else:
+        if kept is not None and kept != standing.kept:
+            # Before the instructions that follow from it, as always.
+            channel.send(kept)
         agent.received = max(record.received, standing.acknowledged)
         channel.send(RepeatReports(agent.received))
         agent.take_over(standing.received)
@@ -156,7 +162,7 @@ class CoordinatorProcess:
         # Hosts that have joined since then come after those of the record.
         late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
         agents = [
-            continued(known, channels[host], standings.get(host))
+            continued(known, channels[host], standings.get(host), kept if has_begun else None)
             if first.term > 1
             else HostAgent(channels[host], known.name, known.peer, remote=True)
             for host, known in enumerate((*record.hosts, *late))
