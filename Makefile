@@ -37,10 +37,12 @@ layers: .venv/dev
 bench: .venv/mpi
 	$(BIN)/python bench/run.py
 
-# Kills thousands of workers and runs thousands of random programs on every installed backend; takes hours.
+# Kills thousands of workers, and hosts and coordinators, and runs thousands of random programs on every installed
+# backend; simulates 100,000 jobs. Takes hours, and root for the hosts.
 soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
 	$(BIN)/python tests/hosts/soak_hosts.py
+	$(BIN)/python tests/supervisor/soak_simulation.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
