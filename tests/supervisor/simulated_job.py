@@ -163,6 +163,12 @@ class Job(Workers):
         raise AssertionError("the job does not end")
 
     def receive(self, event: Event, step: int) -> None:
+        lost = (
+            isinstance(event, WorkerExited) and self.state.workers[event.worker].host in self.state.lost_hosts
+        )
+        if lost:
+            # The connection to the agent of its host is closed.
+            return
         if isinstance(event, StateGiven):
             if event.view != self.views[-1].number:
                 self.seen["reported too late"] += 1

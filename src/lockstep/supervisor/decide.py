@@ -294,9 +294,9 @@ def _with_missing(state: State, lost: int) -> State:
         # Perhaps others have not received all of it.
         admission = admission.without_state()
     receivers = admission.receivers - {lost}
-    admission = replace(
-        admission, arrivals=arrivals, receivers=receivers, unreported=then or admission.unreported
-    )
+    # The consequence of an earlier loss may still wait for a message.
+    told = "; ".join(dict.fromkeys(text for text in (admission.unreported, then) if text))
+    admission = replace(admission, arrivals=arrivals, receivers=receivers, unreported=told)
     return replace(state, size=size, admission=admission)
 
 
