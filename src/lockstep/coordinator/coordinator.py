@@ -333,8 +333,11 @@ class Coordinator:
         for host, agent in enumerate(self.agents):
             if agent.remote and agent.ended is None:
                 agent.channel.send(KeepAlive())
-                if now - agent.heard > SILENCE:
+                lost_at = agent.heard + SILENCE
+                if now >= lost_at:
                     self._lose_host(host, f"has been silent for {SILENCE:g} s")
+                else:
+                    self._alive_due = min(self._alive_due, lost_at)
 
     def _lose_host(self, host: int, how: str) -> None:
         agent = self.agents[host]
