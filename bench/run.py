@@ -6,6 +6,7 @@ import allreduce
 import budget
 import checkpoints
 import events
+import hosts_losses
 import hosts_reduce
 import hosts_training
 import input as input_cost
@@ -27,6 +28,7 @@ def main() -> None:
     print()
     hosts_reduce.main()
     hosts_training.main()
+    hosts_losses.main()
     strangers.main()
     names = os.environ.get("BACKENDS") or "jax"
     backends = list(PEERS) if names == "all" else names.split()
