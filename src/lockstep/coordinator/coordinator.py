@@ -147,6 +147,7 @@ class Coordinator:
     _output: RemoteOutput = field(init=False)
     _given: StateSource | None = None
     _alive_due: float | None = None
+    _send_due: float = 0.0
     _progress: Progress | None = None
     _used_strategy: bool = False
     _writers: FileConflicts = field(default_factory=lambda: FileConflicts(Path.cwd()))
@@ -157,6 +158,7 @@ class Coordinator:
     _since: float = 0.0
     _stopped: bool = False
     _killed: bool = False
+    _pauses: bool = False
 
     def __post_init__(self) -> None:
         self._output = RemoteOutput(self.console, self.paths)
@@ -319,6 +321,9 @@ class Coordinator:
         for sink in self.console.sinks:
             self.loop.watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
         pauses = self.console.full and not self.console.drops
+        if not (pauses or self._pauses):
+            return
+        self._pauses = pauses
         shown = [worker for worker in self.state.running if self.console.shows(worker)] if pauses else []
         for host, agent in enumerate(self.agents):
             paused = tuple(worker for worker in shown if self.state.workers[worker].host == host)
@@ -329,10 +334,13 @@ class Coordinator:
     def _keep_hosts(self) -> None:
         """Tell the agents of other hosts that this process lives, and give up those that are silent."""
         now = self.clock.now()
-        self._alive_due = now + ALIVE_EVERY
+        if sends := now >= self._send_due:
+            self._send_due = now + ALIVE_EVERY
+        self._alive_due = self._send_due
         for host, agent in enumerate(self.agents):
             if agent.remote and agent.ended is None:
-                agent.channel.send(KeepAlive())
+                if sends:
+                    agent.channel.send(KeepAlive())
                 lost_at = agent.heard + SILENCE
                 if now >= lost_at:
                     self._lose_host(host, f"has been silent for {SILENCE:g} s")
