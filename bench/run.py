@@ -12,6 +12,7 @@ import hosts_training
 import input as input_cost
 import joining
 import launching
+import many_hosts
 import overhead
 import placement
 import reading
@@ -29,6 +30,7 @@ def main() -> None:
     hosts_reduce.main()
     hosts_training.main()
     hosts_losses.main()
+    many_hosts.main()
     strangers.main()
     names = os.environ.get("BACKENDS") or "jax"
     backends = list(PEERS) if names == "all" else names.split()
