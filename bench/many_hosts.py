@@ -4,28 +4,32 @@
 
 The real coordinator, in virtual time, with agents that only answer (`tests/coordinator/simulated_hosts.py`):
 hosts join within 10 s, a tenth is lost at once, and another tenth falls silent at once. The processor time is
-that of the coordinator. It encodes each view once here; a real channel encodes it for each host, which
-the last row measures.
+that of the coordinator, without the network. Then, what one end of a connection between workers takes.
 """
 
 import argparse
+import ssl
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from programs import HERE
+from report import print_row
 
 sys.path.insert(0, str(HERE.parent / "tests/coordinator"))
 
 from simulated_hosts import ManyHosts
 
+from lockstep.transport.keys import JobKey
 from lockstep.transport.packet_channel import encode
 
 HOSTS = 1000
 ARRIVING = 10.0
 CALM = 10.0
+CONNECTIONS = 200
 
 
 def measure(count: int, folder: Path) -> None:
@@ -69,9 +73,37 @@ def measure(count: int, folder: Path) -> None:
     job.run(scenario())
 
 
+def handshake(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    """Make both ends of a TLS handshake in memory."""
+    one, other = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [contexts[0].wrap_bio(one, other), contexts[1].wrap_bio(other, one, server_side=True)]
+    while ends:
+        for end in list(ends):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                ends.remove(end)
+
+
+def measure_connections() -> None:
+    """Measure what one end of a connection of a view takes."""
+    credentials = JobKey.generate().mint(encrypted=True)
+    loading, shaking = [], []
+    for _ in range(CONNECTIONS):
+        began = time.process_time()
+        contexts = credentials.client_context(), credentials.server_context()
+        loaded = time.process_time()
+        handshake(contexts)
+        loading.append((loaded - began) / 2)
+        shaking.append((time.process_time() - loaded) / 2)
+    print("one end of a connection, processor time: median (p10-p90)")
+    print_row("to load the certificate", loading, "ms")
+    print_row("the handshake", shaking, "ms")
+
+
 def main(count: int = HOSTS) -> None:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         measure(count, Path(folder))
+    measure_connections()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """A job on many hosts in one process and in virtual time: the real coordinator, and agents that only answer.
 
-Channels have the contract of those between hosts. A message that several hosts get is encoded once, to count
-its bytes; a real channel encodes it for each host. Each host has one
-worker. Nothing waits: time passes when all have nothing to do.
+Channels have the contract of those between hosts, and count the bytes of messages as these encode them. Each
+host has one worker. Nothing waits: time passes when all have nothing to do.
 """
 
 import heapq
