@@ -6,11 +6,13 @@ import allreduce
 import budget
 import checkpoints
 import events
+import hosts_losses
 import hosts_reduce
 import hosts_training
 import input as input_cost
 import joining
 import launching
+import many_hosts
 import overhead
 import placement
 import reading
@@ -27,6 +29,8 @@ def main() -> None:
     print()
     hosts_reduce.main()
     hosts_training.main()
+    hosts_losses.main()
+    many_hosts.main()
     strangers.main()
     names = os.environ.get("BACKENDS") or "jax"
     backends = list(PEERS) if names == "all" else names.split()

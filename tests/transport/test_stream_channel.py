@@ -115,6 +115,27 @@ def test_one_loop_serves_both_ends(ends: tuple[Stream, Stream]) -> None:
         assert got == {one: [], other: []}
 
 
+def test_a_message_to_many_is_encoded_once(
+    ends: tuple[Stream, Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+
+    def noted(message: msgspec.Struct, attachments: list[Attachment]) -> bytes:
+        encoded.append(message)
+        return encode(message, attachments)
+
+    monkeypatch.setattr(stream_channel, "encode", noted)
+    one, other = ends
+    first, equal = Number(1), Number(1)
+    for end in (one, other):
+        assert end.send(first, PATIENCE)
+    assert one.send(equal, PATIENCE)
+    assert one.send(first, PATIENCE)
+    assert [received(other, one) for _ in range(3)] == [first, equal, first]
+    assert received(one, other) == first
+    assert [id(message) for message in encoded] == [id(first), id(equal), id(first)]
+
+
 def test_what_is_queued_arrives_while_the_peer_is_slow(ends: tuple[Stream, Stream]) -> None:
     """The loop writes what the kernel did not take at first."""
     one, other = ends

@@ -105,6 +105,10 @@ _REPORT_PATIENCE = 5.0
 _MOST_OWED = 256 * 1024
 _OWED_FOR = 0.1
 """Output that is not acknowledged, in bytes and seconds: it appears twice if the coordinator is lost then."""
+HOLDERS = 8
+"""The number of agents that keep the record: the first ones that live."""
+_MOST_RECORDED = 350 * 1024
+"""Bytes of a record, which must fit into a message; 1,000 hosts of one worker need about as much."""
 _REPORTS_PER_TURN = 64
 """The number of reports of one agent that one turn of the loop takes: workers may print without end."""
 _END_PATIENCE = 20.0
@@ -131,6 +135,7 @@ class Coordinator:
         clock: for deadlines.
         state: of supervision.
         when_lost: called with the index of each host that is lost.
+        keep: called with each record of the job, before agents get what follows from it.
         notifies: whether the agents of other hosts show the notes of this process.
         term: of this coordinator; each one that takes over a job has a higher one.
         record: of the job that this coordinator takes over; None for a new job.
@@ -147,6 +152,7 @@ class Coordinator:
     clock: Clock
     state: State
     when_lost: Callable[[int], None] = lambda host: None
+    keep: Callable[[KeepRecord], None] = lambda record: None
     notifies: bool = False
     term: int = 1
     record: JobRecord | None = None
@@ -161,6 +167,7 @@ class Coordinator:
     _output: RemoteOutput = field(init=False)
     _given: StateSource | None = None
     _alive_due: float | None = None
+    _send_due: float = 0.0
     _progress: Progress | None = None
     _used_strategy: bool = False
     _writers: FileConflicts = field(default_factory=lambda: FileConflicts(Path.cwd()))
@@ -170,9 +177,11 @@ class Coordinator:
     _begun: float = 0.0
     _since: float = 0.0
     _cut_off: bool = False
+    _too_large: bool = False
     _stopped: bool = False
     _stops_taken: int = 0
     _killed: bool = False
+    _pauses: bool = False
 
     def __post_init__(self) -> None:
         self._output = RemoteOutput(self.console, self.paths)
@@ -258,7 +267,7 @@ class Coordinator:
         self._drop_output()
 
     def _commit(self) -> None:
-        """Have the remote agents keep the record of the job, then send what follows from it."""
+        """Have the record of the job kept, then send what follows from it."""
         agents, now = self._live_remote(), self.clock.now()
         owed = [agent for agent in agents if agent.owed]
         due = [one for one in owed if one.owed > _MOST_OWED or now - one.acknowledged > _OWED_FOR]
@@ -275,9 +284,16 @@ class Coordinator:
     def _keep_record(self, agents: Sequence[HostAgent]) -> None:
         self._serial += 1
         self._changed = False
-        keep = KeepRecord(self.term, self._serial, encode_record(self._recorded()))
-        for agent in agents:
-            agent.send(keep)
+        record = encode_record(self._recorded())
+        if len(record) > _MOST_RECORDED:
+            if not self._too_large:
+                self._too_large = True
+                self._warn("the job is so large that no other coordinator can take over if this one is lost")
+            return
+        made = KeepRecord(self.term, self._serial, record)
+        self.keep(made)
+        for agent in agents[:HOLDERS]:
+            agent.send(made)
 
     def _recorded(self) -> JobRecord:
         return JobRecord(
@@ -416,6 +432,9 @@ class Coordinator:
         for sink in self.console.sinks:
             self.loop.watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
         pauses = self.console.full and not self.console.drops
+        if not (pauses or self._pauses):
+            return
+        self._pauses = pauses
         shown = [worker for worker in self.state.running if self.console.shows(worker)] if pauses else []
         for host, agent in enumerate(self.agents):
             paused = tuple(worker for worker in shown if self.state.workers[worker].host == host)
@@ -430,13 +449,16 @@ class Coordinator:
             # This process was stopped, and has not read what has arrived since then.
             for agent in live:
                 agent.heard = now
-        self._alive_due = now + ALIVE_EVERY
-        if self._changed:
-            # Agents forget acknowledged reports, so a record must contain what follows from them.
-            self._keep_record(live)
-        for agent in live:
-            agent.acknowledge(now)
-        silent = [agent for agent in live if now - agent.heard > SILENCE]
+        if now >= self._send_due:
+            self._send_due = now + ALIVE_EVERY
+            if self._changed:
+                # Agents forget acknowledged reports, so a record must contain what follows from them.
+                self._keep_record(live)
+            for agent in live:
+                agent.acknowledge(now)
+        silent = [agent for agent in live if now >= agent.heard + SILENCE]
+        lost_at = [due for agent in live if (due := agent.heard + SILENCE) > now]
+        self._alive_due = min((self._send_due, *lost_at))
         if silent and not self._is_cut_off(silent, now):
             for host, agent in enumerate(self.agents):
                 if agent in silent:

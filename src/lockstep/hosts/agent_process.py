@@ -300,10 +300,8 @@ class AgentProcess:
             self.channel.see_off(SILENCE)
             return agent.status
 
-    def _offer(self, session: CoordinatorSession, prepare: Prepare, begin: BeginJob) -> HostOffer | None:
-        """Return what a coordinator process that is started again needs; None if it cannot take over."""
-        if session.kept is None:
-            return None
+    def _offer(self, session: CoordinatorSession, prepare: Prepare, begin: BeginJob) -> HostOffer:
+        """Return what a coordinator process that is started again needs."""
         job = RunningJob(msgspec.structs.replace(prepare, key=""), begin.host, session.kept)
         return HostOffer(begin.here.workers, running=job)
 
@@ -324,7 +322,7 @@ class _Contact:
     session: CoordinatorSession
     place: AgentPlace
     patience: float
-    offer: Callable[[], HostOffer | None]
+    offer: Callable[[], HostOffer]
     _dialer: CoordinatorDialer | None = None
     _due: float = 0.0
     _noted: bool = False
@@ -375,7 +373,7 @@ class _Contact:
         process, session = self.process, self.session
         if session.rejected:
             raise LeftBehind(session.rejected)
-        if process.address is None or (offer := self.offer()) is None:
+        if process.address is None:
             raise CoordinatorGone(session.lost)
         if self._dialer is None:
             self._note(session.lost)
@@ -386,7 +384,7 @@ class _Contact:
         self._dialer = None
         process.channel.close()
         process.channel = channel = process.address.channel(connection)
-        channel.send(offer)
+        channel.send(self.offer())
         # From now on, both ends use only these messages.
         session.attach(cast("Channel[HostReport, Instruction]", channel))
         self._silence.use(channel)

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from lockstep.coordinator.coordinator import Coordinator
+import msgspec
+
+from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest
 from lockstep.errors import LockstepError
@@ -24,7 +26,7 @@ from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.observability.events import RUN_EVENTS
-from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
     CoordinatorCommand,
@@ -33,6 +35,7 @@ from lockstep.protocol.coordinator import (
     HostDropped,
     JobEnded,
     JobEnds,
+    RecordMade,
 )
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -57,6 +60,9 @@ from lockstep.system.paths import RunPaths
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.stream_channel import StreamChannel
+
+_PATIENCE = 10.0
+"""Seconds that the keeper has to take a record."""
 
 AgentChannel = Channel[Instruction, HostReport]
 Message = TypeVar("Message", Coordinate, HostChannel)
@@ -155,14 +161,17 @@ class CoordinatorProcess:
         hosts = [self._next(HostChannel) for _ in range(first.hosts)]
         channels = {host.host: _channel(host) for host in hosts}
         standings = stand(channels, first.term, SystemClock()) if first.term > 1 else {}
-        kept = newest((KeepRecord(0, 0, first.record), *(one.kept for one in standings.values())))
+        known = msgspec.structs.replace(first.kept, record=first.record.content())
+        kept = newest((known, *(one.kept for one in standings.values())))
         assert kept is not None
         record, has_begun = decode_record(kept.record), kept.term > 0
         self._old_stops = record.stops
         # Hosts that have joined since then come after those of the record.
         late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
         agents = [
-            continued(known, channels[host], standings.get(host), kept if has_begun else None)
+            continued(
+                known, channels[host], standings.get(host), kept if has_begun and host < HOLDERS else None
+            )
             if first.term > 1
             else HostAgent(channels[host], known.name, known.peer, remote=True)
             for host, known in enumerate((*record.hosts, *late))
@@ -208,6 +217,7 @@ class CoordinatorProcess:
                 clock=clock,
                 state=record.state,
                 when_lost=self._drop,
+                keep=self._keep,
                 notifies=first.notifies,
                 term=first.term,
                 record=record if has_begun else None,
@@ -215,6 +225,11 @@ class CoordinatorProcess:
             self.loop.before_each_wait(lambda: self._tend(coordinator))
             self.loop.watch(self.keeper.fileno(), lambda: self._hear(coordinator, user))
             return coordinator.run()
+
+    def _keep(self, made: KeepRecord) -> None:
+        # A packet is in the kernel when this returns: it outlives this process.
+        kept = msgspec.structs.replace(made, record=b"")
+        self.keeper.send(RecordMade(kept, Attachment.holding(made.record)), _PATIENCE)
 
     def _drop(self, host: int) -> None:
         self.keeper.send(HostDropped(host))

@@ -35,6 +35,7 @@ from lockstep.protocol.host import (
     HostFacts,
     HostReport,
     Instruction,
+    KeepRecord,
     PeerAddress,
     Prepare,
     Stop,
@@ -205,7 +206,7 @@ class JobOnHosts:
             in_order = [hosts[host] for host in sorted(hosts)]
             records = tuple(HostRecord(host.name, host.peer) for host in in_order)
             keeper = Keeper(
-                encode_record(JobRecord(replace(spec, inherited=()), state, records)),
+                KeepRecord(0, 0, encode_record(JobRecord(replace(spec, inherited=()), state, records))),
                 in_order,
                 self.command,
                 self.loop,

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.errors import UnfitError
 from lockstep.hosts.coordinator_session import CoordinatorSession
@@ -26,6 +28,7 @@ from lockstep.protocol.coordinator import (
     HostDropped,
     JobEnded,
     JobEnds,
+    RecordMade,
 )
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -36,6 +39,7 @@ from lockstep.protocol.host import (
     HostReport,
     Instruction,
     KeepAlive,
+    KeepRecord,
     PeerAddress,
     ShowNote,
     Stop,
@@ -88,7 +92,8 @@ class Keeper:
     """Runs the coordinators of one job, one after the other.
 
     Attributes:
-        record: of the job before it begins, or of one that agents continue without a coordinator, encoded.
+        kept: the record of the job before it begins, of term 0, or the newest one of a job that agents have
+            continued without a coordinator.
         hosts: of the job, by their index.
         command: the channel over which the job is stopped.
         loop: serves everything.
@@ -98,11 +103,10 @@ class Keeper:
         children: process ids of the children of this process that are not workers.
         notifies: whether the agents show notes.
         when_lost: called with the index of each host that is lost.
-        term: of the coordinator that was lost; 0 for a new job.
         is_over: whether the end of the job is decided, so that no host can join.
     """
 
-    record: bytes
+    kept: KeepRecord
     hosts: list[ConnectedHost]
     command: Channel[Stop, Stop]
     loop: EventLoop
@@ -112,7 +116,6 @@ class Keeper:
     children: set[int]
     notifies: bool = False
     when_lost: Callable[[int], None] = lambda host: None
-    term: int = 0
     is_over: bool = field(default=False, init=False)
     _process: "subprocess.Popen[bytes] | None" = None
     _coordinator: PacketChannel[CoordinatorCommand, CoordinatorReport] | None = None
@@ -123,6 +126,9 @@ class Keeper:
     _alive_due: float = 0.0
     _heard: float = 0.0
     _left: bool = False
+
+    def __post_init__(self) -> None:
+        self._term = self.kept.term
 
     def run(self) -> int:
         """Run the job to its end; return its exit status.
@@ -149,7 +155,7 @@ class Keeper:
     # The coordinator.
 
     def _start(self) -> None:
-        self.term += 1
+        self._term += 1
         self._heard = self.clock.now()
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = (sys.executable, "-P", "-m", "lockstep.hosts.coordinator_process", str(theirs.fileno()))
@@ -165,7 +171,8 @@ class Keeper:
         self._pidfd = os.pidfd_open(self._process.pid)
         self.loop.watch(self._pidfd, self._see_exit)
         self.loop.watch(self._coordinator.fileno(), self._hear_coordinator)
-        self._tell(Coordinate(self.record, self.term, len(self.hosts), self.run_dir, self.notifies))
+        kept, record = msgspec.structs.replace(self.kept, record=b""), Attachment.holding(self.kept.record)
+        self._tell(Coordinate(kept, record, self._term, len(self.hosts), self.run_dir, self.notifies))
         for host in range(len(self.hosts)):
             self._introduce(host)
         for stop in self._stops:
@@ -243,6 +250,8 @@ class Keeper:
             match self._coordinator.receive():
                 case None:
                     return
+                case RecordMade(kept, record) if not record.is_missing:
+                    self.kept = msgspec.structs.replace(kept, record=record.content())
                 case HostDropped(host):
                     self._drop(host)
                 case JobEnds():

@@ -43,7 +43,9 @@ def missing_hosts(agents: Sequence[JoiningAgent], own: tuple[str, int]) -> list[
         own: the address and the port of this process, which the lost coordinator had.
     """
     running = [job for _, job in running_jobs(agents)]
-    _, record = _newest(running)
+    if (found := _newest(running)) is None:
+        return ["a host that keeps the record of the job"]
+    _, record = found
     there = {job.host for job in running}
     return [
         host.name
@@ -84,9 +86,13 @@ class TakenOverJob:
 
         Raises:
             ConfigError: the agents run another job than the one of this command.
+            UnfitError: the hosts that keep the record of the job have not connected.
         """
         running = running_jobs(self.agents)
-        kept, record = _newest([job for _, job in running])
+        found = _newest([job for _, job in running])
+        if found is None:
+            raise UnfitError("no host that has connected keeps the record of its job, so it cannot continue")
+        kept, record = found
         self._check(record.spec)
         prepare = running[0][1].prepare
         # From now on, both ends use only these messages.
@@ -124,7 +130,7 @@ class TakenOverJob:
             if host.agent is None:
                 newcomers.note_loss(index)
         keeper = Keeper(
-            kept.record,
+            kept,
             hosts,
             self.command,
             self.loop,
@@ -134,7 +140,6 @@ class TakenOverJob:
             children,
             notifies=True,
             when_lost=newcomers.note_loss,
-            term=kept.term,
         )
         agent = start_agent(local, spec.run_dir.name, session, self.loop, late=True, say=unsaid)
         accept(newcomers)
@@ -157,9 +162,10 @@ def _names(address: str) -> Iterator[str]:
     yield from (f"{address} ({number})" for number in itertools.count(2))
 
 
-def _newest(running: Sequence[RunningJob]) -> tuple[KeepRecord, JobRecord]:
+def _newest(running: Sequence[RunningJob]) -> tuple[KeepRecord, JobRecord] | None:
     kept = newest(job.kept for job in running)
-    assert kept is not None
+    if kept is None:
+        return None
     try:
         return kept, decode_record(kept.record)
     except ValueError as error:

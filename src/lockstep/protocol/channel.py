@@ -33,6 +33,22 @@ class Attachment:
         return cls(os.dup(descriptor))
 
     @classmethod
+    def holding(cls, data: bytes) -> Self:
+        """Return an attachment with memory that holds `data`.
+
+        Raises:
+            OSError: this process has too many descriptors, or there is too little memory.
+        """
+        made = cls(os.memfd_create("lockstep-data", os.MFD_CLOEXEC))
+        with open(made.descriptor, "wb", closefd=False) as memory:
+            memory.write(data)
+        return made
+
+    def content(self) -> bytes:
+        """Return what the memory of the attachment holds."""
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+
+    @classmethod
     def missing(cls) -> Self:
         """Return an attachment without a descriptor: the receiver had too many open files."""
         return cls(_MISSING)

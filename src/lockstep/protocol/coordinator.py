@@ -6,21 +6,23 @@ The coordinator is a process of its own, so that it can be lost and started agai
 import msgspec
 
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.host import KeepAlive, PeerAddress, ShowNote, Stop
+from lockstep.protocol.host import KeepAlive, KeepRecord, PeerAddress, ShowNote, Stop
 
 
 class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
     """The first message to a coordinator; as many `HostChannel` as `hosts` follow.
 
     Attributes:
-        record: of the job before it began, encoded.
+        kept: the newest record of the job that the keeper has, without its bytes.
+        record: its bytes.
         term: of the coordinator: 1 for the first, and higher for each one that takes over.
         hosts: number of hosts that are, or were, in the job.
         run_dir: the run folder, as the user wrote it.
         notifies: whether the agents show the notes of the coordinator.
     """
 
-    record: bytes
+    kept: KeepRecord
+    record: Attachment
     term: int
     hosts: int
     run_dir: str
@@ -50,6 +52,18 @@ class HostChannel(msgspec.Struct, frozen=True, tag="host"):
 CoordinatorCommand = Coordinate | HostChannel | ShowNote | Stop
 
 
+class RecordMade(msgspec.Struct, frozen=True, tag="record"):
+    """Keep the record of the job instead of the one before; agents get what follows from it afterwards.
+
+    Attributes:
+        kept: the record, without its bytes.
+        record: its bytes.
+    """
+
+    kept: KeepRecord
+    record: Attachment
+
+
 class HostDropped(msgspec.Struct, frozen=True, tag="dropped"):
     """A host is lost: its connection can be closed."""
 
@@ -66,4 +80,4 @@ class JobEnded(msgspec.Struct, frozen=True, tag="ended"):
     status: int
 
 
-CoordinatorReport = HostDropped | KeepAlive | JobEnds | JobEnded
+CoordinatorReport = RecordMade | HostDropped | KeepAlive | JobEnds | JobEnded

@@ -95,12 +95,12 @@ class RunningJob(msgspec.Struct, frozen=True):
     Attributes:
         prepare: the first message to the agent.
         host: the index of its host.
-        kept: the newest record of the job that it has.
+        kept: the newest record of the job that it has; None if it has none.
     """
 
     prepare: Prepare
     host: int
-    kept: KeepRecord
+    kept: KeepRecord | None
 
 
 class HostOffer(msgspec.Struct, frozen=True, tag="offer"):

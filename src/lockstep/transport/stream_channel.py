@@ -30,6 +30,31 @@ Out = TypeVar("Out", bound=msgspec.Struct)
 In = TypeVar("In")
 
 
+class _LastPacket:
+    """Encodes messages; one that goes to many hosts in a row is encoded once. May be used by any thread."""
+
+    def __init__(self) -> None:
+        self._last: tuple[msgspec.Struct | None, bytes] = None, b""
+
+    def of(self, message: msgspec.Struct) -> bytes:
+        """Return the packet of a message, which never changes; see `encode`.
+
+        Raises:
+            TypeError: the message has an attachment.
+        """
+        last, packet = self._last
+        if last is not message:
+            attachments: list[Attachment] = []
+            packet = encode(message, attachments)
+            if attachments:
+                raise TypeError(f"a {type(message).__name__} with an attachment cannot leave its host")
+            self._last = message, packet
+        return packet
+
+
+_last_packet = _LastPacket()
+
+
 class StreamChannel(Generic[Out, In]):
     """One end of a stream of bytes; see `Channel`.
 
@@ -123,13 +148,10 @@ class StreamChannel(Generic[Out, In]):
         Raises:
             TypeError: the message has an attachment.
         """
-        attachments: list[Attachment] = []
         try:
-            packet = encode(message, attachments)
+            packet = _last_packet.of(message)
         except (ValueError, RecursionError):
             return False
-        if attachments:
-            raise TypeError(f"a {type(message).__name__} with an attachment cannot leave its host")
         frame = _LENGTH.pack(len(packet)) + packet
         until = time.monotonic() + patience
         while True:

@@ -113,9 +113,13 @@ class AgentClient:
         kept, self._connected = self._connected, []
         return [connected for connected in kept if connected.view == view]
 
-    def receive_any(self, seconds: float | None) -> AgentMessage | None:
-        """Wait for a message of the agent, which may be a connection; see `receive`."""
-        if not select.select([self._channel.fileno()], [], [], seconds)[0]:
+    def receive_any(self, seconds: float | None, *wakes: int) -> AgentMessage | None:
+        """Wait for a message of the agent, which may be a connection; see `receive`.
+
+        It also returns None once one of the descriptors `wakes` is readable.
+        """
+        channel = self._channel.fileno()
+        if channel not in select.select([channel, *wakes], [], [], seconds)[0]:
             return None
         message = self._channel.receive()
         if isinstance(message, PeerGone):

@@ -1,6 +1,7 @@
 """How a worker enters the exchange of a view whose members are on several hosts."""
 
 import atexit
+import contextlib
 import os
 import queue
 import socket
@@ -66,6 +67,8 @@ class NetworkEntrance:
         if not config.joins:
             self._last.number = 0
         self._current: NetworkCommunicator | None = None
+        # Never closed: a thread that connects for an earlier view may still write to it.
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The others may still receive the last bytes of a call that is complete here.
         atexit.register(self._leave, os.getpid())
 
@@ -93,6 +96,7 @@ class NetworkEntrance:
                 position,
                 self._client.connections(view.number),
                 self._client.receive_any,
+                self._wake,
                 self._client.waiting,
                 self._policy.timeout,
             ).connect()
@@ -128,7 +132,9 @@ class LaneConnector:
         view: its number.
         lane: the lane of this worker.
         arrived: the connections of the view that have arrived.
-        receive: waits for a message of the agent, for a number of seconds at most.
+        receive: waits for a message of the agent, for a number of seconds at most, or until a descriptor is
+            readable.
+        wake: an eventfd that is never closed.
         observe: told of a long wait: for what, for which workers, and its seconds.
         patience: seconds until this gives up.
     """
@@ -139,7 +145,8 @@ class LaneConnector:
     view: int
     lane: int
     arrived: Sequence[PeerConnected]
-    receive: Callable[[float], AgentMessage | None]
+    receive: Callable[[float, int], AgentMessage | None]
+    wake: int
     observe: Callable[[str, tuple[int, ...], float], None]
     patience: float
     _results: "queue.SimpleQueue[tuple[int, bool, socket.socket | LockstepError]]" = field(
@@ -166,12 +173,14 @@ class LaneConnector:
         begun = said = time.monotonic()
         try:
             while missing := [at for at, found in ends.items() if len(found) < 2]:
-                message = self.receive(_LOOK_EVERY)
+                message = self.receive(_LOOK_EVERY, self.wake)
                 if isinstance(message, PeerConnected):
                     self._take(message)
                 elif message is not None:
                     self._abandon(ends)
                     return message
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self.wake)
                 while not self._results.empty():
                     at, outgoing, result = self._results.get()
                     if isinstance(result, LockstepError):
@@ -230,9 +239,10 @@ class LaneConnector:
             text = f"the connection from {names[not outgoing]} to {names[outgoing]} failed: {error}"
             self._results.put((at, outgoing, type(error)(text)))
         except _Abandoned:
-            pass
+            return
         else:
             self._results.put((at, outgoing, connection))
+        os.eventfd_write(self.wake, 1)
 
     def _check(self) -> None:
         if self._abandoned:

@@ -1,0 +1,61 @@
+"""What the coordinator sends to hundreds of hosts that join, are lost and come back, in virtual time."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from simulated_hosts import ManyHosts, Traffic
+
+from lockstep.protocol.host import ALIVE_EVERY, SILENCE
+
+HOSTS = 300
+LOST = 30
+ARRIVING = 1.0
+"""Seconds in which all hosts arrive."""
+_PER_HOST = ("Prepare", "BeginJob", "StartProcess", "DeliverPosition", "FetchState")
+"""What the coordinator sends to each host that joins, once."""
+
+
+def test_many_hosts(tmp_path: Path) -> None:
+    """A view costs a message for each host, and a change as many views as the protocol makes."""
+    job = ManyHosts(tmp_path, HOSTS, 1)
+    found: dict[str, tuple[int, Traffic]] = {}
+
+    def until(name: str, size: int) -> Iterator[Callable[[], bool]]:
+        before = job.coordinator.state.view.number
+        job.loop.take_traffic()
+        yield lambda: job.size == size
+        found[name] = job.coordinator.state.view.number - before, job.loop.take_traffic()
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        yield lambda: job.coordinator.state.elastic
+        for _ in range(HOSTS - 1):
+            job.arrive(job.dice.uniform(0.0, ARRIVING))
+        yield from until("joined", HOSTS)
+        for host in job.hosts[1 : LOST + 1]:
+            host.die()
+        yield from until("lost", HOSTS - LOST)
+        alive = [host for host in job.hosts if host.alive]
+        for host in alive[-LOST:]:
+            host.fall_silent()
+        cut = job.clock.now()
+        yield from until("silent", HOSTS - 2 * LOST)
+        assert SILENCE - ALIVE_EVERY <= job.clock.now() - cut <= SILENCE
+        job.finish()
+        yield lambda: False
+
+    assert job.run(scenario()) == 0
+    joins, traffic = found["joined"]
+    assert {kind: traffic.sent[kind] for kind in _PER_HOST} == dict.fromkeys(_PER_HOST, HOSTS - 1)
+    assert joins < HOSTS // 10
+    assert traffic.sent["BeginView"] < HOSTS * (joins + 1)
+    # The change of a notice is sent to all hosts: some times for each view.
+    assert traffic.sent["PostNotice"] < 4 * HOSTS * (joins + 1)
+    for name, most in (("lost", HOSTS), ("silent", HOSTS - LOST)):
+        views, traffic = found[name]
+        assert views <= LOST
+        assert traffic.sent["BeginView"] <= views * most
+        assert traffic.sent["KeepAlive"] <= most * (SILENCE / ALIVE_EVERY + 1)
+        assert traffic.sent_bytes["BeginView"] <= traffic.sent["BeginView"] * 200 * most
