@@ -12,6 +12,8 @@ import pytest
 from host_network import Host
 from stepping_job import SteppingJob
 
+from lockstep.protocol.host import LEFT_OUT
+
 PACED = [f"{worker}:0:after apply:pace" for worker in range(4)]
 
 
@@ -128,7 +130,7 @@ def test_another_job_is_not_taken_over(hosts: Sequence[Host], tmp_path: Path) ->
     )
     assert other.end() == 2, other.err
     assert "the agents that have joined run another job, whose arguments is ('400'" in other.err
-    assert agent.end() == 1, agent.err
+    assert agent.end() == LEFT_OUT, agent.err
     assert "ends on this host after 15 s without a coordinator" in agent.err
 
 

@@ -109,6 +109,8 @@ HOLDERS = 8
 """The number of agents that keep the record: the first ones that live."""
 _MOST_RECORDED = 350 * 1024
 """Bytes of a record, which must fit into a message; 1,000 hosts of one worker need about as much."""
+_RECORD_PACE = 1e-7
+"""Seconds per byte of a record until the next one: 2,000 bytes for a few hosts, 300 KB for 1,000."""
 _REPORTS_PER_TURN = 64
 """The number of reports of one agent that one turn of the loop takes: workers may print without end."""
 _END_PATIENCE = 20.0
@@ -157,7 +159,10 @@ class Coordinator:
     term: int = 1
     record: JobRecord | None = None
     _serial: int = 0
-    _changed: bool = False
+    _changed: bool = True
+    _owing: list[HostAgent] = field(default_factory=list)
+    _queue: list[HostAgent] = field(default_factory=list)
+    _record_due: float = 0.0
     _admin: AdminSocket | None = None
     _admin_descriptor: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
@@ -186,9 +191,10 @@ class Coordinator:
     def __post_init__(self) -> None:
         self._output = RemoteOutput(self.console, self.paths)
         for agent in self.agents:
-            self._notify(agent)
+            self._take_in(agent)
 
-    def _notify(self, agent: HostAgent) -> None:
+    def _take_in(self, agent: HostAgent) -> None:
+        agent.queue = self._queue
         if self.notifies and agent.remote:
             self.console.readers.append(lambda text: agent.send(ShowNote(text)))
 
@@ -268,15 +274,22 @@ class Coordinator:
 
     def _commit(self) -> None:
         """Have the record of the job kept, then send what follows from it."""
-        agents, now = self._live_remote(), self.clock.now()
-        owed = [agent for agent in agents if agent.owed]
-        due = [one for one in owed if one.owed > _MOST_OWED or now - one.acknowledged > _OWED_FOR]
-        if any(agent.waits for agent in agents) or self._outcome is not None or (due and self._changed):
-            self._keep_record(agents)
-        for agent in agents:
+        now = self.clock.now()
+        due = [
+            agent for agent in self._owing if agent.owed > _MOST_OWED or now - agent.acknowledged > _OWED_FOR
+        ]
+        if self._queue and now < self._record_due and self._outcome is None:
+            # One record for all decisions until then.
+            return
+        if self._queue or self._outcome is not None or (due and self._changed):
+            self._keep_record(self._live_remote())
+        for agent in self._queue:
             agent.flush()
+        self._queue.clear()
         for agent in due:
             agent.acknowledge(now)
+        if due:
+            self._owing = [agent for agent in self._owing if agent.owed]
 
     def _live_remote(self) -> list[HostAgent]:
         return [agent for agent in self.agents if agent.remote and agent.ended is None]
@@ -285,6 +298,7 @@ class Coordinator:
         self._serial += 1
         self._changed = False
         record = encode_record(self._recorded())
+        self._record_due = self.clock.now() + len(record) * _RECORD_PACE
         if len(record) > _MOST_RECORDED:
             if not self._too_large:
                 self._too_large = True
@@ -326,7 +340,8 @@ class Coordinator:
     def _turn(self) -> None:
         waits = self._progress.due if self._progress else None
         stop = self._stops[0][1] if self._stops else None
-        dues = [due for due in (self.state.due, waits, stop, self._alive_due) if due is not None]
+        sends = self._record_due if self._queue else None
+        dues = [due for due in (self.state.due, waits, stop, sends, self._alive_due) if due is not None]
         self.loop.turn(max(0.0, min(dues) - self.clock.now()) if dues else None)
         # The turn may have taken the report of the first stop.
         if self._stops and self.clock.now() >= self._stops[0][1]:
@@ -506,7 +521,7 @@ class Coordinator:
         """
         host = len(self.agents)
         self.agents.append(agent)
-        self._notify(agent)
+        self._take_in(agent)
         agent.heard = self.clock.now()
         if self._alive_due is None:
             self._alive_due = agent.heard
@@ -601,6 +616,8 @@ class Coordinator:
             case OutputWritten(worker, descriptor, data):
                 agent.wrote = self.clock.now()
                 self._output.write(worker, descriptor, data)
+                if agent not in self._owing:
+                    self._owing.append(agent)
                 agent.owed += len(data)
             case WorkerSaid(worker, message):
                 self._take_message(worker, message)

@@ -11,7 +11,7 @@ from lockstep.system.output import Log
 from lockstep.system.paths import RunPaths
 
 
-@dataclass
+@dataclass(eq=False)
 class HostAgent:
     """One agent of the job.
 
@@ -31,6 +31,7 @@ class HostAgent:
         received: number of numbered reports of a remote agent that were taken.
         sent: number of numbered instructions to a remote agent.
         outbox: the last of them, which the agent has not acknowledged.
+        queue: the agents of the job with instructions that wait for `flush`.
         owed: bytes of output that were taken and not acknowledged.
         acknowledged: when reports were last acknowledged.
     """
@@ -47,6 +48,7 @@ class HostAgent:
     received: int = 0
     sent: int = 0
     outbox: deque[Instruction] = field(default_factory=deque)
+    queue: "list[HostAgent]" = field(default_factory=list)
     owed: int = 0
     acknowledged: float = 0.0
     _waiting: int = 0
@@ -59,11 +61,8 @@ class HostAgent:
         self.outbox.append(instruction)
         self.sent += 1
         self._waiting += 1
-
-    @property
-    def waits(self) -> bool:
-        """Whether instructions wait for `flush`."""
-        return self._waiting > 0
+        if self._waiting == 1:
+            self.queue.append(self)
 
     def flush(self) -> None:
         """Send the instructions that wait."""

@@ -374,7 +374,9 @@ class _Contact:
         if session.rejected:
             raise LeftBehind(session.rejected)
         if process.address is None:
-            raise CoordinatorGone(session.lost)
+            # The agent says so, and ends.
+            session.give_up()
+            return
         if self._dialer is None:
             self._note(session.lost)
             self._dialer = process.address.dial()

@@ -79,7 +79,10 @@ def stand(channels: Mapping[int, AgentChannel], term: int, clock: SystemClock) -
     found: dict[int, AgentStanding] = {}
     until = clock.now() + SILENCE
     while waits and (left := until - clock.now()) > 0:
-        select.select([channel.fileno() for channel in waits.values()], [], [], left)
+        poll = select.poll()
+        for channel in waits.values():
+            poll.register(channel.fileno(), select.POLLIN)
+        poll.poll(left * 1000)
         for host, channel in list(waits.items()):
             while (report := channel.receive()) is not None:
                 match report:
@@ -168,10 +171,9 @@ class CoordinatorProcess:
         self._old_stops = record.stops
         # Hosts that have joined since then come after those of the record.
         late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
+        holders = range(HOLDERS) if has_begun else range(0)
         agents = [
-            continued(
-                known, channels[host], standings.get(host), kept if has_begun and host < HOLDERS else None
-            )
+            continued(known, channels[host], standings.get(host), kept if host in holders else None)
             if first.term > 1
             else HostAgent(channels[host], known.name, known.peer, remote=True)
             for host, known in enumerate((*record.hosts, *late))
