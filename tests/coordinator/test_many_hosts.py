@@ -52,7 +52,7 @@ def test_many_hosts(tmp_path: Path) -> None:
     assert joins < HOSTS // 10
     assert traffic.sent["BeginView"] < HOSTS * (joins + 1)
     # The change of a notice is sent to all hosts: some times for each view.
-    assert traffic.sent["PostNotice"] < 4 * HOSTS * (joins + 1)
+    assert traffic.sent["PostNotice"] < 8 * HOSTS * (joins + 1)
     for name, most in (("lost", HOSTS), ("silent", HOSTS - LOST)):
         views, traffic = found[name]
         assert views <= LOST
