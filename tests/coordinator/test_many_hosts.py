@@ -1,4 +1,4 @@
-"""What the coordinator sends to hundreds of hosts that join, are lost and come back, in virtual time."""
+"""What the coordinator sends to many hosts that join, are lost and come back, in virtual time."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ from simulated_hosts import ManyHosts, Traffic
 
 from lockstep.protocol.host import ALIVE_EVERY, SILENCE
 
-HOSTS = 300
-LOST = 30
+HOSTS = 120
+LOST = 12
 ARRIVING = 1.0
 """Seconds in which all hosts arrive."""
 _PER_HOST = ("Prepare", "BeginJob", "StartProcess", "DeliverPosition", "FetchState")
