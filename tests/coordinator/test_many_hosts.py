@@ -1,6 +1,7 @@
 """What the coordinator sends to many hosts that join, are lost and come back, in virtual time."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,9 +54,14 @@ def test_many_hosts(tmp_path: Path) -> None:
     assert traffic.sent["BeginView"] < HOSTS * (joins + 1)
     # The change of a notice is sent to all hosts: some times for each view.
     assert traffic.sent["PostNotice"] < 8 * HOSTS * (joins + 1)
-    for name, most in (("lost", HOSTS), ("silent", HOSTS - LOST)):
-        views, traffic = found[name]
-        assert views <= LOST
-        assert traffic.sent["BeginView"] <= views * most
-        assert traffic.sent["KeepAlive"] <= most * (SILENCE / ALIVE_EVERY + 1)
-        assert traffic.sent_bytes["BeginView"] <= traffic.sent["BeginView"] * 200 * most
+    changes = [found[name] for name in ("lost", "silent")]
+    assert all(views <= LOST for views, _ in changes)
+    # What follows from the last loss may be sent a moment later.
+    views, sent, sent_bytes = (
+        sum(views for views, _ in changes),
+        sum((traffic.sent for _, traffic in changes), Counter[str]()),
+        sum(traffic.sent_bytes["BeginView"] for _, traffic in changes),
+    )
+    assert sent["BeginView"] <= views * HOSTS
+    assert sent["KeepAlive"] <= len(changes) * HOSTS * (SILENCE / ALIVE_EVERY + 1)
+    assert sent_bytes <= sent["BeginView"] * 200 * HOSTS
