@@ -80,6 +80,7 @@ def test_commands_of_other_terminals(hosts: Sequence[Host], first: str) -> None:
         assert job.end() == 143
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_stuck(hosts: Sequence[Host]) -> None:
     """It is killed, and another one takes over."""
     job = SteppingJob(hosts, "--hosts node1,node2:2", 1000, *PACED)

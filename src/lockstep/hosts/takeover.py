@@ -22,8 +22,10 @@ from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import HostReport, Instruction, KeepRecord, RunningJob, Stop
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.system.clock import SystemClock
+from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
+from lockstep.system.run_folder import sign_claim
 
 _SAME = ("target", "module", "arguments", "replicas", "seed")
 """The fields of a job that a command which continues it must give again."""
@@ -109,7 +111,12 @@ class TakenOverJob:
         )
         names = [host.name for host in hosts if host.agent is not None]
         own = next(name for name in _names(self.listener.place[0]) if name not in names)
-        spec = replace(record.spec, run_dir=self.spec.run_dir, hosts=(*before, JobHost(own, self.here)))
+        spec = replace(
+            record.spec,
+            run_dir=self.spec.run_dir,
+            hosts=(*before, JobHost(own, self.here)),
+            checkpoints=self._checkpoints(record.spec, prepare.job),
+        )
         self.console.say(
             f"taking over a job of {count(len(channels), 'host')} whose coordinator was lost, in view "
             f"{record.view.number}; logs in {spec.run_dir}"
@@ -147,9 +154,21 @@ class TakenOverJob:
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()
 
+    def _checkpoints(self, runs: JobSpec, job: bytes) -> Checkpoints | None:
+        """Return the checkpoints of the job in the folder of this host, which it may share with others."""
+        own, then = self.spec.checkpoints, runs.checkpoints
+        if own is None or then is None:
+            return None
+        sign_claim(own.folder, job.hex())
+        return replace(own, resume=then.resume)
+
     def _check(self, runs: JobSpec) -> None:
-        for field in _SAME:
-            own, other = getattr(self.spec, field), getattr(runs, field)
+        def saves(spec: JobSpec) -> str | None:
+            return spec.checkpoints.given if spec.checkpoints is not None else None
+
+        compared = {field: (getattr(self.spec, field), getattr(runs, field)) for field in _SAME}
+        compared["--checkpoint"] = saves(self.spec), saves(runs)
+        for field, (own, other) in compared.items():
             if own != other:
                 raise ConfigError(
                     f"the agents that have joined run another job, whose {field} is {other!r}, not {own!r}: "
