@@ -282,7 +282,7 @@ class Coordinator:
             # One record for all decisions until then.
             return
         if self._queue or self._outcome is not None or (due and self._changed):
-            self._keep_record(self._live_remote())
+            self._keep_record()
         for agent in self._queue:
             agent.flush()
         self._queue.clear()
@@ -294,16 +294,20 @@ class Coordinator:
     def _live_remote(self) -> list[HostAgent]:
         return [agent for agent in self.agents if agent.remote and agent.ended is None]
 
-    def _keep_record(self, agents: Sequence[HostAgent]) -> None:
+    def _keep_record(self) -> None:
+        agents = self._live_remote()
+        if not agents:
+            return
         self._serial += 1
         self._changed = False
         record = encode_record(self._recorded())
         self._record_due = self.clock.now() + len(record) * _RECORD_PACE
         if len(record) > _MOST_RECORDED:
+            # An earlier record would be wrong by now.
+            record = b""
             if not self._too_large:
                 self._too_large = True
                 self._warn("the job is so large that no other coordinator can take over if this one is lost")
-            return
         made = KeepRecord(self.term, self._serial, record)
         self.keep(made)
         for agent in agents[:HOLDERS]:
@@ -468,7 +472,7 @@ class Coordinator:
             self._send_due = now + ALIVE_EVERY
             if self._changed:
                 # Agents forget acknowledged reports, so a record must contain what follows from them.
-                self._keep_record(live)
+                self._keep_record()
             for agent in live:
                 agent.acknowledge(now)
         silent = [agent for agent in live if now >= agent.heard + SILENCE]

@@ -21,7 +21,7 @@ import msgspec
 from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UnfitError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
@@ -158,6 +158,7 @@ class CoordinatorProcess:
         """Coordinate the job to its end; return its exit status.
 
         Raises:
+            UnfitError: it cannot continue the job.
             SystemExit: the keeper has ended.
         """
         first = self._next(Coordinate)
@@ -167,7 +168,10 @@ class CoordinatorProcess:
         known = msgspec.structs.replace(first.kept, record=first.record.content())
         kept = newest((known, *(one.kept for one in standings.values())))
         assert kept is not None
-        record, has_begun = decode_record(kept.record), kept.term > 0
+        try:
+            record, has_begun = decode_record(kept.record), kept.term > 0
+        except ValueError as error:
+            raise UnfitError(f"no other coordinator can take over: {error}") from None
         self._old_stops = record.stops
         # Hosts that have joined since then come after those of the record.
         late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
