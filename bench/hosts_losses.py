@@ -7,8 +7,8 @@ Hosts are those of the tests (`tests/hosts/host_network.py`), with a real sshd; 
 losses take turns in one job, and so do the chief's host and another one as the lost host: all of its
 processes are killed, its cable is cut, or all of its processes are stopped. As soon as the others have
 continued, the cable is connected again, or the processes continue, and end; `lockstep run` then starts the
-agent again, and its worker joins. The times are those at which steps end in the workers. Processes are not
-pinned.
+agent again, and its worker joins. Then the coordinator is killed as many times, while all hosts train. The
+times are those at which steps end in the workers. Processes are not pinned.
 """
 
 import argparse
@@ -101,6 +101,19 @@ class Turn:
     away: float
 
 
+@dataclass(frozen=True)
+class Takeover:
+    """The measurements of one loss of the coordinator, in seconds.
+
+    Attributes:
+        taken: until another one has taken over.
+        stall: the longest step within a second of the loss, minus a usual one.
+    """
+
+    taken: float
+    stall: float
+
+
 class Job:
     """A job whose hosts are lost and come back.
 
@@ -150,6 +163,20 @@ class Job:
             away=joined.time - lost,
         )
 
+    def replace_coordinator(self) -> Takeover:
+        """Kill the coordinator, and wait until another one has taken over."""
+        watch, terms = self._watch, len(self._events("coordinator"))
+        watch.receive_for(AROUND)
+        (pid,) = self._command.matching("lockstep.hosts.coordinator_process")
+        began, lost = time.time(), time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        watch.until(lambda: len(self._events("coordinator")) > terms, "another coordinator")
+        watch.receive_for(AROUND)
+        taken = self._events("coordinator")[-1]["time"] - began
+        steps = [step for step in of(watch.steps[-1].pid, watch.steps) if step.view == watch.steps[-1].view]
+        near = [step for step in steps if abs(step.time - lost) <= AROUND]
+        return Takeover(taken, max(gaps(near)) - usual([step for step in steps if step.time < lost]))
+
     def _host_of(self, pid: int) -> Host:
         return next(host for host in self._hosts if pid in host.processes())
 
@@ -183,6 +210,7 @@ def measure(hosts: int, turns: int) -> None:
         for turn in range(turns):
             for kind in LOSSES if turn % 2 == 0 else reversed(LOSSES):
                 found[kind].append(job.lose(kind, chief=turn % 4 < 2))
+        takeovers = [job.replace_coordinator() for _ in range(turns)]
     print(f"one of {hosts} hosts lost and back, state of 11 MB, {turns} times each: median (p10-p90)")
     every = [turn for of_kind in found.values() for turn in of_kind]
     print_row("a step", [turn.step for turn in every], "ms")
@@ -198,6 +226,8 @@ def measure(hosts: int, turns: int) -> None:
     print_row("the longest step at the join, minus a usual one", [turn.stall for turn in every], "ms")
     rest = [turn.stall - turn.copied for turn in every]
     print_row("the same without the time of the state", rest, "ms", "200")
+    print_row("coordinator killed: until another one has taken over", [one.taken for one in takeovers], "ms")
+    print_row("the longest step then, minus a usual one", [one.stall for one in takeovers], "ms", "1000")
 
 
 def main(hosts: tuple[int, ...] = (2, 3), turns: int = TURNS) -> None:
