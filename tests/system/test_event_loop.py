@@ -1,12 +1,14 @@
 """One loop serves all parts of a process."""
 
+import fcntl
 import os
+import resource
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lockstep.system.event_loop import EventLoop
+from lockstep.system.event_loop import EventLoop, wait_for
 
 Pipe = tuple[int, int]
 
@@ -94,3 +96,38 @@ def test_an_action_before_each_wait_may_watch_descriptors(loop: EventLoop, pipes
     os.write(writing, b"x")
     loop.turn(None)
     assert seen == [b"x"]
+
+
+def test_a_wait_returns_the_descriptors_that_are_ready(pipes: tuple[Pipe, Pipe]) -> None:
+    (first, to_first), (second, to_second) = pipes
+    assert wait_for([first, second], 0.0) == set()
+    assert wait_for([first, second], writable=[to_second]) == {to_second}
+    os.write(to_first, b"a")
+    assert wait_for([first, second]) == {first}
+    os.write(to_second, b"b")
+    assert wait_for([first, second], 60.0, writable=[to_first]) == {first, second, to_first}
+
+
+def test_a_descriptor_whose_peer_has_closed_it_is_ready() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    try:
+        assert wait_for([reading]) == {reading}
+    finally:
+        os.close(reading)
+
+
+def test_a_wait_takes_the_descriptors_of_a_program_with_many_open_files(pipes: tuple[Pipe, Pipe]) -> None:
+    (reading, writing), _ = pipes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip("the limit on open files is too low")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    high = fcntl.fcntl(reading, fcntl.F_DUPFD, 2048)
+    try:
+        assert wait_for([high], 0.0) == set()
+        os.write(writing, b"a")
+        assert wait_for([high]) == {high}
+    finally:
+        os.close(high)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

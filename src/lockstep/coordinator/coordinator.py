@@ -4,7 +4,6 @@ It receives the reports of the agent, the signals of the command and the request
 instructions to the agent, shows messages to the user and publishes events.
 """
 
-import select
 import signal
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -90,7 +89,7 @@ from lockstep.supervisor import events as job_events
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
-from lockstep.system.event_loop import EventLoop
+from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.exit_status import unkillable
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import whose_lines
@@ -854,7 +853,7 @@ class Coordinator:
         while self.console.pending:
             busy = [sink.descriptor for sink in self.console.sinks if sink.pending]
             patience = _LAST_FLUSH if self._stopped else None
-            _, writable, _ = select.select([self.command.fileno()], busy, [], patience)
-            if not writable:
+            ready = wait_for([self.command.fileno()], patience, writable=busy)
+            if ready.isdisjoint(busy):
                 return
             self.console.flush()

@@ -5,7 +5,6 @@ that one of them has, and gets the reports on which that record is not based.
 """
 
 import os
-import select
 import signal
 import socket
 import sys
@@ -53,7 +52,7 @@ from lockstep.protocol.host import (
     TakeOver,
 )
 from lockstep.system.clock import SystemClock
-from lockstep.system.event_loop import EventLoop
+from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.notes import note
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
@@ -79,10 +78,7 @@ def stand(channels: Mapping[int, AgentChannel], term: int, clock: SystemClock) -
     found: dict[int, AgentStanding] = {}
     until = clock.now() + SILENCE
     while waits and (left := until - clock.now()) > 0:
-        poll = select.poll()
-        for channel in waits.values():
-            poll.register(channel.fileno(), select.POLLIN)
-        poll.poll(left * 1000)
+        wait_for([channel.fileno() for channel in waits.values()], left)
         for host, channel in list(waits.items()):
             while (report := channel.receive()) is not None:
                 match report:
@@ -189,7 +185,7 @@ class CoordinatorProcess:
 
     def _next(self, kind: type[Message]) -> Message:
         while True:
-            select.select([self.keeper.fileno()], [], [])
+            wait_for([self.keeper.fileno()])
             match message := self.keeper.receive():
                 case PeerGone():
                     sys.exit(1)

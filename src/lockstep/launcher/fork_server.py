@@ -1,7 +1,6 @@
 """The agent's side of the fork server, `lockstep.launcher.fork_server_main`."""
 
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from lockstep.launcher.import_scan import NOTHING, ImportScan, scan_imports
 from lockstep.protocol.fork import READY, ForkRequest, ForkServerSetup, encode_fork
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.environment import job_environment, parent_variable
+from lockstep.system.event_loop import wait_for
 from lockstep.worker.script import Script
 
 _PATIENCE = 30.0
@@ -106,10 +106,10 @@ class ForkServer:
 
     def has_ended(self) -> bool:
         """Read its messages, and return whether it has ended."""
-        if not select.select([self._connection], [], [], 0)[0]:
+        if not wait_for([self.fileno()], 0.0):
             return False
         self.ready = self._receive() == READY or self.ready
-        return not self.ready or bool(select.select([self._connection], [], [], 0)[0])
+        return not self.ready or bool(wait_for([self.fileno()], 0.0))
 
     def fork(self, environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
         """Have it fork a worker that becomes a child of this process; return its process id.
@@ -119,7 +119,7 @@ class ForkServer:
         """
         request = encode_fork(ForkRequest(_changes(self._environment, environment)))
         socket.send_fds(self._connection, [request], list(descriptors))
-        if not select.select([self._connection], [], [], _PATIENCE)[0]:
+        if not wait_for([self.fileno()], _PATIENCE):
             self._process.kill()
             raise OSError(
                 f"the fork server (process {self._process.pid}) has not forked within {_PATIENCE:g} s"

@@ -5,7 +5,6 @@ The command forks it, passes signals on to it, and ends what it leaves behind if
 
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -17,6 +16,7 @@ from lockstep.errors import LockstepError, UnfitError
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import Stop
 from lockstep.system.descendants import LinuxDescendants, children_now
+from lockstep.system.event_loop import wait_for
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
 from lockstep.system.notes import note
 from lockstep.system.prctl import adopt_orphans
@@ -113,7 +113,7 @@ class _Watch:
         """Return whether the process ended by itself: True, or False if it hangs after a signal."""
         while True:
             patience = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            ready, _, _ = select.select([ended, woken.fileno()], [], [], patience)
+            ready = wait_for([ended, woken.fileno()], patience)
             if ended in ready:
                 return True
             if not ready:

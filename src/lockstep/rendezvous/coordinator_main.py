@@ -6,7 +6,6 @@ each host has such a process: see `lockstep.rendezvous.over_hosts`.
 """
 
 import os
-import select
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import JobSize, State, TimeLimits
-from lockstep.system.event_loop import EventLoop
+from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.system.standard_streams import fill_standard_descriptors
@@ -77,7 +76,7 @@ def _gather(server: RendezvousServer) -> bool:
         if server.is_empty:
             return False
         if not server.is_complete:
-            select.select([server], [], [])
+            wait_for([server.fileno()])
     return True
 
 

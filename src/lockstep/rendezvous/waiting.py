@@ -1,11 +1,11 @@
 """How a process waits until the coordinator admits it: what it reports, and when it gives up."""
 
-import select
 import socket
 import time
 
 from lockstep.errors import ConfigError, PeerStuckError
 from lockstep.protocol.rendezvous import MAX_PACKET, Admitted, Answer, KeepWaiting, Rejected, decode_answer
+from lockstep.system.event_loop import wait_for
 from lockstep.system.notes import note
 from lockstep.system.socket_owners import peer
 
@@ -83,7 +83,7 @@ class RendezvousWait:
         self._messages.waits_for(f"an answer from the coordinator (process {pid})", time.monotonic())
         while True:
             self._say()
-            if not select.select([connection], [], [], self._messages.left(time.monotonic()))[0]:
+            if not wait_for([connection.fileno()], self._messages.left(time.monotonic())):
                 continue
             try:
                 packet = connection.recv(MAX_PACKET)

@@ -1,8 +1,29 @@
 """Waits for descriptors and calls their handlers: one loop serves all parts of a process."""
 
+import select
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self
+
+
+def wait_for(
+    readable: Iterable[int], seconds: float | None = None, *, writable: Iterable[int] = ()
+) -> set[int]:
+    """Wait until a descriptor is ready, or its peer has closed it, and return all that are.
+
+    Unlike `select.select`, it takes descriptors above 1023, which a program with many open files has.
+
+    Args:
+        readable: the descriptors to read from.
+        seconds: the longest wait; None for no limit.
+        writable: the descriptors to write to, other than those of `readable`.
+    """
+    poll = select.poll()
+    for descriptor in readable:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor in writable:
+        poll.register(descriptor, select.POLLOUT)
+    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else max(0.0, seconds) * 1e3)}
 
 
 class EventLoop:

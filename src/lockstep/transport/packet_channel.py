@@ -3,7 +3,6 @@
 import array
 import contextlib
 import os
-import select
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
+from lockstep.system.event_loop import wait_for
 
 MAX_TEXT = 64 * 1024
 """Maximum bytes of UTF-8 of a text in a message; the middle of a longer text is cut out."""
@@ -47,7 +47,7 @@ class PacketChannel(Generic[Out, In]):
             descriptors = array.array("i", [attachment.descriptor for attachment in attachments])
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
             if patience:
-                select.select([], [self._connection], [], patience)
+                wait_for([], patience, writable=[self._connection.fileno()])
             # Not `socket.send_fds`, which ignores its flags, like `recv_fds`.
             self._connection.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
         except (OSError, ValueError, RecursionError):

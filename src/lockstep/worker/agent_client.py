@@ -24,6 +24,7 @@ from lockstep.protocol.worker import (
     WaitReport,
     WorkerMessage,
 )
+from lockstep.system.event_loop import wait_for
 from lockstep.system.mounts import is_shared
 
 _PATIENCE = 1.0
@@ -119,7 +120,7 @@ class AgentClient:
         It also returns None once one of the descriptors `wakes` is readable.
         """
         channel = self._channel.fileno()
-        if channel not in select.select([channel, *wakes], [], [], seconds)[0]:
+        if channel not in wait_for([channel, *wakes], seconds):
             return None
         message = self._channel.receive()
         if isinstance(message, PeerGone):
