@@ -132,9 +132,10 @@ def main() -> None:
     if megabytes:
         enlarge(int(megabytes))
     current = job.current()
+    faults = Faults(sys.argv[2:], current.worker)
+    faults.passing("before the strategy")
     current.events.publish(StrategyInstalled("none"))
     current.note_distribution()
-    faults = Faults(sys.argv[2:], current.worker)
     print("digest", chaos_steps.train(current, int(steps), faults))
 
 

@@ -234,6 +234,7 @@ def test_every_message_counts_once(seed: int) -> None:
             assert [number for at, number in taken if at == host] == list(range(1, agent.reported + 1))
             assert agent.taken == list(range(1, len(taken) + 1))
             agent.session.close()
+            hosts.coordinator.agents[host].channel.close()
 
 
 def test_a_report_that_is_too_large_takes_no_number() -> None:

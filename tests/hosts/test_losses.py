@@ -45,6 +45,16 @@ def test_lost_workers(hosts: Sequence[Host], losses: str) -> None:
     assert set(job.finish()) == finished
 
 
+def test_a_host_that_is_lost_before_the_strategy(hosts: Sequence[Host]) -> None:
+    """Nothing has been computed yet, and the others begin without it."""
+    faults = "0:0:before the strategy:hold", "1:0:before the strategy:host", "2:0:before the strategy:hold"
+    job = SteppingJob(hosts, "--hosts node1,node2,node3", 12, *faults)
+    job.running.wait_until(lambda: "workers 0 and 2 continue (view 2)" in job.running.err)
+    job.go(0)
+    assert set(job.finish()) >= {0, 2}
+    hosts[1].remove_abandoned()
+
+
 def test_broken_connections(hosts: Sequence[Host]) -> None:
     """The members of a view whose connections break meet in the next one, and the bits stay."""
     job = held(hosts, "--hosts node1,node2:2 --max-restarts 1")

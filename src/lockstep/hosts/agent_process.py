@@ -46,7 +46,7 @@ from lockstep.protocol.host import (
     Stop,
     TakeCheckpoint,
 )
-from lockstep.protocol.rendezvous import KeepWaiting, Rejected
+from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.system.clock import Clock
 from lockstep.system.descendants import LinuxDescendants
 from lockstep.system.environment import shared_variables, take_environment, visible_gpus
@@ -93,6 +93,9 @@ class HostWorkers(Protocol):
     def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
         """Return what the agent needs to get workers; its network does not matter."""
 
+    def need_coordinator(self) -> bool:
+        """Return whether this host should wait for a coordinator that was lost."""
+
 
 @dataclass
 class StartedWorkers:
@@ -136,6 +139,10 @@ class StartedWorkers:
             self.loop.before_each_wait(lambda: self._watch(console))
         starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first, name)
         return LocalHost(output, starter, LinuxDescendants())
+
+    def need_coordinator(self) -> bool:
+        """True: the next coordinator decides on lost workers."""
+        return True
 
     def _watch(self, console: Console) -> None:
         for sink in console.sinks:
@@ -186,6 +193,7 @@ class AgentProcess:
         address: of the coordinator, to connect again; None if that is impossible.
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
+        first: the first process that a user has started on this host by hand; None if this starts workers.
         begun: whether the job has begun.
     """
 
@@ -201,6 +209,7 @@ class AgentProcess:
     say: Callable[[str], None] = note
     address: CoordinatorAddress | None = None
     grace: float | None = None
+    first: Arrival | None = None
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -303,7 +312,7 @@ class AgentProcess:
     def _offer(self, session: CoordinatorSession, prepare: Prepare, begin: BeginJob) -> HostOffer:
         """Return what a coordinator process that is started again needs."""
         job = RunningJob(msgspec.structs.replace(prepare, key=""), begin.host, session.kept)
-        return HostOffer(begin.here.workers, running=job)
+        return HostOffer(begin.here.workers, self.first, running=job)
 
 
 @dataclass
@@ -347,6 +356,8 @@ class _Contact:
             self._due = now + ALIVE_EVERY
             self.session.keep_alive()
             self._judge()
+            if self.session.lost and not self.process.workers.need_coordinator():
+                raise CoordinatorGone("no process remains on this host, and there is no coordinator")
         return self._due - now
 
     def _judge(self) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import ForwardedOutput, WorkerOutput
 from lockstep.checkpoint.held import HeldCheckpoint
-from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
@@ -25,7 +24,7 @@ from lockstep.hosts.ssh import SshAgent
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
-from lockstep.local_job.composition import LocalHost, run_job, start_agent
+from lockstep.local_job.composition import LocalHost, start_agent
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.greeting import JOB
@@ -93,6 +92,16 @@ def first_message(spec: JobSpec, *, key: str = "", encrypted: bool, folder: str 
     )
 
 
+class WorkersByHand(Protocol):
+    """The workers of this host, which a user starts by hand."""
+
+    def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
+        """Return the facts of this host, which accepts connections at an address and a port."""
+
+    def admitting(self, spec: JobSpec, output: WorkerOutput) -> LocalHost:
+        """Return what admits them as workers of a job."""
+
+
 @dataclass(frozen=True)
 class JobOnHosts:
     """A job whose agents are connected.
@@ -105,8 +114,7 @@ class JobOnHosts:
         loop: serves everything.
         here: the host of this process; None if the job has no workers there.
         others: the agents of the other hosts, by the index of the host.
-        by_hand: returns what the agent of this host needs to get workers that a user starts; None if agents
-            start the workers.
+        by_hand: the workers of this host, if a user starts all workers; None if agents start them.
         children: process ids of the children of this process that are not workers.
         notifies: whether the agents of other hosts show the notes of this process.
         resumed: see `Resumed`; needed by a job with checkpoints.
@@ -122,7 +130,7 @@ class JobOnHosts:
     loop: EventLoop
     here: ThisHost | None
     others: Mapping[int, AwaitedHost]
-    by_hand: Callable[[JobSpec], LocalHost] | None = None
+    by_hand: WorkersByHand | None = None
     children: set[int] = field(default_factory=set)
     notifies: bool = False
     resumed: Resumed | None = None
@@ -154,41 +162,9 @@ class JobOnHosts:
         self.accept(newcomers)
         state = self._first_state(spec, facts)
         with closing(newcomers):
-            if self.by_hand is not None:
-                return self._coordinate_here(spec, state, self.by_hand(spec), remote, newcomers)
-            return self._coordinate_apart(spec, state, remote, newcomers)
+            return self._coordinate(spec, state, remote, newcomers)
 
-    def _coordinate_here(
-        self,
-        spec: JobSpec,
-        state: State,
-        workers: LocalHost,
-        remote: Mapping[int, ConnectedHost],
-        newcomers: Newcomers,
-    ) -> int:
-        """Run the coordinator in this process, which the user's processes know."""
-
-        def begin(coordinator: Coordinator) -> None:
-            coordinator.when_lost = newcomers.note_loss
-            newcomers.serve(
-                lambda host: coordinator.add_host(host.as_remote(), host.workers, host.cores),
-                lambda: coordinator.is_over,
-            )
-
-        return run_job(
-            spec,
-            state,
-            RunPaths(spec.run_dir.absolute()),
-            self.command,
-            console=self.console,
-            loop=self.loop,
-            local=self._with_network(workers),
-            remote={host: one.as_remote() for host, one in remote.items()},
-            notifies=self.notifies,
-            begin=begin,
-        )
-
-    def _coordinate_apart(
+    def _coordinate(
         self, spec: JobSpec, state: State, remote: Mapping[int, ConnectedHost], newcomers: Newcomers
     ) -> int:
         """Run the coordinator in a process of its own, which can be lost."""
@@ -198,10 +174,14 @@ class JobOnHosts:
         with ExitStack() as ends:
             if self.here is not None:
                 index = self.here.host
-                local = self._with_network(started_here(spec, index, output, self.children))
                 workers, cores = spec.hosts[index].workers, state.cores[index]
+                if self.by_hand is None:
+                    local, say = started_here(spec, index, output, self.children), unsaid
+                else:
+                    local, say = self.by_hand.admitting(spec, output), self.console.say
+                local = self._with_network(local)
                 hosts[index] = ConnectedHost(local.name, local.peer, workers, cores, session)
-                agent = start_agent(local, spec.run_dir.name, session, self.loop, say=unsaid)
+                agent = start_agent(local, spec.run_dir.name, session, self.loop, say=say)
                 ends.enter_context(closing(agent))
             in_order = [hosts[host] for host in sorted(hosts)]
             records = tuple(HostRecord(host.name, host.peer) for host in in_order)

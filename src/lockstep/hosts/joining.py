@@ -32,9 +32,9 @@ class CoordinatorAddress:
     credentials: Credentials
     loop: EventLoop
 
-    def dial(self) -> "CoordinatorDialer":
-        """Begin to connect."""
-        return CoordinatorDialer(self.address, self.credentials, self.loop, lambda: None)
+    def dial(self, news: Callable[[], None] = lambda: None) -> "CoordinatorDialer":
+        """Begin to connect; `news` is called when there is a result, or when another attempt has failed."""
+        return CoordinatorDialer(self.address, self.credentials, self.loop, news)
 
     def channel(self, connection: socket.socket) -> StreamChannel[RemoteReport, RemoteInstruction]:
         """Return the channel over a connection."""

@@ -15,7 +15,6 @@ from functools import partial
 
 import msgspec
 
-from lockstep.coordinator.host_agent import HostAgent
 from lockstep.errors import UnfitError
 from lockstep.hosts.coordinator_session import CoordinatorSession
 from lockstep.observability.console import Console
@@ -79,12 +78,6 @@ class ConnectedHost:
     cores: int
     agent: Channel[Instruction, HostReport] | CoordinatorSession | None
     _up: StreamChannel[HostReport, Instruction] | None = None
-
-    def as_remote(self) -> HostAgent:
-        """Return the agent for a coordinator in this process."""
-        assert self.agent is not None
-        assert not isinstance(self.agent, CoordinatorSession)
-        return HostAgent(self.agent, self.name, self.peer, remote=True)
 
 
 @dataclass
@@ -308,8 +301,8 @@ class Keeper:
         for host in self.hosts:
             if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
                 self.loop.unwatch(host.agent.fileno())
-                if self._status is None:
-                    # Otherwise, the agent would wait for another coordinator.
+                if self._status is None and not self._left:
+                    # Otherwise, the agent would wait for another coordinator, which cannot come.
                     host.agent.send(EndHost(0.0, status=LEFT_OUT))
                 host.agent.close()
 

@@ -19,11 +19,11 @@ from lockstep.hosts.job_on_hosts import (
     terminal_of,
 )
 from lockstep.hosts.newcomers import Newcomers
-from lockstep.hosts.takeover import TakenOverJob, missing_hosts, running_jobs
+from lockstep.hosts.takeover import TakenOverJob, running_jobs, wait_for_hosts
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
-from lockstep.protocol.host import SILENCE, HostOffer, Stop
+from lockstep.protocol.host import HostOffer, Stop
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import KEY_FILE
@@ -31,8 +31,6 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
 
 _FIRST_NOTE = 1.0
-_NOTICED = 1.0
-"""Seconds until an agent that has noticed the loss of the coordinator has connected again."""
 _RETRY = 60.0
 """Seconds in which the name of this host may become known."""
 
@@ -280,17 +278,8 @@ class _Gate:
                     f"there: {join} (a firewall must let TCP connections to port {port} through)"
                 )
             self._turn(max(0.0, min(due, begun + self.listening.patience) - now))
-        self._wait_for_running(server, listener)
+        wait_for_hosts(server, listener.place, self.clock, self._turn)
         self.loop.unwatch(self.command.fileno())
-
-    def _wait_for_running(self, server: AgentServer, listener: HostListener) -> None:
-        """Give the other agents of a running job the time to notice that its coordinator was lost."""
-        until = self.clock.now() + SILENCE + _NOTICED
-        while running_jobs(server.agents) and (names := missing_hosts(server.agents, listener.place)):
-            server.keep_waiting(f"{' and '.join(names)} to connect again")
-            if (left := until - self.clock.now()) <= 0:
-                return
-            self._turn(left)
 
     def _turn(self, seconds: float) -> None:
         self.loop.turn(seconds)

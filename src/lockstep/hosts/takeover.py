@@ -9,19 +9,19 @@ from typing import cast
 from lockstep.agent.worker_output import ForwardedOutput
 from lockstep.coordinator.job_record import JobRecord, decode_record, newest
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.hosts.agent_server import JoiningAgent
+from lockstep.hosts.agent_server import AgentServer, JoiningAgent
 from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.host_listener import HostListener
-from lockstep.hosts.job_on_hosts import peer_of, started_here, unsaid
+from lockstep.hosts.job_on_hosts import WorkersByHand, peer_of, started_here, unsaid
 from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.hosts.newcomers import Newcomers
 from lockstep.local_job.composition import start_agent
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel
-from lockstep.protocol.host import HostReport, Instruction, KeepRecord, RunningJob, Stop
+from lockstep.protocol.host import SILENCE, HostReport, Instruction, KeepRecord, RunningJob, Stop
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.system.clock import SystemClock
+from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
@@ -29,6 +29,8 @@ from lockstep.system.run_folder import sign_claim
 
 _SAME = ("target", "module", "arguments", "replicas", "seed")
 """The fields of a job that a command which continues it must give again."""
+_NOTICED = 1.0
+"""Seconds until an agent that has noticed the loss of the coordinator has connected again."""
 
 
 def running_jobs(agents: Sequence[JoiningAgent]) -> list[tuple[JoiningAgent, RunningJob]]:
@@ -58,6 +60,25 @@ def missing_hosts(agents: Sequence[JoiningAgent], own: tuple[str, int]) -> list[
     ]
 
 
+def wait_for_hosts(
+    server: AgentServer, own: tuple[str, int], clock: Clock, turn: Callable[[float], object]
+) -> None:
+    """Give the other agents of a running job the time to notice that its coordinator was lost.
+
+    Args:
+        server: of the agents that have connected.
+        own: the address and the port of this process.
+        clock: for the deadline.
+        turn: serves the agents for at most so many seconds.
+    """
+    until = clock.now() + SILENCE + _NOTICED
+    while running_jobs(server.agents) and (names := missing_hosts(server.agents, own)):
+        server.keep_waiting(f"{' and '.join(names)} to connect again")
+        if (left := until - clock.now()) <= 0:
+            return
+        turn(left)
+
+
 @dataclass(frozen=True)
 class TakenOverJob:
     """A job that continues with another coordinator.
@@ -70,6 +91,7 @@ class TakenOverJob:
         loop: serves everything.
         listener: where agents and workers of other hosts connect.
         agents: that run the job.
+        by_hand: the workers of this host, if a user starts all workers; None if agents start them.
     """
 
     spec: JobSpec
@@ -79,6 +101,7 @@ class TakenOverJob:
     loop: EventLoop
     listener: HostListener
     agents: Sequence[JoiningAgent]
+    by_hand: WorkersByHand | None = None
 
     def run(self, accept: Callable[[Newcomers], None]) -> int:
         """Run the job to its end; return its exit status.
@@ -105,7 +128,8 @@ class TakenOverJob:
             ConnectedHost(known.name, known.peer, 0, 0, None if known.lost else channels.get(index))
             for index, known in enumerate(record.hosts)
         ]
-        facts = own_facts(prepare, *self.listener.place)
+        facts_of = own_facts if self.by_hand is None else self.by_hand.facts
+        facts = facts_of(prepare, *self.listener.place)
         before = tuple(
             JobHost(known.name, slots) for known, slots in zip(record.hosts, record.state.slots, strict=True)
         )
@@ -123,8 +147,12 @@ class TakenOverJob:
         )
         session, children = CoordinatorSession(), set[int]()
         output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
+        if self.by_hand is None:
+            local, say = started_here(spec, len(before), output, children), unsaid
+        else:
+            local, say = self.by_hand.admitting(spec, output), self.console.say
         local = replace(
-            started_here(spec, len(before), output, children),
+            local,
             host=len(before),
             name=own,
             peer=peer_of(facts),
@@ -148,7 +176,7 @@ class TakenOverJob:
             notifies=True,
             when_lost=newcomers.note_loss,
         )
-        agent = start_agent(local, spec.run_dir.name, session, self.loop, late=True, say=unsaid)
+        agent = start_agent(local, spec.run_dir.name, session, self.loop, late=True, say=say)
         accept(newcomers)
         with closing(newcomers), closing(agent):
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)

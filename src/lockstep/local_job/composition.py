@@ -1,10 +1,9 @@
 """Coordinator and agent of one job in one process, served by one event loop."""
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.exchange import open_shared
@@ -103,12 +102,9 @@ def run_job(
     *,
     console: Console,
     loop: EventLoop,
-    local: LocalHost | None,
-    remote: Mapping[int, HostAgent] = MappingProxyType({}),
-    notifies: bool = False,
-    begin: Callable[[Coordinator], object] = lambda coordinator: None,
+    local: LocalHost,
 ) -> int:
-    """Run a job to its end in this process; return its exit status.
+    """Run a job of one host to its end in this process; return its exit status.
 
     Args:
         spec: the job.
@@ -117,10 +113,7 @@ def run_job(
         command: the channel over which the job is stopped; the job ends when its other end closes.
         console: shows notes, and the output of workers.
         loop: serves everything.
-        local: the host of this process; None if the job has no workers there.
-        remote: the agents on other hosts, by the index of the host.
-        notifies: whether the agents of other hosts show the notes of this process.
-        begin: called with the coordinator before the job begins.
+        local: the host of this process.
 
     Raises:
         SharedMemoryError: this machine has too little memory.
@@ -128,26 +121,20 @@ def run_job(
     """
     clock = SystemClock()
     events = Bus(clock, complain=console.say)
-    agents = dict(remote)
-    with ExitStack() as ends:
-        log = ends.enter_context(EventLog.open(paths.events, console.say))
+    with EventLog.open(paths.events, console.say) as log:
         events.subscribe(log.append, *RUN_EVENTS)
-        if local is not None:
-            to_agent, to_coordinator = LocalChannel.pair()
-            agents[local.host] = HostAgent(to_agent, local.name, local.peer)
-            ends.enter_context(closing(start_agent(local, paths.root.name, to_coordinator, loop)))
-        coordinator = Coordinator(
-            spec=spec,
-            paths=paths,
-            pid=os.getpid(),
-            agents=[agents[host] for host in sorted(agents)],
-            command=command,
-            loop=loop,
-            console=console,
-            events=events,
-            clock=clock,
-            state=state,
-            notifies=notifies,
-        )
-        begin(coordinator)
-        return coordinator.run()
+        to_agent, to_coordinator = LocalChannel.pair()
+        with closing(start_agent(local, paths.root.name, to_coordinator, loop)):
+            coordinator = Coordinator(
+                spec=spec,
+                paths=paths,
+                pid=os.getpid(),
+                agents=[HostAgent(to_agent, local.name, local.peer)],
+                command=command,
+                loop=loop,
+                console=console,
+                events=events,
+                clock=clock,
+                state=state,
+            )
+            return coordinator.run()

@@ -7,37 +7,36 @@ the job, and the agents of the other hosts join it there.
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
-from lockstep.agent.worker_output import ForwardedOutput, LocalOutput, WorkerOutput
+from lockstep.agent.worker_output import ForwardedOutput, WorkerOutput
 from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import AwaitedHost, Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.job_on_hosts import JobOnHosts, ThisHost, first_message
-from lockstep.hosts.joining import CoordinatorDialer
+from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.hosts.newcomers import Newcomers
+from lockstep.hosts.takeover import TakenOverJob, running_jobs, wait_for_hosts
 from lockstep.local_job.composition import LocalHost
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.host import (
-    MOST_QUEUED,
     BeginJob,
     HostFacts,
     HostOffer,
     Prepare,
-    RemoteInstruction,
-    RemoteReport,
     Stop,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
@@ -56,7 +55,6 @@ from lockstep.system.run_folder import (
     temporary_folder,
 )
 from lockstep.transport.local_channel import LocalChannel
-from lockstep.transport.stream_channel import StreamChannel
 
 TIMEOUT = 600.0
 _PAUSE = 1.0
@@ -172,6 +170,10 @@ class RendezvousWorkers:
         """Return what admits the processes."""
         return self.admitting(begin.spec, output)
 
+    def need_coordinator(self) -> bool:
+        """Return whether a process remains; a user who has ended all of them may start the job anew."""
+        return any(handle.is_running for handle in self.server.handles())
+
     def admitting(self, spec: JobSpec, output: WorkerOutput) -> LocalHost:
         """Return what admits the processes as workers of a job."""
         empty_folder(self.paths.sources)
@@ -247,19 +249,24 @@ class _TasksOfHost:
             listener = ends.enter_context(closing(self.listen(agents)))
             if not self._gather(agents):
                 return
+            wait_for_hosts(agents, listener.place, self.clock, self._turn)
             joined = agents.begin()
             for agent in joined:
                 ends.enter_context(closing(agent.channel))
             self._run(listener, agents, joined)
 
     def _gather(self, agents: AgentServer) -> bool:
-        """Wait for a process per task; return False if all processes of this host leave before."""
+        """Wait for a process per task, or for hosts that run the job already.
+
+        Returns:
+            False if all processes of this host leave before.
+        """
         told = ("", 0)
         self.server.tell_of_changes(lambda: None)
         while True:
             offers = [agent.offer for agent in agents.agents if agent.offer is not None]
             missing = missing_tasks(self.first, tuple(self.server.waiting), offers)
-            if not missing:
+            if not missing or running_jobs(agents.agents):
                 return True
             if self.server.is_empty:
                 return False
@@ -269,13 +276,23 @@ class _TasksOfHost:
             self._turn(None)
 
     def _run(self, listener: HostListener, agents: AgentServer, joined: Sequence[JoiningAgent]) -> None:
+        spec = self._spec()
+        lock = claim_folder(spec.run_dir)
+        workers = RendezvousWorkers(self.server, RunPaths(spec.run_dir.absolute()))
+        try:
+            if running_jobs(joined):
+                self._take_over(spec, listener, agents, joined, workers)
+            else:
+                self._begin(spec, listener, agents, joined, workers)
+        finally:
+            leave_folder(spec.run_dir)
+            os.close(lock)
+        if not self.server.assigned:
+            self.server.turn_away("the job could not start for the reason above")
+
+    def _spec(self) -> JobSpec:
         first = self.first
-        hosts, others = [JobHost(_host(self.own), len(first.here))], {}
-        offers: dict[str, HostOffer] = {}
-        for agent in sorted(joined, key=_first_slot):
-            others[len(hosts)] = host = self._awaited(agent, offers)
-            hosts.append(JobHost(host.name, len(_tasks(agent))))
-        spec = JobSpec(
+        return JobSpec(
             target=first.target,
             module=first.module,
             arguments=(),
@@ -286,30 +303,61 @@ class _TasksOfHost:
             timeout=TIMEOUT,
             run_dir=fresh_folder(Path("runs"), Path(first.target).stem, time.time()),
             backend=first.backend,
-            hosts=tuple(hosts),
         )
-        lock = claim_folder(spec.run_dir)
+
+    def _begin(
+        self,
+        spec: JobSpec,
+        listener: HostListener,
+        agents: AgentServer,
+        joined: Sequence[JoiningAgent],
+        workers: RendezvousWorkers,
+    ) -> None:
+        """Begin the job, whose hosts are complete."""
+        hosts, others = [JobHost(_host(self.own), len(self.first.here))], {}
+        offers: dict[str, HostOffer] = {}
+        for agent in sorted(joined, key=_first_slot):
+            others[len(hosts)] = host = self._awaited(agent, offers)
+            hosts.append(JobHost(host.name, len(_tasks(agent))))
+        spec = replace(spec, hosts=tuple(hosts))
         prepare = msgspec.structs.replace(first_message(spec, encrypted=True), environment={})
-        paths = RunPaths(spec.run_dir.absolute())
-        workers = RendezvousWorkers(self.server, paths)
-        try:
-            JobOnHosts(
-                spec,
-                prepare,
-                self.command,
-                console=self.terminals,
-                loop=self.loop,
-                here=ThisHost(0, listener, workers.facts(prepare, *listener.place)),
-                others=others,
-                by_hand=lambda job: workers.admitting(job, LocalOutput(self.terminals, paths)),
-                notifies=True,
-                accept=lambda newcomers: self._accept_later(agents, newcomers, offers),
-            ).run()
-        finally:
-            leave_folder(spec.run_dir)
-            os.close(lock)
-        if not self.server.assigned:
-            self.server.turn_away("the job could not start for the reason above")
+        JobOnHosts(
+            spec,
+            prepare,
+            self.command,
+            console=self.terminals,
+            loop=self.loop,
+            here=ThisHost(0, listener, workers.facts(prepare, *listener.place)),
+            others=others,
+            by_hand=workers,
+            notifies=True,
+            accept=lambda newcomers: self._accept_later(agents, newcomers, offers),
+        ).run()
+
+    def _take_over(
+        self,
+        spec: JobSpec,
+        listener: HostListener,
+        agents: AgentServer,
+        joined: Sequence[JoiningAgent],
+        workers: RendezvousWorkers,
+    ) -> None:
+        """Continue the job that other hosts run, whose coordinator was on this host and was lost."""
+        running = [agent for agent, _ in running_jobs(joined)]
+        new = [agent for agent in joined if agent not in running]
+        offers: dict[str, HostOffer] = {}
+        for agent in running:
+            self._awaited(agent, offers)
+        TakenOverJob(
+            spec,
+            len(self.first.here),
+            self.command,
+            self.terminals,
+            self.loop,
+            listener,
+            running,
+            workers,
+        ).run(lambda newcomers: self._accept_later(agents, newcomers, offers, new))
 
     def _awaited(self, agent: JoiningAgent, offers: dict[str, HostOffer]) -> AwaitedHost:
         assert agent.offer is not None
@@ -317,8 +365,14 @@ class _TasksOfHost:
         offers[name] = agent.offer
         return AwaitedHost(name, agent.channel, lambda: "its agent has ended")
 
-    def _accept_later(self, agents: AgentServer, newcomers: Newcomers, offers: dict[str, HostOffer]) -> None:
-        """Admit lost hosts whose tasks are started again while the job runs."""
+    def _accept_later(
+        self,
+        agents: AgentServer,
+        newcomers: Newcomers,
+        offers: dict[str, HostOffer],
+        there: Sequence[JoiningAgent] = (),
+    ) -> None:
+        """Admit lost hosts whose tasks are started again, or were already, while the job runs."""
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
             others = [(name, offers[name]) for name in newcomers.names if name in offers]
@@ -327,6 +381,8 @@ class _TasksOfHost:
         def take(agent: JoiningAgent) -> None:
             newcomers.consider(self._awaited(agent, offers), len(_tasks(agent)))
 
+        for agent in there:
+            take(agent)
         agents.pass_on(judge, take)
 
     # The other hosts.
@@ -340,9 +396,11 @@ class _TasksOfHost:
     def _join(self, folder: Path) -> bool:
         """Return whether a job has run."""
         with closing(self.listen()) as listener:
-            channel = self._connect()
-            if channel is None:
+            address = CoordinatorAddress(self.coordinator.address, self.credentials, self.loop)
+            connection = self._connect(address)
+            if connection is None:
                 return False
+            channel = address.channel(connection)
 
             def offer() -> None:
                 slots = tuple(sorted(self.server.waiting))
@@ -363,6 +421,8 @@ class _TasksOfHost:
                 joined=True,
                 waits=self.server.keep_waiting,
                 say=self.terminals.say,
+                address=address,
+                first=by_address(self.first),
             )
             try:
                 process.run()
@@ -377,14 +437,14 @@ class _TasksOfHost:
                 return False
             return True
 
-    def _connect(self) -> StreamChannel[RemoteReport, RemoteInstruction] | None:
-        """Return a channel to the coordinator; None if all processes of this host leave before."""
+    def _connect(self, address: CoordinatorAddress) -> socket.socket | None:
+        """Return a connection to the coordinator; None if all processes of this host leave before."""
 
         def tell() -> None:
             why = dialer.failure or self.failure
             self.server.keep_waiting(f"{self.coordinator}: {why}" if why else str(self.coordinator))
 
-        dialer = CoordinatorDialer(self.coordinator.address, self.credentials, self.loop, lambda: tell())
+        dialer = address.dial(lambda: tell())
         self.server.tell_of_changes(tell)
         with closing(dialer):
             tell()
@@ -392,9 +452,7 @@ class _TasksOfHost:
                 if self.server.is_empty:
                     return None
                 self._turn(None)
-        return StreamChannel.over(
-            connection, RemoteInstruction, self.credentials, accepted=False, most_queued=MOST_QUEUED
-        )
+            return connection
 
     def _pause(self) -> None:
         until = self.clock.now() + _PAUSE

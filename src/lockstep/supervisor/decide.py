@@ -3,7 +3,8 @@
 The first failure decides the exit status; failures that it causes in others (`PeerLostError`) never do.
 
 Once a worker has created a strategy, the job is elastic: the members continue without a lost worker in a new
-view, and compute its replicas too. When a script raises, the other workers get a moment to raise too.
+view, and compute its replicas too. When a script raises, the other workers get a moment to raise too. Before,
+a lost worker ends the job, because its script may fail on all; but the others continue without a lost host.
 
 A joiner runs the script alone up to the position of the members: it requests the position, runs up to it,
 and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
@@ -254,7 +255,7 @@ def _view_broken(state: State, event: ViewBroken, now: float) -> Decision:
 
 
 def _host_lost(state: State, event: HostLost, now: float) -> Decision:
-    """Continue an elastic job without the workers of a host, which are not replaced until a host has room."""
+    """Continue without the workers of a host, which are not replaced until a host has room."""
     gone = tuple(sorted(worker for worker in state.running if state.workers[worker].host == event.host))
     how = f"{event.reason}; lost {name_workers(gone)}" if gone else event.reason
     saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.given
@@ -274,8 +275,6 @@ def _host_lost(state: State, event: HostLost, now: float) -> Decision:
     if not state.active:
         return Decision(state, reason=f"{how}; the job is already ending")
     state = _unstuck(state)
-    if not state.elastic:
-        return _end(state, JobOutcome(1, how), now)
     if waits or members.intersection(state.members):
         return _next_view(state, how, now)
     return _loss_noted(state, how, reported=False)
