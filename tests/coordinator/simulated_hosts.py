@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
+from lockstep.hosts.coordinator_session import CoordinatorSession
 from lockstep.hosts.gathering import AwaitedHost
 from lockstep.hosts.keeper import ConnectedHost
 from lockstep.hosts.newcomers import Newcomers
@@ -351,7 +352,9 @@ class ManyHosts:
         self._ends = [log.close, self._command.close, lambda: os.close(null), self.loop.close]
 
     def _admit(self, host: ConnectedHost) -> None:
-        self.coordinator.add_host(host.as_remote(), host.workers, host.cores)
+        assert not isinstance(host.agent, CoordinatorSession | None)
+        agent = HostAgent(host.agent, host.name, host.peer, remote=True)
+        self.coordinator.add_host(agent, host.workers, host.cores)
 
     def arrive(self, seconds: float) -> None:
         """Let one more host join after `seconds`."""

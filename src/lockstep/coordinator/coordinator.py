@@ -433,6 +433,10 @@ class Coordinator:
             agent = self.agents[host]
             where = (agent.name, *agent.peer) if agent.peer is not None else ()
             members.append(HostMembers(host, workers, *where))
+        if self._view.number > 1 and not self._view.state:
+            # Hosts that are lost together cost one view, unless the last one had admitted joiners.
+            for agent in self.agents:
+                agent.withdraw(self._view)
         given = self._given if set(view.workers).difference(self._view.workers) else None
         state = given.number if given is not None else 0
         self._view = BeginView(view.number, tuple(members), reason, leaving, self.term, state)

@@ -70,6 +70,14 @@ class HostAgent:
             self.channel.send(instruction)
         self._waiting = 0
 
+    def withdraw(self, instruction: Instruction) -> None:
+        """Do not send an instruction, if it still waits."""
+        waits = list(islice(self.outbox, len(self.outbox) - self._waiting, None))
+        if instruction in waits:
+            self.outbox.remove(instruction)
+            self.sent -= 1
+            self._waiting -= 1
+
     def acknowledge(self, now: float) -> None:
         """Tell a remote agent which reports it need not keep; it also learns that this process lives."""
         self.owed, self.acknowledged = 0, now
