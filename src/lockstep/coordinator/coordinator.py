@@ -270,6 +270,8 @@ class Coordinator:
         self._stops_taken, self._stopped = record.stops, record.stops > 0
         self._outcome = record.outcome
         self._drop_output()
+        # The terminal of the last coordinator may have been slow; what it had not shown is lost with it.
+        self._tell_all(PauseOutput(()))
 
     def _commit(self) -> None:
         """Have the record of the job kept, then send what follows from it."""
