@@ -417,6 +417,30 @@ def test_instructions_follow_the_record_that_they_follow_from(make: Callable[[Re
     assert decode_record(last.record).outcome is not None
 
 
+def test_agents_know_at_once_that_the_job_survives_losses(
+    make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the loss of the coordinator's host just then would end the job."""
+    monkeypatch.setattr(coordinator, "ALIVE_EVERY", 3600.0)
+    workers = {0, 1, 2}
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(0):
+                return [WorkerSaid(0, EventReport(StrategyInstalled("jax")))]
+            case StartProcess():
+                return []
+            case KeepRecord(record=record) if decode_record(record).state.elastic:
+                left = sorted(workers)
+                workers.clear()
+                ends = [(WorkerSaid(worker, Finished()), ProcessExited(worker, 0)) for worker in left]
+                return [report for reports in ends for report in reports]
+        return well(host, instruction)
+
+    job = make(react)
+    assert job.coordinator.run() == 0, job.notes()
+
+
 def test_a_job_without_a_record_says_so_once(
     make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

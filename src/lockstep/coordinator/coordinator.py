@@ -364,11 +364,15 @@ class Coordinator:
 
     def _decide(self, event: job_events.Event) -> None:
         self._changed = True
-        decision = decide(self.state, event, self.clock.now())
+        now, was_elastic = self.clock.now(), self.state.elastic
+        decision = decide(self.state, event, now)
         if decision.actions:
             actions = tuple(type(action).__name__ for action in decision.actions)
             self.events.publish(run_events.DecisionMade(decision.reason, actions))
         self.state = decision.state
+        if self.state.elastic and not was_elastic and self._alive_due is not None:
+            # From now on the job survives the loss of this host: agents get the record without delay.
+            self._alive_due = self._send_due = now
         for action in decision.actions:
             self._act(action)
         self._drop_output()
