@@ -12,7 +12,7 @@ import pytest
 from lockstep.coordinator import coordinator
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
-from lockstep.coordinator.job_record import decode_record
+from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import StrategyInstalled, WorkerConnectedLate
@@ -46,6 +46,7 @@ from lockstep.protocol.host import (
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.worker import EventReport, Failed, Finished, HostMembers, JoinRequest
+from lockstep.supervisor.actions import JobOutcome
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -364,6 +365,17 @@ def test_workers_that_a_slow_terminal_does_not_show_do_not_wait(make: Callable[[
     assert (job.folder / "worker-2.log").read_bytes() == text
 
 
+def test_a_coordinator_that_takes_over_lets_all_workers_write(make: Callable[[Reaction], Job]) -> None:
+    """The last one may have asked them to wait for its terminal."""
+    job = make(well)
+    taker = job.coordinator
+    hosts = tuple(HostRecord(agent.name, agent.peer) for agent in taker.agents)
+    outcome = JobOutcome(1, "worker 0 failed")
+    taker.record = JobRecord(taker.spec, taker.state, hosts, BeginView(1, FIRST), outcome=outcome)
+    assert taker.run() == 1
+    assert PauseOutput(()) in job.to(1)
+
+
 def test_a_coordinator_that_was_stopped_gives_no_host_up(
     make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,3 +415,41 @@ def test_instructions_follow_the_record_that_they_follow_from(make: Callable[[Re
     assert record.state.view.workers == (0, 1, 2)
     last = [one for one in kept if isinstance(one, KeepRecord)][-1]
     assert decode_record(last.record).outcome is not None
+
+
+def test_agents_know_at_once_that_the_job_survives_losses(
+    make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the loss of the coordinator's host just then would end the job."""
+    monkeypatch.setattr(coordinator, "ALIVE_EVERY", 3600.0)
+    workers = {0, 1, 2}
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(0):
+                return [WorkerSaid(0, EventReport(StrategyInstalled("jax")))]
+            case StartProcess():
+                return []
+            case KeepRecord(record=record) if decode_record(record).state.elastic:
+                left = sorted(workers)
+                workers.clear()
+                ends = [(WorkerSaid(worker, Finished()), ProcessExited(worker, 0)) for worker in left]
+                return [report for reports in ends for report in reports]
+        return well(host, instruction)
+
+    job = make(react)
+    assert job.coordinator.run() == 0, job.notes()
+
+
+def test_a_job_without_a_record_says_so_once(
+    make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents drop the record that they have: it does not contain what follows."""
+    monkeypatch.setattr(coordinator, "_MOST_RECORDED", 100)
+    job, kept = make(well), list[KeepRecord]()
+    job.coordinator.keep = kept.append
+    assert job.coordinator.run() == 0
+    assert len(kept) > 1
+    assert {one.record for one in kept} == {b""}
+    note = "lockstep: the job is so large that no other coordinator can take over if this one is lost\n"
+    assert job.notes().count(note) == 1

@@ -1,12 +1,13 @@
-"""A training with checkpoints, in which workers end as the arguments say; prints the digest of the model.
+"""A training with checkpoints, in which workers end as the arguments say; prints the digest and the losses.
 
-    keeping_on_hosts.py [die:WORKER:EPOCH] [fail:EPOCH] [checkpoint:FOLDER] [lose:WORKER:PART] [slow] [csv]
-                        [best] [backup] [import]
+    keeping_on_hosts.py [die:WORKER:EPOCH] [fail:EPOCH] [hold:EPOCH] [checkpoint:FOLDER] [lose:WORKER:PART]
+                        [slow] [csv] [best] [backup] [import]
 
-`die` kills a worker at the end of an epoch, `fail` raises in all of them, and `checkpoint` saves checkpoints
-with a callback. While this callback copies a checkpoint, `lose` kills a worker, and with `slow` a disk does
-nothing until the workers have met three times. `csv` writes log.csv, `best` keeps the best epoch in
-best.keras and reads it in the end, `backup` saves backups, and `import` imports the module `own`.
+`die` kills a worker at the end of an epoch, `fail` raises in all of them, and with `hold` worker 0 writes the
+file `held` and waits to be killed. `checkpoint` saves checkpoints with a callback. While this callback copies
+a checkpoint, `lose` kills a worker, and with `slow` a disk does nothing until the workers have met three
+times. `csv` writes log.csv, `best` keeps the best epoch in best.keras and reads it in the end, `backup` saves
+backups, and `import` imports the module `own`.
 """
 
 import importlib
@@ -33,6 +34,9 @@ class Faults(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         if f"fail:{epoch}" in sys.argv:
             raise RuntimeError(f"epoch {epoch} fails")
+        if f"hold:{epoch}" in sys.argv and job.current().worker == 0:
+            Path("held").touch()
+            threading.Event().wait()
 
 
 def lose_at(part: int) -> None:
@@ -95,12 +99,12 @@ def main() -> None:
         callbacks.append(keras.callbacks.BackupAndRestore("backup"))
     if "import" in sys.argv:
         importlib.import_module("own")
-    model.fit(x, y, batch_size=16, epochs=6, verbose=0, callbacks=callbacks)
+    history = model.fit(x, y, batch_size=16, epochs=6, verbose=0, callbacks=callbacks).history["loss"]
     if "best" in sys.argv:
         with strategy.scope():
             model = keras.models.load_model("best.keras")
         model.fit(x, y, batch_size=16, verbose=0)
-    print("digest", lockstep.digest(model))
+    print("digest", lockstep.digest(model), *map(float.hex, history), sep="-")
 
 
 main()

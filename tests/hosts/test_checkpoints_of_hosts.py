@@ -1,6 +1,7 @@
 """Without a shared file system, a job resumes from the newest checkpoint of all hosts, with the same bits."""
 
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def start(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> Start:
 
 def digest(job: Running) -> str:
     assert job.end() == 0, job.err
-    (found,) = {line.split()[-1] for line in job.out.splitlines() if "digest " in line}
+    (found,) = {line.split("digest-")[-1] for line in job.out.splitlines() if "digest-" in line}
     return found
 
 
@@ -137,6 +138,38 @@ def test_a_job_that_hosts_join_resumes(hosts: Sequence[Host], start: Start) -> N
     assert digest(job) == wanted
     assert agent.end() == 0
     assert f"{second} steps, is on this host; copying it to 10.119.0.3\n" in job.err
+
+
+@pytest.mark.slow
+def test_a_job_that_is_taken_over_keeps_its_checkpoints(
+    hosts: Sequence[Host], start: Start, wanted: str
+) -> None:
+    """The next chief writes them on its host, and the job resumes from there, with the same history."""
+    key = JobKey.generate()
+    for host in hosts:
+        key.write(host.work / "job.key")
+    keyed = {"LOCKSTEP_KEY_FILE": "job.key"}
+    address = f"{hosts[0].address}:7000"
+    kept = ("--checkpoint", "kept", "--checkpoint-every", "2", "--max-restarts", "0")
+
+    def run(*arguments: str) -> Running:
+        return start(0, "--listen", address, "-n", "2", *kept, SCRIPT.name, *arguments, **keyed)
+
+    def join() -> Running:
+        return hosts[1].lockstep("agent", "--join", address, **keyed)
+
+    job, agent = run("hold:1", "fail:4"), join()
+    job.wait_until((hosts[0].work / "held").exists)
+    hosts[0].signal_all(signal.SIGKILL)
+    told = failed(run("hold:1", "fail:4"))
+    assert "taking over a job of 1 host whose coordinator was lost, in view 1" in told
+    assert agent.end() == 1
+    first, second = newest(hosts[0]), newest(hosts[1])
+    assert 0 < first < second
+    last, agent = run(), join()
+    assert digest(last) == wanted
+    assert agent.end() == 0
+    assert f"the newest checkpoint, after {second} steps, is on 10.119.0.2; copying it to" in last.err
 
 
 def test_each_host_has_the_files_of_callbacks_that_a_program_reads(

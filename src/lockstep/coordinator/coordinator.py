@@ -270,6 +270,8 @@ class Coordinator:
         self._stops_taken, self._stopped = record.stops, record.stops > 0
         self._outcome = record.outcome
         self._drop_output()
+        # The terminal of the last coordinator may have been slow; what it had not shown is lost with it.
+        self._tell_all(PauseOutput(()))
 
     def _commit(self) -> None:
         """Have the record of the job kept, then send what follows from it."""
@@ -362,11 +364,15 @@ class Coordinator:
 
     def _decide(self, event: job_events.Event) -> None:
         self._changed = True
-        decision = decide(self.state, event, self.clock.now())
+        now, was_elastic = self.clock.now(), self.state.elastic
+        decision = decide(self.state, event, now)
         if decision.actions:
             actions = tuple(type(action).__name__ for action in decision.actions)
             self.events.publish(run_events.DecisionMade(decision.reason, actions))
         self.state = decision.state
+        if self.state.elastic and not was_elastic and self._alive_due is not None:
+            # From now on the job survives the loss of this host: agents get the record without delay.
+            self._alive_due = self._send_due = now
         for action in decision.actions:
             self._act(action)
         self._drop_output()

@@ -301,9 +301,9 @@ class Keeper:
         for host in self.hosts:
             if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
                 self.loop.unwatch(host.agent.fileno())
-                if self._status is None and not self._left:
+                if not self._left and (self._status is None or not self.is_over):
                     # Otherwise, the agent would wait for another coordinator, which cannot come.
-                    host.agent.send(EndHost(0.0, status=LEFT_OUT))
+                    host.agent.send(EndHost(0.0, status=self._status or LEFT_OUT))
                 host.agent.close()
 
     # The command, and this host.

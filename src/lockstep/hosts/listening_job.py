@@ -19,7 +19,7 @@ from lockstep.hosts.job_on_hosts import (
     terminal_of,
 )
 from lockstep.hosts.newcomers import Newcomers
-from lockstep.hosts.takeover import TakenOverJob, running_jobs, wait_for_hosts
+from lockstep.hosts.takeover import LEFT_BEHIND, TakenOverJob, running_jobs, wait_for_hosts
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
@@ -152,7 +152,7 @@ def objection(agent: JoiningAgent, offer: HostOffer, others: Collection[str], ow
     if offer.workers < 1:
         return "it offers no worker"
     if offer.running is not None:
-        return "the job has continued without this host"
+        return LEFT_BEHIND
     if offer.first is not None:
         return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
     if own and agent.peer in (own, *others):

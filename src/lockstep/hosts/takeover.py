@@ -21,11 +21,15 @@ from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import SILENCE, HostReport, Instruction, KeepRecord, RunningJob, Stop
 from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.rendezvous import Rejected
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
 from lockstep.system.run_folder import sign_claim
+
+LEFT_BEHIND = "the job has continued without this host"
+"""Why an agent that ran the job cannot go on with it."""
 
 _SAME = ("target", "module", "arguments", "replicas", "seed")
 """The fields of a job that a command which continues it must give again."""
@@ -79,6 +83,14 @@ def wait_for_hosts(
         turn(left)
 
 
+def taking_part(
+    running: Sequence[tuple[JoiningAgent, RunningJob]], job: bytes, record: JobRecord
+) -> dict[int, JoiningAgent]:
+    """Return the agents of a job by their hosts, without those that its record does not count on."""
+    living = [host for host, known in enumerate(record.hosts) if not known.lost]
+    return {one.host: agent for agent, one in running if one.prepare.job == job and one.host in living}
+
+
 @dataclass(frozen=True)
 class TakenOverJob:
     """A job that continues with another coordinator.
@@ -119,13 +131,17 @@ class TakenOverJob:
             raise UnfitError("no host that has connected keeps the record of its job, so it cannot continue")
         kept, record = found
         self._check(record.spec)
-        prepare = running[0][1].prepare
+        prepare = next(job.prepare for _, job in running if job.kept == kept)
+        agents = taking_part(running, prepare.job, record)
+        for agent, _ in running:
+            if agent not in agents.values():
+                agent.channel.send(Rejected(LEFT_BEHIND, runs=True))
         # From now on, both ends use only these messages.
         channels = {
-            job.host: cast("Channel[Instruction, HostReport]", agent.channel) for agent, job in running
+            host: cast("Channel[Instruction, HostReport]", agent.channel) for host, agent in agents.items()
         }
         hosts = [
-            ConnectedHost(known.name, known.peer, 0, 0, None if known.lost else channels.get(index))
+            ConnectedHost(known.name, known.peer, 0, 0, channels.get(index))
             for index, known in enumerate(record.hosts)
         ]
         facts_of = own_facts if self.by_hand is None else self.by_hand.facts
@@ -176,9 +192,9 @@ class TakenOverJob:
             notifies=True,
             when_lost=newcomers.note_loss,
         )
-        agent = start_agent(local, spec.run_dir.name, session, self.loop, late=True, say=say)
+        here = start_agent(local, spec.run_dir.name, session, self.loop, late=True, say=say)
         accept(newcomers)
-        with closing(newcomers), closing(agent):
+        with closing(newcomers), closing(here):
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()
 

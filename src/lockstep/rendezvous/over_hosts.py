@@ -28,7 +28,7 @@ from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.job_on_hosts import JobOnHosts, ThisHost, first_message
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.hosts.newcomers import Newcomers
-from lockstep.hosts.takeover import TakenOverJob, running_jobs, wait_for_hosts
+from lockstep.hosts.takeover import LEFT_BEHIND, TakenOverJob, running_jobs, wait_for_hosts
 from lockstep.local_job.composition import LocalHost
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.credentials import Credentials
@@ -375,6 +375,8 @@ class _TasksOfHost:
         """Admit lost hosts whose tasks are started again, or were already, while the job runs."""
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+            if offer.running is not None:
+                return LEFT_BEHIND
             others = [(name, offers[name]) for name in newcomers.names if name in offers]
             return objection(self.first, offer, agent.peer, others)
 

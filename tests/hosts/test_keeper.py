@@ -1,0 +1,39 @@
+"""What keeps the connections of a job leaves no agent without a word."""
+
+import pytest
+
+from lockstep.hosts.keeper import ConnectedHost, Keeper
+from lockstep.observability.console import Console
+from lockstep.protocol.channel import Channel
+from lockstep.protocol.host import EndHost, HostReport, Instruction, KeepRecord, Stop
+from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.output import Sink
+from lockstep.transport.local_channel import LocalChannel
+
+
+def test_a_job_that_no_coordinator_can_continue_ends_on_all_hosts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Otherwise, its agents would wait for another coordinator until the limit."""
+    ends: tuple[Channel[Instruction, HostReport], Channel[HostReport, Instruction]] = LocalChannel.pair()
+    commands: tuple[Channel[Stop, Stop], Channel[Stop, Stop]] = LocalChannel.pair()
+    with EventLoop() as loop:
+        keeper = Keeper(
+            KeepRecord(0, 0, b""),
+            [ConnectedHost("node2", None, 1, 1, ends[0])],
+            commands[0],
+            loop,
+            SystemClock(),
+            Console(Sink(1), Sink(2), "all", 0),
+            "run",
+            set(),
+        )
+        assert keeper.run() == 2
+    assert keeper._process is not None
+    assert keeper._process.wait(60.0) == 2
+    assert "lockstep: no other coordinator can take over: " in capfd.readouterr().err
+    received = [ends[1].receive() for _ in range(3)]
+    assert EndHost(0.0, status=2) in received, received
+    for end in (*ends, *commands):
+        end.close()
