@@ -104,13 +104,16 @@ def listening(hosts: Sequence[Host], folder: Path) -> tuple[list[str], dict[str,
 
 
 def test_a_coordinator_that_is_started_again_by_hand(hosts: Sequence[Host], tmp_path: Path) -> None:
-    """All processes of its host are lost: the other hosts continue, and it joins them."""
+    """The command is lost, and with it all processes of its host: the others continue, and it joins them."""
     (address,), variables = listening(hosts, tmp_path)
     options = f"--listen {address} -n 3 --timeout 120"
     job = SteppingJob(hosts, options, 400, *PACED, **variables)
     agents = [host.lockstep("agent", "--join", address, **variables) for host in hosts[1:3]]
     job.running.wait_until(lambda: job.steps(0) > 3)
-    hosts[0].signal_all(signal.SIGKILL)
+    job.running.process.kill()
+    assert job.end() == -signal.SIGKILL
+    agents[0].wait_until(lambda: "the connection to the coordinator ended" in agents[0].err)
+    agents[0].wait_until(lambda: not hosts[0].processes())
     again = SteppingJob(hosts, options, 400, *PACED, run="again", **variables)
     again.running.wait_until(lambda: again.steps(3) > 1)
     again.hurry()

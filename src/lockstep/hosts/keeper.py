@@ -308,8 +308,9 @@ class Keeper:
         for host in self.hosts:
             if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
                 self.loop.unwatch(host.agent.fileno())
-                if self._status is None:
-                    # Otherwise, the agent would wait for another coordinator.
+                if self._status is None and not self._left:
+                    # Otherwise, the agent would wait for another coordinator, as it should if only the
+                    # command is lost: the same command takes the job over.
                     host.agent.send(EndHost(0.0, status=LEFT_OUT))
                 host.agent.close()
 
