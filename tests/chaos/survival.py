@@ -59,6 +59,8 @@ def main() -> None:
         Steps(),
         keras.callbacks.ModelCheckpoint(FOLDER / "{epoch}.weights.h5", save_weights_only=True),
         keras.callbacks.CSVLogger(FOLDER / "log.csv"),
+        # It adds the rate to the logs that the callbacks before it have got.
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
     ]
     data = {"validation_data": (x[:40], x[:40, :1]), "callbacks": callbacks, "verbose": 0}
     model.fit(x, x[:, :1], epochs=4, batch_size=24, **data)

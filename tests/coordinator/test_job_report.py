@@ -7,7 +7,7 @@ from lockstep.coordinator.job_report import JobSummary
     ("tally", "seconds", "line"),
     [
         (JobSummary(), 5.0, ""),
-        (JobSummary(steps=0), 5.0, "finished in 5.0 s: 0 steps on 2 workers"),
+        (JobSummary(steps=0), 5.0, "finished in 5.0 s on 2 workers"),
         (JobSummary(steps=1, model="m"), 42.4, "finished in 42 s: 1 step on 2 workers"),
         (
             JobSummary(1, 2, 3, 100, 120, "m", "1f3c"),

@@ -85,12 +85,6 @@ def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, key
     assert "the coordinator at node1:7000 did not answer in 1 s: node1:7000 refuses connections" in gone
 
 
-LOSSES = {
-    "the command": (0, signal.SIGKILL, -signal.SIGKILL, LEFT_OUT),
-    "stopped": (0, signal.SIGTERM, 143, 143),
-}
-
-
 def test_a_host_takes_the_place_of_a_lost_one(
     nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]
 ) -> None:
@@ -120,14 +114,12 @@ def test_a_host_takes_the_place_of_a_lost_one(
     assert agent.end() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_both_ends_end_together(nodes: Sequence[Host], begin: Begin, loss: str) -> None:
+def test_both_ends_end_together(nodes: Sequence[Host], begin: Begin) -> None:
     """The fixture checks that no process is left."""
-    victim, number, *statuses = LOSSES[loss]
-    job, agent = running = begin("-n 2", "", faults=["0:3:after apply:hold"])
+    job, agent = begin("-n 2", "", faults=["0:3:after apply:hold"])
     job.wait_until((nodes[0].work / "held-3").exists)
-    (commands := [one.process for one in running])[victim].send_signal(number)
-    assert [one.wait(300) for one in commands] == statuses, (job.err, agent.err)
+    job.process.send_signal(signal.SIGTERM)
+    assert ended(job, agent) == (143, 143), (job.err, agent.err)
 
 
 def test_a_script_that_fails_has_one_status(nodes: Sequence[Host], begin: Begin) -> None:

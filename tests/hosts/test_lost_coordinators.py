@@ -103,21 +103,17 @@ def listening(hosts: Sequence[Host], folder: Path) -> tuple[list[str], dict[str,
     return [f"{hosts[0].address}:4321"], {"LOCKSTEP_KEY_FILE": "job.key"}
 
 
-@pytest.mark.parametrize("first", ["all processes", "the process that watches"])
-def test_a_coordinator_that_is_started_again_by_hand(
-    hosts: Sequence[Host], tmp_path: Path, first: str
-) -> None:
-    """All processes of its host are lost, or end: the other hosts continue, and it joins them."""
+def test_a_coordinator_that_is_started_again_by_hand(hosts: Sequence[Host], tmp_path: Path) -> None:
+    """The command is lost, and with it all processes of its host: the others continue, and it joins them."""
     (address,), variables = listening(hosts, tmp_path)
     options = f"--listen {address} -n 3 --timeout 120"
     job = SteppingJob(hosts, options, 400, *PACED, **variables)
     agents = [host.lockstep("agent", "--join", address, **variables) for host in hosts[1:3]]
     job.running.wait_until(lambda: job.steps(0) > 3)
-    if first == "all processes":
-        hosts[0].signal_all(signal.SIGKILL)
-    else:
-        os.kill(job.running.process.pid, signal.SIGKILL)
-        agents[0].wait_until(lambda: not hosts[0].processes())
+    job.running.process.kill()
+    assert job.end() == -signal.SIGKILL
+    agents[0].wait_until(lambda: "the connection to the coordinator ended" in agents[0].err)
+    agents[0].wait_until(lambda: not hosts[0].processes())
     again = SteppingJob(hosts, options, 400, *PACED, run="again", **variables)
     again.running.wait_until(lambda: again.steps(3) > 1)
     again.hurry()

@@ -41,7 +41,8 @@ class Trained:
         self.optimizer = keras.optimizers.Adam(0.02)
         self.accuracy = keras.metrics.SparseCategoricalAccuracy()
         self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self.counter = tf.Variable(0, dtype=tf.int64)
+        self.saves = tf.train.Checkpoint(model=self.model)
+        self.counter = self.saves.save_counter
 
     def step(self, inputs: Any) -> Any:
         rows, labels = inputs
@@ -76,7 +77,7 @@ for loop in range(3):
         if (job.current().worker, loop, step) == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = float(trained.train(batches))
-        trained.counter.assign_add(1)
+        trained.saves.save(f"{job.current().context.folder}/of-{loop}")
         notes["losses"].append(loss)
         best[0] = min(best[0], loss)
 

@@ -46,9 +46,10 @@ class JobSummary:
         before = f", {self.before} of them before," if self.before else ""
         numbers = {"lost": self.lost, "joined": self.joined}
         changes = [f"{number} {what}" for what, number in numbers.items() if number]
-        steps, on = count(self.steps, "step"), count(workers, "worker")
+        # Lockstep does not count the steps of a custom loop that it does not drive.
+        steps = f": {count(self.steps, 'step')}{before}" if self.steps else ""
         changed = f" ({', '.join(changes)})" if changes else ""
-        parts = [f"finished in {_spoken(seconds)}: {steps}{before} on {on}{changed}"]
+        parts = [f"finished in {_spoken(seconds)}{steps} on {count(workers, 'worker')}{changed}"]
         if self.checkpoints:
             parts.append(count(self.checkpoints, "checkpoint"))
         if self.digest:

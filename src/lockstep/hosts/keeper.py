@@ -302,7 +302,8 @@ class Keeper:
             if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
                 self.loop.unwatch(host.agent.fileno())
                 if not self._left and (self._status is None or not self.is_over):
-                    # Otherwise, the agent would wait for another coordinator, which cannot come.
+                    # Otherwise, the agent would wait for another coordinator. If only the command is lost, it
+                    # should: the same command takes the job over.
                     host.agent.send(EndHost(0.0, status=self._status or LEFT_OUT))
                 host.agent.close()
 

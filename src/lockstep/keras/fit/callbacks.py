@@ -93,7 +93,9 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
         """Write a row, on the chief."""
         rows, self.rows = self.rows, self.rows + 1
         here = _with_chief()
-        job.current().as_chief(lambda: self._write(rows, epoch, logs))
+        # If this is repeated by another chief, later callbacks have changed `logs`.
+        as_of_now = dict(logs or {})
+        job.current().as_chief(lambda: self._write(rows, epoch, as_of_now))
         # Also if this worker was not on the chief's host before.
         self.here = self.here or here
 
