@@ -395,10 +395,12 @@ class ManyHosts:
             for end in self._ends:
                 end()
 
-    @property
-    def size(self) -> int:
-        """The number of workers of the newest view."""
-        return len(self.coordinator.state.view.workers)
+    def has(self, workers: int) -> bool:
+        """Whether the newest view has so many workers, and all living hosts have it."""
+        newest = self.coordinator.state.view
+        return len(newest.workers) == workers and all(
+            host.view is not None and host.view.number == newest.number for host in self.hosts if host.alive
+        )
 
     def finish(self) -> None:
         """Let the script end on all workers."""
