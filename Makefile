@@ -9,7 +9,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 export BACKENDS
 
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
-SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo test test-all check style types layers bench soak clean
 
