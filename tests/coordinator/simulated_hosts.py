@@ -262,6 +262,7 @@ class SimulatedHost:
             case Prepare():
                 self.tell(facts(self))
             case BeginView():
+                self.tell(KeepAlive(self._received))
                 self._begin_view(message)
             case StartProcess(worker, joins):
                 self.worker = worker

@@ -59,6 +59,11 @@ HOSTS = (JobHost("node1", 2), JobHost("node2", 1))
 PEERS = (PeerAddress("10.0.0.1", 4001, 11), PeerAddress("10.0.0.2", 4002, 12))
 FIRST = (HostMembers(0, (0, 1), "node1", *PEERS[0]), HostMembers(1, (2,), "node2", *PEERS[1]))
 
+FINISHING: list[HostReport] = [
+    report for worker in (0, 1) for report in (WorkerSaid(worker, Finished()), ProcessExited(worker, 0))
+]
+"""The reports of the first host if its workers succeed."""
+
 
 @dataclass
 class Job:
@@ -199,29 +204,36 @@ def test_the_end_of_output_over_a_slow_connection_is_waited_for(make: Callable[[
     assert "has not ended" not in job.notes()
 
 
-def test_the_loss_of_a_host_ends_the_job_with_its_name(make: Callable[[Reaction], Job]) -> None:
+def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartProcess(2):
             job.loop.unwatch(job.ends[1].fileno())
             job.ends[1].close()
+        if isinstance(instruction, BeginView) and instruction.number == 2:
+            return FINISHING
         return [] if isinstance(instruction, StartProcess) else well(host, instruction)
 
     job = make(react)
-    assert job.coordinator.run() == 1
-    assert "host node2 was lost: the connection to its agent is closed" in job.notes()
-    assert {SignalProcess(worker, signal.SIGTERM) for worker in (0, 1)} <= set(job.to(0))
+    assert job.coordinator.run() == 0
+    assert "host node2 was lost: the connection to its agent is closed; lost worker 2" in job.notes()
+    views = [one.hosts for one in job.to(0) if isinstance(one, BeginView)]
+    assert views == [FIRST, FIRST[:1]]
 
 
-def test_a_silent_host_ends_the_job_with_its_name(
+def test_a_silent_host_costs_its_workers(
     make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if host == 0 and isinstance(instruction, BeginView) and instruction.number == 2:
+            return FINISHING
+        return [] if isinstance(instruction, StartProcess) or host == 1 else well(host, instruction)
+
     monkeypatch.setattr(coordinator, "ALIVE_EVERY", 0.001)
-    job = make(lambda host, one: [] if isinstance(one, StartProcess) or host == 1 else well(host, one))
-    monkeypatch.setattr(coordinator, "_END_PATIENCE", 0.01)
+    job = make(react)
     # Each look at the clock takes a tenth of a second.
     looks = itertools.count()
     monkeypatch.setattr(job.clock, "now", lambda: next(looks) / 10)
-    assert job.coordinator.run() == 1
+    assert job.coordinator.run() == 0
     assert f"host node2 has been silent for {SILENCE:g} s" in job.notes()
 
 

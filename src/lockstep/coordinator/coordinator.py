@@ -160,7 +160,7 @@ class Coordinator:
     _serial: int = 0
     _changed: bool = True
     _owing: list[HostAgent] = field(default_factory=list)
-    _queue: list[HostAgent] = field(default_factory=list)
+    _queue: dict[HostAgent, None] = field(default_factory=dict)
     _record_due: float = 0.0
     _admin: AdminSocket | None = None
     _admin_descriptor: int | None = None

@@ -48,7 +48,7 @@ class HostAgent:
     received: int = 0
     sent: int = 0
     outbox: deque[Instruction] = field(default_factory=deque)
-    queue: "list[HostAgent]" = field(default_factory=list)
+    queue: "dict[HostAgent, None]" = field(default_factory=dict)
     owed: int = 0
     acknowledged: float = 0.0
     _waiting: int = 0
@@ -61,8 +61,7 @@ class HostAgent:
         self.outbox.append(instruction)
         self.sent += 1
         self._waiting += 1
-        if self._waiting == 1:
-            self.queue.append(self)
+        self.queue[self] = None
 
     def flush(self) -> None:
         """Send the instructions that wait."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lockstep.coordinator.job_report import JobSummary
 from lockstep.protocol.host import BeginView, Instruction, KeepRecord, PeerAddress, StateSource
@@ -75,9 +76,32 @@ class JobRecord(msgspec.Struct, frozen=True):
     since: float = 0.0
 
 
+class PackedRecord(msgspec.Struct, frozen=True):
+    """A record in which an instruction that many agents may not have, such as a view, occurs once.
+
+    Attributes:
+        record: without its view and its outboxes.
+        instructions: the view, then those of the outboxes.
+        outboxes: of the hosts, as indexes of instructions.
+    """
+
+    record: JobRecord
+    instructions: tuple[Instruction, ...]
+    outboxes: tuple[tuple[int, ...], ...]
+
+
 def encode_record(record: JobRecord) -> bytes:
     """Return the bytes of a record."""
-    return msgspec.msgpack.encode(record, enc_hook=_encode_other)
+    instructions: dict[int, Instruction] = {id(record.view): record.view}
+    for host in record.hosts:
+        instructions.update((id(one), one) for one in host.outbox)
+    index = {identity: number for number, identity in enumerate(instructions)}
+    outboxes = tuple(tuple(index[id(one)] for one in host.outbox) for host in record.hosts)
+    hosts = tuple(replace(host, outbox=()) for host in record.hosts)
+    rest = replace(record, view=BeginView(0, ()), hosts=hosts)
+    return msgspec.msgpack.encode(
+        PackedRecord(rest, tuple(instructions.values()), outboxes), enc_hook=_encode_other
+    )
 
 
 def decode_record(data: bytes) -> JobRecord:
@@ -87,9 +111,17 @@ def decode_record(data: bytes) -> JobRecord:
         ValueError: the data is no such record.
     """
     try:
-        return msgspec.msgpack.decode(data, type=JobRecord, dec_hook=_decode_other)
-    except msgspec.DecodeError as error:
+        packed = msgspec.msgpack.decode(data, type=PackedRecord, dec_hook=_decode_other)
+        hosts = tuple(
+            replace(host, outbox=tuple(packed.instructions[number] for number in outbox))
+            for host, outbox in zip(packed.record.hosts, packed.outboxes, strict=True)
+        )
+        view = packed.instructions[0]
+    except (msgspec.DecodeError, IndexError, ValueError) as error:
         raise ValueError(f"no record of a job: {error}") from None
+    if not isinstance(view, BeginView):
+        raise ValueError("no record of a job: it has no view")
+    return replace(packed.record, view=view, hosts=hosts)
 
 
 def newest(kept: Iterable[KeepRecord | None]) -> KeepRecord | None:

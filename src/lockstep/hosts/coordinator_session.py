@@ -9,6 +9,7 @@ from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     UNNUMBERED,
     AgentStanding,
+    BeginView,
     HostReport,
     Instruction,
     KeepAlive,
@@ -118,6 +119,9 @@ class CoordinatorSession:
                     return message
                 case _:
                     self._received += 1
+                    if isinstance(message, BeginView):
+                        # The record contains the large instructions that agents have not acknowledged.
+                        self.keep_alive()
                     return message
         return PeerGone() if self._ended else None
 
