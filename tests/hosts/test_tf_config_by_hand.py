@@ -142,7 +142,8 @@ def test_refusals(start: Start, hosts: Sequence[Host]) -> None:
 
 def test_lost_coordinators(start: Start, hosts: Sequence[Host]) -> None:
     """Another one takes over; if that of the first task is lost with it, the task is started again."""
-    workers = [start(1, 0, "0:3:after apply:crawl"), start(2, 1), start(2, 2)]
+    crawls = [f"{worker}:3:after apply:crawl" for worker in (0, 1)]
+    workers = [start(1, 0, *crawls), start(2, 1, *crawls), start(2, 2, *crawls)]
     workers[0].wait_until(lambda: "made 4" in workers[0].out)
     (coordinator,) = hosts[0].matching("hosts.coordinator_process")
     os.kill(coordinator, signal.SIGKILL)
@@ -152,6 +153,7 @@ def test_lost_coordinators(start: Start, hosts: Sequence[Host]) -> None:
     workers[1].wait_until(lambda: "training continues while no worker is lost, and ends on" in workers[1].err)
     again = start(1, 0)
     again.wait_until(lambda: "made " in again.out)
+    (hosts[1].work / "fast").touch()
     assert "taking over a job of 1 host whose coordinator was lost, in view 1" in again.err
     assert "lost worker 0; start it again and it joins; workers 1 and 2 continue (view 2)" in again.err
     assert "the job is running; worker 0 restarts the script as worker 3" in again.err
