@@ -1,4 +1,6 @@
 import ast
+import contextlib
+import gc
 import os
 import re
 import signal
@@ -50,6 +52,26 @@ def _ctrl_c_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def _descriptors() -> set[tuple[int, int, int]]:
+    """Return the open descriptors, each with the device and inode of its file: numbers are used again."""
+    gc.collect()
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        # The descriptor of the folder itself is closed by now.
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(path.name))
+            found.add((int(path.name), status.st_dev, status.st_ino))
+    return found
+
+
+@pytest.fixture
+def closes_descriptors() -> Iterator[None]:
+    """Checks that a test leaves no descriptor open. Meanwhile, some of earlier tests may be closed."""
+    before = _descriptors()
+    yield
+    assert not _descriptors() - before
 
 
 @pytest.fixture(scope="session")

@@ -208,7 +208,7 @@ def test_clients_that_disconnect_leave_no_descriptors(sockets: AdminSockets) -> 
     assert is_readable(admin)
     admin.serve()
     assert not is_readable(admin)
-    assert descriptors() == before
+    assert not descriptors() - before
     assert sockets.requests == [StatusRequest(), StatusRequest()]
 
 
@@ -334,7 +334,7 @@ def test_a_job_without_a_free_name_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("lockstep.coordinator.admin_socket._MOST_NUMBER", 0)
     with pytest.raises(UnfitError, match="cannot open the admin socket of job a: Address already in use"):
         AdminSocket.open("a", lambda request: STATUS)
-    assert descriptors() == before
+    assert not descriptors() - before
 
 
 def test_a_closed_socket_leaves_no_name_and_no_descriptors(sockets: AdminSockets) -> None:
@@ -349,7 +349,7 @@ def test_a_closed_socket_leaves_no_name_and_no_descriptors(sockets: AdminSockets
     assert admin.name not in names()
     for client in (silent, unseen):
         client.close()
-    assert descriptors() == before
+    assert not descriptors() - before
 
 
 def test_workers_inherit_no_descriptors(sockets: AdminSockets) -> None:

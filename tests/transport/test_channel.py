@@ -6,7 +6,6 @@ import os
 import select
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,11 +109,6 @@ def is_readable(channel: Channel[Any, Any]) -> bool:
     return bool(poll.poll(0))
 
 
-def open_descriptors() -> int:
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def memory(text: bytes) -> Attachment:
     descriptor = os.memfd_create("test")
     os.write(descriptor, text)
@@ -168,9 +162,9 @@ def test_send_to_a_closed_peer_returns_false(ends: Ends) -> None:
     assert not one.send(Started())
 
 
+@pytest.mark.usefixtures("closes_descriptors")
 def test_the_receiver_owns_its_descriptor_of_an_attachment(local_ends: Ends) -> None:
     one, other = local_ends
-    before = open_descriptors()
     sent = memory(b"state")
     assert one.send(StateReply(1, True, sent))
     received = other.receive()
@@ -184,17 +178,15 @@ def test_the_receiver_owns_its_descriptor_of_an_attachment(local_ends: Ends) -> 
     assert not os.get_inheritable(descriptor)
     os.close(descriptor)
     del received
-    assert open_descriptors() == before
 
 
+@pytest.mark.usefixtures("closes_descriptors")
 def test_unreferenced_attachments_are_closed(local_ends: Ends) -> None:
     one, other = local_ends
-    before = open_descriptors()
     for _ in range(5):
         one.send(StateReply(1, True, memory(b"")))
     for _ in range(5):
         other.receive()
-    assert open_descriptors() == before
 
 
 @pytest.fixture

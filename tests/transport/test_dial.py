@@ -1,7 +1,6 @@
 """Blocking connections between hosts: both directions, and every way in which one fails."""
 
 import contextlib
-import gc
 import re
 import select
 import socket
@@ -9,7 +8,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -117,16 +115,7 @@ def test_a_one_way_connection_loses_nothing_at_its_end(server: socket.socket) ->
             assert len(received) == 50_000
 
 
-@pytest.fixture
-def descriptors() -> Iterator[None]:
-    """Checks that a test leaves no descriptor open."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    yield
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_a_host_where_nothing_listens_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         where = address(closed)
@@ -151,7 +140,7 @@ def test_a_host_that_is_reached_later_is_no_failure() -> None:
             pass
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_a_host_that_drops_packets_is_named() -> None:
     # The kernel drops the packets of connections that its full queue has no room for.
     with socket.socket() as full, contextlib.ExitStack() as queued:
@@ -166,7 +155,7 @@ def test_a_host_that_drops_packets_is_named() -> None:
             dial(address(full), LANE, CREDENTIALS, LONG, reach=SHORT)
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_an_unreachable_or_unknown_host_is_named() -> None:
     with pytest.raises(NetworkError, match=r"cannot connect to 255\.255\.255\.255:9: .*; firewalls between"):
         connect("255.255.255.255:9", LANE, None, LONG)
@@ -176,7 +165,7 @@ def test_an_unreachable_or_unknown_host_is_named() -> None:
         connect("127.0.0.1", LANE, None, LONG)
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_does_not_accept_is_named(server: socket.socket, kind: str) -> None:
     why = rf"{address(server)} is connected, but its worker did not accept the connection within 0\.05 s"
@@ -184,7 +173,7 @@ def test_a_worker_that_does_not_accept_is_named(server: socket.socket, kind: str
         dial(address(server), LANE, KINDS[kind], SHORT)
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_listener_that_closes_the_connection_is_named(server: socket.socket, kind: str) -> None:
@@ -203,7 +192,7 @@ def test_a_listener_that_closes_the_connection_is_named(server: socket.socket, k
         )
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_an_expired_key_is_named_before_anything_is_sent(server: socket.socket) -> None:
     for encrypted in (True, False):
         expired = JobKey(KEY.secret, int(time.time()) - 10).mint(encrypted=encrypted)
@@ -214,7 +203,7 @@ def test_an_expired_key_is_named_before_anything_is_sent(server: socket.socket) 
         server.accept()
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_a_wait_ends_when_its_check_raises(server: socket.socket) -> None:
     """The wait for the other worker is checked in short intervals, so a view change ends it."""
 
@@ -255,7 +244,7 @@ def both(server: socket.socket, one: Credentials, other: Credentials) -> tuple[s
     return str(found[0]), str(found[1])
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_strangers_are_refused_by_both_workers(server: socket.socket) -> None:
     stranger = JobKey.generate().mint()
     careless = msgspec.structs.replace(stranger, authority=CREDENTIALS.authority)
@@ -267,7 +256,7 @@ def test_strangers_are_refused_by_both_workers(server: socket.socket) -> None:
             )
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_an_expired_certificate_is_refused_by_both_workers(server: socket.socket) -> None:
     expired = JobKey(KEY.secret, int(time.time()) - 10).mint()
     shown = msgspec.structs.replace(expired, expires=KEY.expires)
@@ -275,7 +264,7 @@ def test_an_expired_certificate_is_refused_by_both_workers(server: socket.socket
         assert "the key of the job has expired" in error
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_a_worker_that_accepts_names_what_is_wrong(server: socket.socket) -> None:
     def accepted(data: bytes, ends: bool, patience: float) -> str:
         with connect(address(server), LANE, None, LONG) as here:
@@ -297,7 +286,7 @@ def test_a_worker_that_accepts_names_what_is_wrong(server: socket.socket) -> Non
     )
 
 
-@pytest.mark.usefixtures("descriptors")
+@pytest.mark.usefixtures("closes_descriptors")
 def test_a_worker_that_ended_before_its_connection_was_accepted_is_named(server: socket.socket) -> None:
     for credentials in (None, CREDENTIALS):
         with connect(address(server), LANE, None, LONG) as here:

@@ -1,8 +1,6 @@
 """The contract `StateTransport`, tested for every implementation, and further tests of `MemoryTransport`."""
 
-import gc
 import os
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -24,12 +22,6 @@ ARRAYS = {
 CONTENTS = Contents(7, {"figure": float("nan"), "nested": {"a": [1, "é", None]}}, ARRAYS)
 
 
-def descriptors() -> int:
-    # Otherwise the collector could close descriptors of other tests between two counts.
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @pytest.fixture(params=[MemoryTransport, FakeTransport], ids=["memory", "fake"])
 def transport(request: pytest.FixtureRequest) -> StateTransport:
     made: StateTransport = request.param()
@@ -46,9 +38,9 @@ def assert_equal(found: Contents, contents: Contents) -> None:
         assert not other.flags.writeable or not other.size
 
 
+@pytest.mark.usefixtures("closes_descriptors")
 @pytest.mark.parametrize("prepared", ["nothing", "equal contents", "smaller contents"])
 def test_fetched_contents_equal_the_published_ones(transport: StateTransport, prepared: str) -> None:
-    before = descriptors()
     if prepared != "nothing":
         transport.prepare(CONTENTS if prepared == "equal contents" else Contents(0, {}, {}))
     published = transport.publish(CONTENTS)
@@ -57,7 +49,6 @@ def test_fetched_contents_equal_the_published_ones(transport: StateTransport, pr
     # The mappings do not hold descriptors.
     del published
     transport.forget()
-    assert descriptors() == before
 
 
 def test_a_later_publication_does_not_change_an_earlier_one(transport: StateTransport) -> None:
@@ -79,8 +70,8 @@ def test_an_unused_preparation_is_kept() -> None:
     transport.forget()
 
 
+@pytest.mark.usefixtures("closes_descriptors")
 def test_unused_memory_is_freed() -> None:
-    before = descriptors()
     for _ in range(5):
         memory = memory_for(CONTENTS)
         memory.make_ready()
@@ -89,14 +80,12 @@ def test_unused_memory_is_freed() -> None:
         assert memory._thread is not None
         memory._thread.join()
     del memory
-    assert descriptors() == before
 
 
+@pytest.mark.usefixtures("closes_descriptors")
 def test_too_little_memory_raises() -> None:
-    before = descriptors()
     with pytest.raises(CheckpointError, match="does not fit into memory: it needs"):
         StateMemory(2**62).fill(CONTENTS)
-    assert descriptors() == before
 
 
 def test_unsupported_arrays_raise() -> None:
