@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.coordinator.admin_client import running_jobs, send, table, wait_until_gone
-from lockstep.coordinator.admin_socket import AdminSocket, address
+from lockstep.coordinator.admin_socket import AdminSocket, address, take_name
 from lockstep.errors import ConfigError
 from lockstep.protocol.admin import (
     MAX_PACKET,
@@ -61,7 +61,7 @@ class PlayedJob:
     """A job whose coordinator is a thread; a stop request ends it."""
 
     def __init__(self, name: str, since: float) -> None:
-        self.admin = AdminSocket.open(name, self.answer)
+        self.admin = AdminSocket.over(take_name(name), self.answer)
         self.requests: list[AdminRequest] = []
         self.since = since
         self.wanted = 3
@@ -108,7 +108,7 @@ class Jobs:
 
     def play_silent(self, suffix: str = "") -> AdminSocket:
         """Open an admin socket that no process serves."""
-        admin = AdminSocket.open(self.name + suffix, pytest.fail)
+        admin = AdminSocket.over(take_name(self.name + suffix), pytest.fail)
         self.opened.append(admin)
         return admin
 

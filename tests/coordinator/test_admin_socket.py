@@ -1,5 +1,6 @@
 """A job's admin socket answers requests, and no client can harm the job."""
 
+import contextlib
 import itertools
 import os
 import resource
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.coordinator.admin_socket import MOST_OPEN, AdminSocket, address
+from lockstep.coordinator.admin_socket import MOST_OPEN, AdminSocket, address, take_name
 from lockstep.errors import UnfitError
 from lockstep.protocol.admin import (
     MAX_PACKET,
@@ -46,8 +47,8 @@ GARBAGE = {
 }
 OPENS_AND_STAYS = """
 import signal, sys
-from lockstep.coordinator.admin_socket import AdminSocket
-admin = AdminSocket.open(sys.argv[1], print)
+from lockstep.coordinator.admin_socket import AdminSocket, take_name
+admin = AdminSocket.over(take_name(sys.argv[1]), print)
 print(admin.name, flush=True)
 signal.pause()
 """
@@ -86,7 +87,7 @@ class AdminSockets:
         self, name: str | None = None, answer: Callable[[AdminRequest], Reply] | None = None, **options: Any
     ) -> AdminSocket:
         self.opened.append(
-            AdminSocket.open(self.name if name is None else name, answer or self.answer, **options)
+            AdminSocket.over(take_name(self.name if name is None else name), answer or self.answer, **options)
         )
         return self.opened[-1]
 
@@ -333,7 +334,7 @@ def test_a_job_without_a_free_name_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     before = descriptors()
     monkeypatch.setattr("lockstep.coordinator.admin_socket._MOST_NUMBER", 0)
     with pytest.raises(UnfitError, match="cannot open the admin socket of job a: Address already in use"):
-        AdminSocket.open("a", lambda request: STATUS)
+        take_name("a")
     assert not descriptors() - before
 
 
@@ -350,6 +351,28 @@ def test_a_closed_socket_leaves_no_name_and_no_descriptors(sockets: AdminSockets
     for client in (silent, unseen):
         client.close()
     assert not descriptors() - before
+
+
+@pytest.mark.usefixtures("closes_descriptors")
+def test_clients_wait_for_the_next_process_that_takes_requests() -> None:
+    with contextlib.ExitStack() as ends:
+        listener = ends.enter_context(take_name(f"lasting-{os.getpid()}"))
+        clients = [ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(3)]
+        killed = AdminSocket.over(listener.dup(), pytest.fail)
+        clients[0].connect(address(killed.name))
+        clients[0].send(encode(StatusRequest()))
+        # As the kernel does it.
+        killed._listener.close()
+        killed._arrivals.close()
+        following = AdminSocket.over(listener.dup(), lambda request: STATUS)
+        following.serve()
+        assert decode_reply(clients[0].recv(MAX_PACKET)) == STATUS
+        clients[1].connect(address(following.name))
+        following.close()
+        # Though this process has the listener.
+        assert clients[1].recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            clients[2].connect(address(following.name))
 
 
 def test_workers_inherit_no_descriptors(sockets: AdminSockets) -> None:

@@ -66,6 +66,7 @@ def test_the_official_client_knows_every_field_and_its_type(export: Export) -> N
     assert JobKey.parse(secret["stringData"]["job.key"], "the secret").secret
     spec = job["spec"]
     assert (spec["completions"], spec["parallelism"]) == (2, 2)
+    assert spec["podReplacementPolicy"] == "Failed"
     pod = spec["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert pod["terminationGracePeriodSeconds"] == 130

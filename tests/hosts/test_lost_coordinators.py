@@ -22,13 +22,17 @@ def coordinator(host: Host) -> int | None:
     return next(iter(host.matching("lockstep.hosts.coordinator_process")), None)
 
 
-def replace_coordinator(job: SteppingJob, host: Host) -> None:
-    """Kill the coordinator, and wait until another one has taken over."""
-    terms = len(job.events("coordinator"))
+def kill_coordinator(job: SteppingJob, host: Host) -> None:
     job.running.wait_until(lambda: coordinator(host) is not None)
     pid = coordinator(host)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+
+def replace_coordinator(job: SteppingJob, host: Host) -> None:
+    """Kill the coordinator, and wait until another one has taken over."""
+    terms = len(job.events("coordinator"))
+    kill_coordinator(job, host)
     job.running.wait_until(lambda: len(job.events("coordinator")) > terms)
 
 
@@ -63,10 +67,10 @@ def test_lost_together_with_workers(hosts: Sequence[Host]) -> None:
 
 @pytest.mark.parametrize("first", ["stop", "scale"])
 def test_commands_of_other_terminals(hosts: Sequence[Host], first: str) -> None:
-    """They reach the coordinator that has taken over, and what they have begun is completed."""
+    """They wait for the coordinator that takes over, and what they have begun is completed."""
     job = SteppingJob(hosts, "--hosts node1,node2:2", 400, *PACED)
     job.running.wait_until(lambda: job.steps(2) > 3)
-    replace_coordinator(job, hosts[0])
+    kill_coordinator(job, hosts[0])
     if first == "scale":
         scaled = hosts[0].lockstep("scale", "run", "4")
         assert scaled.end() == 0, scaled.err

@@ -59,35 +59,30 @@ class AdminSocket:
         self._silent: list[socket.socket] = []
 
     @classmethod
-    def open(
+    def over(
         cls,
-        wanted: str,
+        listener: socket.socket,
         answer: Callable[[AdminRequest], Reply],
         trusts: Callable[[socket.socket], bool] = is_of_this_user,
     ) -> "AdminSocket":
-        """Take the name `wanted`, or a similar one if it is too long, cannot be typed or is in use.
+        """Take the requests to a job.
 
         Args:
-            wanted: the name of the job.
+            listener: which has the name of the job, see `take_name`; belongs to the result.
             answer: carries out a request and returns the reply; must not block, or close this socket.
             trusts: whether to read from a client.
 
         Raises:
-            UnfitError: no socket can be opened, or no name is free.
+            UnfitError: this process has too many descriptors.
         """
+        name = listener.getsockname().removeprefix(address("")).decode()
         try:
-            with contextlib.ExitStack() as undo:
-                listener = undo.enter_context(
-                    socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-                )
-                name = _bind(listener, wanted)
-                listener.listen(_BACKLOG)
-                arrivals = undo.enter_context(select.epoll())
-                # Edge-triggered: a client that cannot be accepted must not cause a busy loop.
-                arrivals.register(listener, _ARRIVES)
-                undo.pop_all()
+            arrivals = select.epoll()
         except OSError as error:
-            raise UnfitError(f"cannot open the admin socket of job {wanted}: {error.strerror}") from None
+            listener.close()
+            raise _unopened(name, error) from None
+        # Edge-triggered: a client that cannot be accepted must not cause a busy loop.
+        arrivals.register(listener, _ARRIVES)
         return cls(name, listener, arrivals, answer, trusts)
 
     def fileno(self) -> int:
@@ -109,9 +104,14 @@ class AdminSocket:
         self._arrivals.modify(self._listener, _ARRIVES)
 
     def close(self) -> None:
-        """Release the name, and disconnect all clients without a reply."""
+        """Take no more requests, and disconnect all clients without a reply."""
         while self._silent:
             self._drop(self._silent[0])
+        # Another process may have the listener too; its clients need not wait until that one ends.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+            while True:
+                self._listener.accept()[0].close()
         self._listener.close()
         self._arrivals.close()
 
@@ -159,7 +159,33 @@ class AdminSocket:
         connection.close()
 
 
-def _bind(listener: socket.socket, wanted: str) -> str:
+def take_name(wanted: str) -> socket.socket:
+    """Take the name `wanted` for a job, or a similar one if it is too long, cannot be typed or is in use.
+
+    Returns:
+        A socket that has the name, and where clients can connect.
+
+    Raises:
+        UnfitError: no socket can be opened, or no name is free.
+    """
+    try:
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(
+                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            )
+            _bind(listener, wanted)
+            listener.listen(_BACKLOG)
+            undo.pop_all()
+    except OSError as error:
+        raise _unopened(wanted, error) from None
+    return listener
+
+
+def _unopened(wanted: str, error: OSError) -> UnfitError:
+    return UnfitError(f"cannot open the admin socket of job {wanted}: {error.strerror}")
+
+
+def _bind(listener: socket.socket, wanted: str) -> None:
     for name in itertools.islice(_names(plain(wanted) or "job"), _MOST_NUMBER):
         try:
             listener.bind(address(name))
@@ -167,7 +193,7 @@ def _bind(listener: socket.socket, wanted: str) -> str:
             if error.errno != errno.EADDRINUSE:
                 raise
         else:
-            return name
+            return
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 

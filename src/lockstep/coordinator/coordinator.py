@@ -5,6 +5,7 @@ instructions to the agent, shows messages to the user and publishes events.
 """
 
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.coordinator.admin_socket import AdminSocket
+from lockstep.coordinator.admin_socket import AdminSocket, take_name
 from lockstep.coordinator.file_conflicts import FileConflicts
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
@@ -143,6 +144,7 @@ class Coordinator:
         notifies: whether the agents of other hosts show the notes of this process.
         term: of this coordinator; each one that takes over a job has a higher one.
         record: of the job that this coordinator takes over; None for a new job.
+        requests: where other terminals connect; None to take the name of the run folder.
     """
 
     spec: JobSpec
@@ -160,6 +162,7 @@ class Coordinator:
     notifies: bool = False
     term: int = 1
     record: JobRecord | None = None
+    requests: socket.socket | None = None
     _serial: int = 0
     _changed: bool = True
     _owing: list[HostAgent] = field(default_factory=list)
@@ -571,7 +574,7 @@ class Coordinator:
 
     def _open_admin(self) -> None:
         try:
-            self._admin = AdminSocket.open(self.paths.root.name, self._answer)
+            self._admin = AdminSocket.over(self.requests or take_name(self.paths.root.name), self._answer)
         except LockstepError as error:
             self._warn(f"remote control is unavailable: {error}")
             return

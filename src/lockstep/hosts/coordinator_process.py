@@ -223,6 +223,7 @@ class CoordinatorProcess:
                 notifies=first.notifies,
                 term=first.term,
                 record=record if has_begun else None,
+                requests=_listener(first.requests),
             )
             self.loop.before_each_wait(lambda: self._tend(coordinator))
             self.loop.watch(self.keeper.fileno(), lambda: self._hear(coordinator, user))
@@ -273,6 +274,10 @@ def _channel(host: HostChannel) -> AgentChannel:
         return gone()
     connection = socket.socket(fileno=host.channel.take())
     return StreamChannel.over(connection, HostReport, None, accepted=False, most_queued=MOST_QUEUED)
+
+
+def _listener(requests: Attachment | None) -> socket.socket | None:
+    return None if requests is None or requests.is_missing else socket.socket(fileno=requests.take())
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:

@@ -134,6 +134,8 @@ class IndexedJob:
                 "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
                 "backoffLimitPerIndex": _RETRIES,
                 "podFailurePolicy": {"rules": self._failure_rules},
+                # The default with a failure policy, and essential: two pods 0 would be two coordinators.
+                "podReplacementPolicy": "Failed",
                 "template": {"spec": self._pod},
             },
         }

@@ -4,6 +4,7 @@ The agents of other hosts are connected to this process, and the agent of this h
 coordinator is lost, this process starts another one, which takes over; no worker notices.
 """
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -12,9 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
+from lockstep.coordinator.admin_socket import take_name
 from lockstep.errors import UnfitError
 from lockstep.hosts.coordinator_session import CoordinatorSession
 from lockstep.observability.console import Console
@@ -112,6 +115,7 @@ class Keeper:
     is_over: bool = field(default=False, init=False)
     _process: "subprocess.Popen[bytes] | None" = None
     _coordinator: PacketChannel[CoordinatorCommand, CoordinatorReport] | None = None
+    _requests: socket.socket | None = None
     _pidfd: int = -1
     _status: int | None = None
     _stops: list[Stop] = field(default_factory=list)
@@ -131,6 +135,10 @@ class Keeper:
         """
         self.loop.watch(self.command.fileno(), self._hear_command)
         self.loop.before_each_wait(self._tend)
+        # The name of the job outlives a coordinator: its clients wait for the next one. Without the name, the
+        # coordinator says why.
+        with contextlib.suppress(UnfitError):
+            self._requests = take_name(Path(self.run_dir).absolute().name)
         try:
             self._start()
             while self._status is None and not self._left:
@@ -165,7 +173,8 @@ class Keeper:
         self.loop.watch(self._pidfd, self._see_exit)
         self.loop.watch(self._coordinator.fileno(), self._hear_coordinator)
         kept, record = msgspec.structs.replace(self.kept, record=b""), Attachment.holding(self.kept.record)
-        self._tell(Coordinate(kept, record, self._term, len(self.hosts), self.run_dir, self.notifies))
+        name = None if self._requests is None else Attachment.copy_of(self._requests.fileno())
+        self._tell(Coordinate(kept, record, self._term, len(self.hosts), self.run_dir, self.notifies, name))
         for host in range(len(self.hosts)):
             self._introduce(host)
         for stop in self._stops:
@@ -298,6 +307,8 @@ class Keeper:
         if self._coordinator is not None:
             # Without its keeper, a coordinator ends.
             self._coordinator.close()
+        if self._requests is not None:
+            self._requests.close()
         for host in self.hosts:
             if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
                 self.loop.unwatch(host.agent.fileno())

@@ -19,6 +19,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
         hosts: number of hosts that are, or were, in the job.
         run_dir: the run folder, as the user wrote it.
         notifies: whether the agents show the notes of the coordinator.
+        requests: a socket that has the name of the job, where other terminals connect; None if there is none.
     """
 
     kept: KeepRecord
@@ -27,6 +28,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
     hosts: int
     run_dir: str
     notifies: bool
+    requests: Attachment | None
 
 
 class HostChannel(msgspec.Struct, frozen=True, tag="host"):
