@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.coordinator import coordinator
+from lockstep.coordinator import coordinator, job_record
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
@@ -453,15 +453,22 @@ def test_agents_know_at_once_that_the_job_survives_losses(
     assert job.coordinator.run() == 0, job.notes()
 
 
-def test_a_job_without_a_record_says_so_once(
+def test_agents_keep_no_record_that_is_too_large(
     make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Agents drop the record that they have: it does not contain what follows."""
-    monkeypatch.setattr(coordinator, "_MOST_RECORDED", 100)
-    job, kept = make(well), list[KeepRecord]()
+    """They drop the one that they have, which does not contain what follows; a note says it once."""
+    monkeypatch.setattr(job_record, "MOST_SENT", 100)
+    sent, kept = list[KeepRecord](), list[KeepRecord]()
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if isinstance(instruction, KeepRecord):
+            sent.append(instruction)
+        return well(host, instruction)
+
+    job = make(react)
     job.coordinator.keep = kept.append
     assert job.coordinator.run() == 0
     assert len(kept) > 1
-    assert {one.record for one in kept} == {b""}
-    note = "lockstep: the job is so large that no other coordinator can take over if this one is lost\n"
-    assert job.notes().count(note) == 1
+    assert all(decode_record(one.record) for one in kept)
+    assert {one.record for one in sent} == {b""}
+    assert job.notes().count("the record of the job is too large for other hosts to keep") == 1

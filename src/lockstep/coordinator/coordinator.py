@@ -17,7 +17,7 @@ import msgspec
 from lockstep.coordinator.admin_socket import AdminSocket, take_name
 from lockstep.coordinator.file_conflicts import FileConflicts
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
-from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
+from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
 from lockstep.coordinator.job_report import JobSummary, explain
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
@@ -107,8 +107,6 @@ _OWED_FOR = 0.1
 """Output that is not acknowledged, in bytes and seconds: it appears twice if the coordinator is lost then."""
 HOLDERS = 8
 """The number of agents that keep the record: the first ones that live."""
-_MOST_RECORDED = 350 * 1024
-"""Bytes of a record, which must fit into a message; 1,000 hosts of one worker need about as much."""
 _RECORD_PACE = 2e-6
 """Seconds per byte of a record until the next one: 4 ms for a few hosts, 0.3 s for 500.
 
@@ -309,16 +307,17 @@ class Coordinator:
         self._changed = False
         record = encode_record(self._recorded())
         self._record_due = self.clock.now() + len(record) * _RECORD_PACE
-        if len(record) > _MOST_RECORDED:
-            # An earlier record would be wrong by now.
-            record = b""
-            if not self._too_large:
-                self._too_large = True
-                self._warn("the job is so large that no other coordinator can take over if this one is lost")
         made = KeepRecord(self.term, self._serial, record)
         self.keep(made)
+        sent = without_excess(made)
+        if sent.record != record and not self._too_large:
+            self._too_large = True
+            self._warn(
+                f"at present, the record of the job is too large for other hosts to keep ({len(record):,} "
+                "bytes): if the host of the coordinator is lost now, the job cannot be taken over"
+            )
         for agent in agents[:HOLDERS]:
-            agent.send(made)
+            agent.send(sent)
 
     def _recorded(self) -> JobRecord:
         return JobRecord(

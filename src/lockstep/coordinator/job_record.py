@@ -19,6 +19,9 @@ from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.actions import JobOutcome
 from lockstep.supervisor.state import State
 
+MOST_SENT = 350 * 1024
+"""Bytes of a record that fit into a message to an agent; 1,000 hosts of one worker need about as many."""
+
 
 class HostRecord(msgspec.Struct, frozen=True):
     """A host in the record of a job.
@@ -110,6 +113,8 @@ def decode_record(data: bytes) -> JobRecord:
     Raises:
         ValueError: the data is no such record.
     """
+    if not data:
+        raise ValueError("the record of the job was too large for the agents to keep when it was lost")
     try:
         packed = msgspec.msgpack.decode(data, type=PackedRecord, dec_hook=_decode_other)
         hosts = tuple(
@@ -122,6 +127,14 @@ def decode_record(data: bytes) -> JobRecord:
     if not isinstance(view, BeginView):
         raise ValueError("no record of a job: it has no view")
     return replace(packed.record, view=view, hosts=hosts)
+
+
+def without_excess(kept: KeepRecord) -> KeepRecord:
+    """Return a record as an agent keeps it: without its bytes if they do not fit into a message.
+
+    Such an agent drops the record before, which would be wrong by now.
+    """
+    return kept if len(kept.record) <= MOST_SENT else replace(kept, record=b"")
 
 
 def newest(kept: Iterable[KeepRecord | None]) -> KeepRecord | None:

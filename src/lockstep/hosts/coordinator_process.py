@@ -19,7 +19,7 @@ import msgspec
 
 from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
-from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest
+from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
 from lockstep.errors import LockstepError, UnfitError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
@@ -101,7 +101,7 @@ def continued(
         record: of the host.
         channel: to its agent.
         standing: of the agent; None if it did not answer.
-        kept: the newest record that an agent has; None if none has one.
+        kept: the newest record, as an agent keeps it; None if this agent keeps none.
     """
     agent = HostAgent(
         channel,
@@ -171,9 +171,9 @@ class CoordinatorProcess:
         self._old_stops = record.stops
         # Hosts that have joined since then come after those of the record.
         late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
-        holders = range(HOLDERS) if has_begun else range(0)
+        sent, holders = without_excess(kept), range(HOLDERS) if has_begun else range(0)
         agents = [
-            continued(known, channels[host], standings.get(host), kept if host in holders else None)
+            continued(known, channels[host], standings.get(host), sent if host in holders else None)
             if first.term > 1
             else HostAgent(channels[host], known.name, known.peer, remote=True)
             for host, known in enumerate((*record.hosts, *late))
