@@ -5,7 +5,7 @@ import pytest
 from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel
-from lockstep.protocol.host import EndHost, HostReport, Instruction, KeepRecord, Stop
+from lockstep.protocol.host import EndHost, HostReport, Instruction, KeepRecord, ShowNote, Stop
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
@@ -28,12 +28,15 @@ def test_a_job_that_no_coordinator_can_continue_ends_on_all_hosts(
             Console(Sink(1), Sink(2), "all", 0),
             "run",
             set(),
+            notifies=True,
         )
         assert keeper.run() == 2
     assert keeper._process is not None
     assert keeper._process.wait(60.0) == 2
     assert "lockstep: no other coordinator can take over: " in capfd.readouterr().err
-    received = [ends[1].receive() for _ in range(3)]
+    received = [ends[1].receive() for _ in range(4)]
+    notes = [one.text for one in received if isinstance(one, ShowNote)]
+    assert notes[0].startswith("the job ends: no other coordinator can take over: ")
     assert EndHost(0.0, status=2) in received, received
     for end in (*ends, *commands):
         end.close()

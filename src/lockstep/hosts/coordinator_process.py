@@ -146,6 +146,7 @@ class CoordinatorProcess:
     keeper: Channel[CoordinatorReport, CoordinatorCommand]
     loop: EventLoop
     _late: deque[tuple[HostChannel, HostAgent]] = field(default_factory=deque)
+    _turned: bool = False
     _announced: bool = False
     _alive_due: float = 0.0
     _old_stops: int = 0
@@ -257,6 +258,10 @@ class CoordinatorProcess:
 
     def _tend(self, coordinator: Coordinator) -> float:
         """Admit hosts that have joined, say when no other one can, and that this process lives."""
+        if not self._turned:
+            # The first turn of the loop finds losses, which came before.
+            self._turned = True
+            return 0.0
         while self._late:
             host, agent = self._late.popleft()
             coordinator.add_host(agent, host.workers, host.cores)
@@ -293,12 +298,12 @@ def main(descriptor: int) -> int:
     )
     with EventLoop() as loop:
         try:
-            status = CoordinatorProcess(keeper, loop).run()
+            ended = JobEnded(CoordinatorProcess(keeper, loop).run())
         except (LockstepError, OSError) as error:
             note(str(error))
-            status = 2
-    keeper.send(JobEnded(status))
-    return status
+            ended = JobEnded(2, str(error))
+    keeper.send(ended)
+    return ended.status
 
 
 if __name__ == "__main__":

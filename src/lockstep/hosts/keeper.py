@@ -144,6 +144,9 @@ class Keeper:
             while self._status is None and not self._left:
                 self.loop.turn(None)
             return self._status if self._status is not None else 1
+        except UnfitError as error:
+            self._tell_agents(f"the job ends: {error}")
+            raise
         finally:
             self._close()
 
@@ -258,8 +261,10 @@ class Keeper:
                     self._drop(host)
                 case JobEnds():
                     self.is_over = True
-                case JobEnded(status):
+                case JobEnded(status, error):
                     self._status = status
+                    if error:
+                        self._tell_agents(f"the job ends: {error}")
                 case KeepAlive():
                     self._heard = self.clock.now()
                 case _:
@@ -331,6 +336,10 @@ class Keeper:
 
     def _say(self, text: str) -> None:
         self.console.say(text)
+        self._tell_agents(text)
+
+    def _tell_agents(self, text: str) -> None:
+        """Show a note to the users of other hosts."""
         for host in self.hosts if self.notifies else ():
             if host.agent is not None and not isinstance(host.agent, CoordinatorSession):
                 host.agent.send(ShowNote(text))

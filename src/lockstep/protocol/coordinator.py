@@ -77,9 +77,15 @@ class JobEnds(msgspec.Struct, frozen=True, tag="ends"):
 
 
 class JobEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """The job has ended with this exit status; without this last message, the coordinator was lost."""
+    """The last message; without it, the coordinator was lost.
+
+    Attributes:
+        status: the exit status of the job.
+        error: why the coordinator cannot continue, as its own terminal shows it; empty at the end of a job.
+    """
 
     status: int
+    error: str = ""
 
 
 CoordinatorReport = RecordMade | HostDropped | KeepAlive | JobEnds | JobEnded
