@@ -207,6 +207,33 @@ def test_flush_sees_the_last_message_off_before_the_end(ends: tuple[Stream, Stre
     assert not one.flush(PATIENCE)
 
 
+def test_flush_waits_until_the_other_kernel_has_everything(raw: tuple[socket.socket, Stream]) -> None:
+    mine, channel = raw
+    mine.settimeout(PATIENCE)
+    sent, found = 0, bytearray()
+    while not channel.queued:
+        assert channel.send(Output(bytes(10_000)))
+        sent += 1
+    while channel.queued:
+        found += mine.recv(65536)
+        channel.flush(0.0)
+    # The kernel of this end has the rest, but that of the other end has no room for it.
+    assert not channel.flush(0.0)
+    flushed: list[bool] = []
+
+    def flush() -> None:
+        flushed.append(channel.flush(PATIENCE))
+        channel.close()
+
+    flushing = threading.Thread(target=flush)
+    flushing.start()
+    while data := mine.recv(65536):
+        found += data
+    flushing.join(PATIENCE)
+    assert flushed == [True]
+    assert found == frame(Output(bytes(10_000))) * sent
+
+
 def test_flush_ends_when_its_time_is_over(ends: tuple[Stream, Stream]) -> None:
     one, _ = ends
     while one.send(Output(bytes(300_000))):
@@ -491,11 +518,12 @@ def test_what_the_kernel_has_arrives_although_the_channel_is_closed_without_rece
     mine.settimeout(PATIENCE)
     sent, found = 0, bytearray()
     # Most of it waits in the buffer of the sender.
-    while channel.flush(0.0):
+    while not channel.queued:
         assert channel.send(Output(bytes(10_000)))
         sent += 1
-    while not channel.flush(0.0):
+    while channel.queued:
         found += mine.recv(65536)
+        channel.flush(0.0)
     mine.sendall(frame(Number(2)))
     wait(channel)
     channel.close()

@@ -55,7 +55,10 @@ class Credentials(msgspec.Struct, frozen=True):
         """Return the context of the end that accepts connections."""
         import ssl
 
-        return self._context(ssl.PROTOCOL_TLS_SERVER)
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        # No session is resumed, and a ticket that arrives after the other end has closed resets a connection.
+        context.num_tickets = 0
+        return context
 
     def client_context(self) -> "ssl.SSLContext":
         """Return the context of the end that opens connections."""

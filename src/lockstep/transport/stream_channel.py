@@ -4,11 +4,14 @@ Its frames are a length in 4 bytes and a packet as in `packet_channel`. Attachme
 """
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
 import ssl
 import struct
+import sys
+import termios
 import threading
 import time
 from collections import deque
@@ -25,6 +28,8 @@ MAX_QUEUED = 8 * MAX_PACKET
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 64 * 1024
+_ACKNOWLEDGED = 0.001
+"""Seconds between two questions whether the peer has acknowledged everything."""
 
 Out = TypeVar("Out", bound=msgspec.Struct)
 In = TypeVar("In")
@@ -68,6 +73,7 @@ class StreamChannel(Generic[Out, In]):
         tls: the context that encrypts the stream; None for none.
         accepted: with `tls`, whether this end accepted the connection; the other end opened it.
         most_queued: maximum bytes to keep for a slow peer; `send` refuses more.
+        tcp: whether the descriptors are a TCP connection.
 
     Attributes:
         received: number of bytes that have arrived.
@@ -82,8 +88,9 @@ class StreamChannel(Generic[Out, In]):
         tls: ssl.SSLContext | None = None,
         accepted: bool = False,
         most_queued: int = MAX_QUEUED,
+        tcp: bool = False,
     ) -> None:
-        self._most_queued = most_queued
+        self._most_queued, self._tcp = most_queued, tcp
         self.received = 0
         self._decoder: PacketDecoder[In] = PacketDecoder(incoming)
         self._reading, self._writing = reading, writing
@@ -132,10 +139,11 @@ class StreamChannel(Generic[Out, In]):
         tls = None
         if credentials is not None and credentials.encrypted:
             tls = credentials.server_context() if accepted else credentials.client_context()
-        if connection.family != socket.AF_UNIX:
+        tcp = connection.family != socket.AF_UNIX
+        if tcp:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        descriptor = connection.detach()
-        return cls(incoming, descriptor, descriptor, tls=tls, accepted=accepted, most_queued=most_queued)
+        own = connection.detach()
+        return cls(incoming, own, own, tls=tls, accepted=accepted, most_queued=most_queued, tcp=tcp)
 
     @property
     def established(self) -> bool:
@@ -181,29 +189,33 @@ class StreamChannel(Generic[Out, In]):
                 self._announce()
 
     def flush(self, patience: float) -> bool:
-        """Wait at most `patience` seconds until the kernel has all messages; return whether it has them."""
+        """Wait at most `patience` seconds until the host of the peer has all messages; return whether it has.
+
+        It is not enough that this kernel has them: it drops those that are on the way when the peer sends
+        something to a connection that is closed here.
+        """
         until = time.monotonic() + patience
         while True:
             with self._lock:
                 if self._closed:
                     return False
                 self._step()
-                if not self.queued:
+                if self._deaf or not self._unseen:
                     return not self._deaf
             if not self._wait_for_room(until):
                 return False
 
     def see_off(self, patience: float) -> bool:
-        """Wait until the kernel has all messages, as long as it takes some every `patience` seconds.
+        """Wait like `flush`, as long as the peer takes something every `patience` seconds.
 
         Returns:
-            Whether it has them.
+            Whether its host has all messages.
         """
         while True:
-            before = self.queued
+            before = self._unseen
             if self.flush(patience):
                 return True
-            if self.queued >= before:
+            if self._unseen >= before:
                 return False
 
     def fileno(self) -> int:
@@ -227,6 +239,14 @@ class StreamChannel(Generic[Out, In]):
     def queued(self) -> int:
         """Number of bytes that the kernel has not taken yet."""
         return self._frame_bytes + len(self._output)
+
+    @property
+    def _unseen(self) -> int:
+        """Number of bytes that the host of the peer does not have yet, as far as this end knows."""
+        if self._closed or not self._tcp:
+            return self.queued
+        answer = fcntl.ioctl(self._writing, termios.TIOCOUTQ, bytes(4))
+        return self.queued + int.from_bytes(answer, sys.byteorder)
 
     def _step(self) -> None:
         """Do what is possible now: read a complete frame, and write."""
@@ -339,9 +359,12 @@ class StreamChannel(Generic[Out, In]):
         poll = select.poll()
         if self._output:
             poll.register(self._writing, select.POLLOUT)
-        else:
+        elif self._frames:
             # The handshake waits for the peer.
             poll.register(self._reading, select.POLLIN)
+        else:
+            # Nothing tells that bytes are acknowledged.
+            left = min(left, _ACKNOWLEDGED)
         poll.poll(left * 1000)
         return True
 
