@@ -32,7 +32,14 @@ POINTS = (
     *("before+next_place", "after+next_place", "before+hand_over", "after+hand_over"),
     *("before+_meet", "after+_meet", "before+_announce", "after+_announce", "after+_receive_places"),
     *("before+_exchange_lane", "after+_exchange_lane", "before+_share", "after+_share", "before+_complete"),
-    *("before+_greet", "after+_greet", "after+reduce", "before+gather", "after+_gather", "after+_make_room"),
+    *(
+        "before+_meet_hosts",
+        "after+_meet_hosts",
+        "after+reduce",
+        "before+gather",
+        "after+_gather",
+        "after+_make_room",
+    ),
 )
 JOINER_POINTS = ("after+position", "before+join", "after+join", *POINTS)
 SPREADS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (1, 3), (2, 1, 1), (1, 1, 1, 1))
@@ -40,6 +47,8 @@ STEPS = 14
 KINDS = ("coordinator", "coordinator", "worker", "worker", "kill", "stop", "cut", "one way")
 PACED = 80
 """Steps of a job with faults at random times; each takes a twentieth of a second."""
+KILLED = 128 + signal.SIGKILL
+"""The exit status of a job whose last member was killed."""
 COORDINATOR = "lockstep.hosts.coordinator_process"
 
 
@@ -175,7 +184,9 @@ def main(seed: int = 0, losses: int = 1000) -> int:
             made.reset()
             job, what = play(made, number)
             try:
-                if job.end() and "no workers remain" in job.running.err:
+                status = job.end()
+                # Faults at random times may hit the last member while others join.
+                if (status and "no workers remain" in job.running.err) or status == KILLED:
                     result = "lost all workers"
                 else:
                     result = f"finished: {sorted(job.finish())}"
