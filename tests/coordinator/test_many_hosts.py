@@ -66,3 +66,34 @@ def test_many_hosts(tmp_path: Path) -> None:
     for _, traffic in changes:
         assert traffic.sent["KeepAlive"] <= HOSTS * (SILENCE / ALIVE_EVERY + 1)
         assert traffic.sent_bytes["BeginView"] <= traffic.sent["BeginView"] * 200 * HOSTS
+
+
+def test_hosts_that_come_back_one_after_the_other(tmp_path: Path) -> None:
+    """After the coordinator was cut off from all of them, the first one does not cost the others."""
+    job = ManyHosts(tmp_path, 3, 1)
+
+    def passed(seconds: float) -> Callable[[], bool]:
+        end = job.clock.now() + seconds
+        return lambda: job.clock.now() >= end
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        yield lambda: job.coordinator.state.elastic
+        for _ in range(2):
+            job.arrive(0.0)
+        yield lambda: job.has(3)
+        view = job.coordinator.state.view
+        for host in job.hosts:
+            host.silent = True
+        yield passed(3 * SILENCE)
+        for host in job.hosts:
+            host.silent = False
+            yield passed(SILENCE / 3)
+        yield passed(2 * SILENCE)
+        assert job.coordinator.state.view == view
+        # Later, a silent host counts as lost again.
+        job.hosts[1].fall_silent()
+        yield lambda: len(job.coordinator.state.view.workers) == 2
+        job.finish()
+        yield lambda: False
+
+    assert job.run(scenario()) == 0

@@ -498,9 +498,13 @@ class Coordinator:
                     self._lose_host(host, f"has been silent for {SILENCE:g} s")
 
     def _is_cut_off(self, silent: Sequence[HostAgent], now: float) -> bool:
-        """Whether to wait for the hosts: all are silent, so it is this host that is cut off."""
+        """Whether to wait for the hosts: all are silent, or were until now, so this host is cut off."""
         if len(silent) < sum(agent.ended is None for agent in self.agents) or not self.state.active:
-            return False
+            was_cut_off, self._cut_off = self._cut_off, False
+            # They do not come back at the same moment.
+            for agent in silent if was_cut_off else ():
+                agent.heard = now
+            return was_cut_off
         waited = now - max(agent.heard for agent in silent)
         if not self._cut_off:
             self._cut_off = True
