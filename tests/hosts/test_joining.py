@@ -43,8 +43,10 @@ def begin(nodes: Sequence[Host], keyed: dict[str, str]) -> Begin:
 
 def test_hosts_join_a_job(nodes: Sequence[Host], begin: Begin) -> None:
     """One worker here, two on node2, and one of the two that node3 offers; a lost one is replaced there."""
-    fault = "2:3:after apply:SIGKILL"
-    job, *agents = begin("-n 4 --replicas 5 --min-workers 4", "-n 2", "-n 2", faults=[fault])
+    faults = "0:3:after apply:crawl", "2:3:after apply:SIGKILL"
+    job, *agents = begin("-n 4 --replicas 5 --min-workers 4", "-n 2", "-n 2", faults=faults)
+    job.wait_until(lambda: "worker 4 joined" in job.err)
+    (nodes[0].work / "fast").touch()
     assert ended(job, *agents) == (0, 0, 0), (job.err, [agent.err for agent in agents])
     logs = [(nodes[0].work / f"run/worker-{worker}.log").read_text() for worker in (0, 1, 3, 4)]
     assert {digest(log) for log in logs} == {chaos_steps.alone(0, 5, STEPS)[-1]}

@@ -41,8 +41,12 @@ LOSSES = {
 def test_lost_workers(hosts: Sequence[Host], losses: str) -> None:
     """Lost workers are replaced on their hosts; the bits stay."""
     names, faults, finished = LOSSES[losses]
-    job = SteppingJob(hosts, f"--hosts {names} --min-workers 3", 12, *faults)
-    assert set(job.finish()) == finished
+    # Otherwise, training could end before the last replacement has joined.
+    paced = [f"{worker}:0:after apply:pace" for worker in range(6)]
+    job = SteppingJob(hosts, f"--hosts {names} --min-workers 3", 400, *faults, *paced)
+    job.running.wait_until(lambda: job.steps(max(finished)) > 0)
+    job.hurry()
+    assert set(job.finish()) == finished, job.running.err
 
 
 def test_a_host_that_is_lost_before_the_strategy(hosts: Sequence[Host]) -> None:
