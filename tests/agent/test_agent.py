@@ -98,6 +98,9 @@ class FakeExchange:
     def post_notice(self, notice: int) -> None:
         pass
 
+    def permit(self, until: float) -> None:
+        pass
+
     def abort(self, reason: str) -> None:
         self._aborts.append(reason)
         for worker in self._workers:

@@ -33,6 +33,9 @@ class FakeExchange:
         self.post_notice = self._hub.post_notice
         self.abort = self._hub.abort
 
+    def permit(self, until: float) -> None:
+        """Do nothing: its members are on one host."""
+
     def close(self) -> None:
         pass
 

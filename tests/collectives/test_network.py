@@ -3,13 +3,17 @@
 import contextlib
 import functools
 import itertools
+import math
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from collective_members import DEADLINE
 from collective_scripts import Reduce, partials_of
 from host_threads import ConnectedView, WorkerOfHost, run_threads
 from hypothesis import given, settings
@@ -530,3 +534,187 @@ def test_every_host_sees_the_same_sums(spread: tuple[int, tuple[int, ...]]) -> N
         for local in range(len(plan.own)):
             total = plan.seen.total(plan.position(local), own[local])
             assert (total.operands[0].start, total.operands[-1].stop) == plan.seen.whole
+
+
+# Permission to end calls.
+
+
+class Held:
+    """The first host of a view, which has no permission to end calls.
+
+    Attributes:
+        segment: of this host.
+    """
+
+    def __init__(self, view: ConnectedView, waiting: int | None = None) -> None:
+        """Take the permission away; `wait` waits for so many members, or all."""
+        self.segment = view.segments[0]
+        self.segment.permit(0.0)
+        self._waiting = self.segment.members if waiting is None else waiting
+        self._waits: set[int] = set()
+        self._all_wait = threading.Event()
+        self._block = self.segment.wait_for_permit
+        self.segment.wait_for_permit = self._note  # type: ignore[method-assign]
+
+    def _note(self, seconds: float) -> None:
+        self._waits.add(threading.get_ident())
+        if len(self._waits) == self._waiting:
+            self._all_wait.set()
+        self._block(seconds)
+
+    def wait(self) -> None:
+        """Wait until the members of the host wait for the permission."""
+        assert self._all_wait.wait(DEADLINE)
+
+
+class Pausing:
+    """Hosts that have made one call, when the first of them loses the permission to end calls."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.hosts = hosts_of(counts)
+        self.workers = workers_of(self.hosts)
+        self.views = [ConnectedView(4, self.hosts, number) for number in (1, 2)]
+        self._plan = ReducePlan.of(self.views[0].view)
+        self._met = threading.Barrier(len(self.workers) + 1)
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the last calls of the members of the first host."""
+        return {self.workers[worker].last.number for worker in self.hosts[0]}
+
+    def run(self, name: str, drive: Callable[[Held], None]) -> dict[int, Any]:
+        """Make a call and another one on all members while `drive` acts; return the results.
+
+        A member repeats the call in the second view if the first one ends.
+        """
+        names = (name, "large")
+
+        def script(worker: int) -> Any:
+            position = self._plan.workers.index(worker)
+            results: list[Any] = []
+            for number, view in enumerate(self.views):
+                communicator = view.entrances[worker].enter(self.workers[worker])
+                try:
+                    if number == 0:
+                        CALLS["small"](communicator, self._plan, position)
+                        self._met.wait(DEADLINE)
+                        self._met.wait(DEADLINE)
+                    while len(results) < len(names):
+                        results.append(CALLS[names[len(results)]](communicator, self._plan, position))
+                except PeerLostError:
+                    continue
+                finally:
+                    communicator.close()
+                return results
+            return "no view is left"
+
+        def drives() -> None:
+            self._met.wait(DEADLINE)
+            held = Held(self.views[0])
+            self._met.wait(DEADLINE)
+            drive(held)
+
+        scripts: dict[int, Callable[[], Any]] = {at: functools.partial(script, at) for at in self.workers}
+        results = run_threads({**scripts, -1: drives})
+        for each in (*self.views, *self.workers.values()):
+            each.close()
+        assert results.pop(-1) is None
+        return results
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (2,)])
+def test_a_host_without_permission_ends_no_call(counts: tuple[int, ...], name: str) -> None:
+    """It ends the call as soon as it has the permission."""
+    job = Pausing(counts)
+
+    def drive(held: Held) -> None:
+        held.wait()
+        assert job.numbers == {1}
+        held.segment.permit(math.inf)
+
+    results = job.run(name, drive)
+    assert {str(each) for each in results.values()} == {str(results[0])}
+    assert {worker.last.number for worker in job.workers.values()} == {3}
+
+
+@pytest.mark.parametrize("name", ["small", "large", "gather", "disagree"])
+def test_a_view_that_ends_during_the_pause(name: str) -> None:
+    """The host gets the result of the call in the next view, and ends the call when it has the permission."""
+    job = Pausing((2, 1))
+
+    def drive(held: Held) -> None:
+        held.wait()
+        again = Held(job.views[1])
+        held.segment.abort("the view changes")
+        again.wait()
+        assert job.numbers == {1}
+        again.segment.permit(math.inf)
+
+    results = job.run(name, drive)
+    assert {str(each) for each in results.values()} == {str(results[0])}
+
+
+def test_a_disagreement_ends_with_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the time runs out while the hosts find out how they differ."""
+    job, original = Pausing((2, 1)), communicator_module.exchange_details
+    again: list[Held] = []
+    revoked = threading.Event()
+
+    def exchange_details(lane: Any, call: CollectiveCall, number: int, hosts: HostPlan, local: Any) -> Any:
+        if hosts.host == 0:
+            again.append(Held(job.views[0], waiting=1))
+            revoked.set()
+        return original(lane, call, number, hosts, local)
+
+    monkeypatch.setattr(communicator_module, "exchange_details", exchange_details)
+
+    def drive(held: Held) -> None:
+        held.segment.permit(math.inf)
+        assert revoked.wait(DEADLINE)
+        again[0].wait()
+        assert job.numbers == {1}
+        held.segment.permit(math.inf)
+
+    results = job.run("disagree", drive)
+    assert {str(each) for each in results.values()} == {str(results[0])}
+
+
+def test_time_that_runs_out_while_members_arrive() -> None:
+    """The call ends for no member of the host, also if some have arrived with permission."""
+    hosts = hosts_of((2,))
+    view, workers = ConnectedView(4, hosts), workers_of(hosts)
+    plan = ReducePlan.of(view.view)
+    segment, arrives, revoked = view.segments[0], threading.Event(), threading.Event()
+
+    def script(worker: int) -> str:
+        communicator = view.entrances[worker].enter(workers[worker])
+        CALLS["small"](communicator, plan, worker)
+        if worker == 1:
+            check = communicator._barrier.await_permission
+
+            def late(call: CollectiveCall) -> None:
+                arrives.set()
+                assert revoked.wait(DEADLINE)
+                check(call)
+
+            communicator._barrier.await_permission = late  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError) as raised:
+            CALLS["small"](communicator, plan, worker)
+        communicator.close()
+        return str(raised.value)
+
+    def drive() -> None:
+        assert arrives.wait(DEADLINE)
+        while segment.arrivals(0) == segment.arrivals(1):
+            time.sleep(0)
+        held = Held(view, waiting=1)
+        revoked.set()
+        held.wait()
+        held.segment.abort("the view changes")
+
+    results = run_threads({0: lambda: script(0), 1: lambda: script(1), 2: drive})
+    assert results == {0: "the view changes", 1: "the view changes", 2: None}
+    assert [worker.last.number for worker in workers.values()] == [1, 1]
+    for each in (view, *workers.values()):
+        each.close()

@@ -7,7 +7,8 @@ WHEN is "before" or "after" and a method of a class in `POINTS`, with "+" betwee
 WHAT is the name of a signal that the worker sends itself; "hold": it writes the file held-STEP and waits for
 the file go-STEP; "pace" or "crawl": it waits a moment or half a second there from now on, until there is the
 file `fast`; "host": it kills everything on its host; "coordinator": it kills the coordinator there. Each
-worker prints the steps that it has made. Lies in one folder with `chaos_steps` and `chaos_faults`.
+worker prints the steps that it has made, and writes when to the file made-WORKER, by the clock that hosts of
+one machine share. Lies in one folder with `chaos_steps` and `chaos_faults`.
 """
 
 import contextlib
@@ -54,6 +55,7 @@ class Faults:
     def __init__(self, texts: list[str], worker: int) -> None:
         self.step = 0
         self._pace = 0.0
+        self._made = os.open(f"made-{worker}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._due = []
         for text in texts:
             who, step, when, what = text.split(":")
@@ -78,6 +80,7 @@ class Faults:
     def passing(self, point: str) -> None:
         if point == "after apply":
             print("made", self.step, flush=True)
+            os.write(self._made, f"{time.monotonic()}\n".encode())
             time.sleep(0.0 if Path("fast").exists() else self._pace)
         for fault in self._due:
             step, when, what = fault

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import chaos_steps
 from host_network import Host
 
 HERE = Path(__file__).parent
+HOLDING = HERE / "holding.py"
 CHAOS = HERE.parent / "chaos"
 
 REPLICAS = 5
@@ -24,6 +26,9 @@ def digest(text: str) -> str:
 class SteppingJob:
     """A job at the command of a host.
 
+    Args:
+        hold: of its `JobSpec`, which no command sets.
+
     Attributes:
         running: the command.
     """
@@ -37,6 +42,7 @@ class SteppingJob:
         at: int = 0,
         run: str = "run",
         megabytes: int = 0,
+        hold: float | None = None,
         **variables: str,
     ) -> None:
         self._hosts, self._steps = hosts, steps
@@ -45,9 +51,11 @@ class SteppingJob:
                 shutil.copy(file, host.work)
         job_options = ("--backend", "jax", "--replicas", str(REPLICAS), "--run-dir", run, *options.split())
         size = f"+{megabytes}" if megabytes else ""
-        self.running = hosts[at].lockstep(
-            "run", *job_options, "stepping.py", f"{steps}{size}", *faults, **variables
-        )
+        command = ("run", *job_options, "stepping.py", f"{steps}{size}", *faults)
+        if hold is None:
+            self.running = hosts[at].lockstep(*command, **variables)
+        else:
+            self.running = hosts[at].start(sys.executable, str(HOLDING), f"{hold}", *command, **variables)
         self.folder = hosts[at].work / run
 
     def end(self) -> int:

@@ -26,6 +26,7 @@ from lockstep.protocol.host import (
     TakeOver,
     WorkerEvidence,
 )
+from lockstep.system.clock import VirtualClock
 from lockstep.transport.local_channel import LocalChannel
 
 
@@ -95,8 +96,9 @@ class SimulatedAgent:
         assert self.session.send(ProcessStarted(self.reported, 0))
 
     def work(self) -> None:
-        while isinstance(instruction := self.session.receive(), StartProcess):
-            self.taken.append(instruction.worker)
+        while (instruction := self.session.receive()) is not None:
+            if isinstance(instruction, StartProcess):
+                self.taken.append(instruction.worker)
 
 
 @dataclass
@@ -260,8 +262,29 @@ def test_output_is_kept_until_it_is_acknowledged() -> None:
     session.send(OutputWritten(0, 1, b"de"))
     assert session.output == 5
     own.send(KeepAlive(1))
-    assert session.receive() is None
+    assert session.receive() == KeepAlive(1)
     assert session.output == 2
+    session.close()
+
+
+def test_an_answer_names_what_it_answers() -> None:
+    """When the agent sent what the coordinator has heard last; one that takes over has heard nothing yet."""
+    clock = VirtualClock(100.0)
+    session = CoordinatorSession(clock)
+    for first in (100.0, 160.0):
+        own, other = Wire.pair()
+        session.attach(other)
+        agent = HostAgent(own, remote=True)
+        session.keep_alive()
+        agent.acknowledge(0.0)
+        assert session.receive() == KeepAlive()
+        clock.advance(30.0)
+        session.keep_alive()
+        for sent in (first, first + 30.0):
+            agent.receive()
+            agent.acknowledge(0.0)
+            assert session.receive() == KeepAlive(0, sent)
+        clock.advance(30.0)
     session.close()
 
 

@@ -3,6 +3,7 @@
 It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator.
 """
 
+import math
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from lockstep.protocol.host import (
     HostEnded,
     HostReport,
     Instruction,
+    KeepAlive,
     NotUnderstood,
     PauseOutput,
     PostNotice,
@@ -90,6 +92,8 @@ class Agent:
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
         late: whether this host joins a job that runs already.
+        hold: seconds from a sign of life that the coordinator has answered, after which calls of the exchange
+            wait for the next answer before they end; None if they never do.
         say: shows a note of the coordinator to the users of this host.
         status: the exit status of the job, once `ended`.
         ended: whether all processes of the job on this host have ended, and nothing follows.
@@ -107,6 +111,7 @@ class Agent:
     network: HostNetwork | None = None
     arrivals: Arrivals | None = None
     late: bool = False
+    hold: float | None = None
     say: Callable[[str], None] = note
     status: int = field(default=1, init=False)
     ended: bool = field(default=False, init=False)
@@ -115,11 +120,14 @@ class Agent:
     _waits_at: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _exchange: HostExchange | None = None
+    _permitted: float = field(init=False)
     _connected: list[tuple[int, PeerConnected]] = field(default_factory=list)
     _states: HeldStates = field(init=False)
     _memory_kills: int = field(default_factory=lambda: memory_kills())
 
     def __post_init__(self) -> None:
+        # With a hold, calls wait for the first answer too.
+        self._permitted = math.inf if self.hold is None else 0.0
         self._states = HeldStates(self.host, self.network, self.loop)
         self.loop.before_each_wait(self._watch_output)
         self.loop.before_each_wait(self._reap)
@@ -137,6 +145,10 @@ class Agent:
             self._exchange.close()
         self._states.close()
         self.coordinator.close()
+
+    def pauses(self, now: float) -> bool:
+        """Return whether the coordinator has answered before, but not lately, so that calls wait for it."""
+        return 0.0 < self._permitted < now
 
     def _tell(self, report: HostReport) -> bool:
         return self.coordinator.send(report)
@@ -165,6 +177,8 @@ class Agent:
                     self._workers[worker].ask_for_stack()
                 case EndExchange(reason):
                     self._end_exchange(reason)
+                case KeepAlive(sent=sent) if sent:
+                    self._take_answer(sent)
                 case ShowNote(text):
                     self.say(text)
                 case ReportAll():
@@ -182,6 +196,17 @@ class Agent:
                     return
         # Last, because it may block: the members already have their messages.
         self._start_asked()
+
+    def _take_answer(self, sent: float) -> None:
+        """Take note that the coordinator has heard what this host sent then.
+
+        The time counts from there, not from the answer: that may have been under way for long, while another
+        coordinator began.
+        """
+        if self.hold is not None:
+            self._permitted = max(self._permitted, sent + self.hold)
+            if self._exchange is not None:
+                self._exchange.permit(self._permitted)
 
     # Starting.
 
@@ -236,6 +261,8 @@ class Agent:
         except (LockstepError, OSError) as error:
             self._tell(ViewRefused(view.number, str(error)))
             return
+        if exchange is not None:
+            exchange.permit(self._permitted)
         before, old = self._view.workers, self._exchange
         self._view, self._exchange = view, exchange
         self._connected = []

@@ -19,6 +19,12 @@ class HostExchange(Protocol):
     def post_notice(self, notice: int) -> None:
         """Set the notice of the view; all members see it from the same call on."""
 
+    def permit(self, until: float) -> None:
+        """Let the calls of a job over hosts end until then, by the monotonic clock of this machine.
+
+        Without this, they may end at any time.
+        """
+
     def abort(self, reason: str) -> None:
         """End the exchange: members that wait, or call later, raise `PeerLostError(reason)`."""
 
@@ -42,6 +48,7 @@ class SharedExchange:
         self._segment = segment
         self.control = Attachment.copy_of(segment.fd)
         self.post_notice = segment.post_notice
+        self.permit = segment.permit
         self.abort = segment.abort
         self.close = segment.close
 

@@ -508,9 +508,10 @@ class Coordinator:
         waited = now - max(agent.heard for agent in silent)
         if not self._cut_off:
             self._cut_off = True
+            trains = "continues there while no worker is lost" if self.spec.hold is None else "pauses there"
             self.console.say(
-                f"no host has been heard for {SILENCE:g} s; training continues there while no worker "
-                f"is lost, and the job ends after {self.spec.timeout:g} s of silence"
+                f"no host has been heard for {SILENCE:g} s; training {trains}, and the job ends after "
+                f"{self.spec.timeout:g} s of silence"
             )
         return waited <= self.spec.timeout
 

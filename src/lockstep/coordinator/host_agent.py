@@ -34,6 +34,7 @@ class HostAgent:
         queue: the agents of the job with instructions that wait for `flush`.
         owed: bytes of output that were taken and not acknowledged.
         acknowledged: when reports were last acknowledged.
+        alive: when the agent sent the newest `KeepAlive` that was taken, by its own clock.
     """
 
     channel: Channel[Instruction, HostReport]
@@ -51,6 +52,7 @@ class HostAgent:
     queue: "dict[HostAgent, None]" = field(default_factory=dict)
     owed: int = 0
     acknowledged: float = 0.0
+    alive: float = 0.0
     _waiting: int = 0
 
     def send(self, instruction: Instruction) -> None:
@@ -78,9 +80,9 @@ class HostAgent:
             self._waiting -= 1
 
     def acknowledge(self, now: float) -> None:
-        """Tell a remote agent which reports it need not keep; it also learns that this process lives."""
+        """Tell a remote agent which reports it need not keep, and that this process has heard from it."""
         self.owed, self.acknowledged = 0, now
-        self.channel.send(KeepAlive(self.received))
+        self.channel.send(KeepAlive(self.received, self.alive))
 
     def take_over(self, received: int) -> None:
         """Send the instructions again that an agent, which has taken the first `received`, does not have."""
@@ -92,6 +94,7 @@ class HostAgent:
         """Return the next report, if any; see `Channel`."""
         report = self.channel.receive()
         if isinstance(report, KeepAlive):
+            self.alive = report.sent
             self._forget(report.received)
         elif report is not None and not isinstance(report, (*UNNUMBERED, Unreadable, PeerGone)):
             self.received += 1

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar, cast
 
 import msgspec
 
+from lockstep.agent.agent import Agent
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import ForwardedOutput
 from lockstep.errors import ConfigError
@@ -282,14 +283,15 @@ class AgentProcess:
             self.workers.begin(begin, output), host=begin.host, network=listener.network(prepare.job)
         )
         late = begin.host >= len(begin.spec.hosts)
-        agent = start_agent(local, begin.spec.run_dir.name, session, loop, late=late, say=self.say)
+        spec = begin.spec
+        agent = start_agent(local, spec.run_dir.name, session, loop, late=late, hold=spec.hold, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
         running = partial(self._offer, session, prepare, begin)
         leaves = math.inf
         with (
             contextlib.closing(agent),
             contextlib.closing(AgentPlace(prepare.job, loop)) as place,
-            contextlib.closing(_Contact(self, session, place, begin.spec.timeout, running)) as contact,
+            contextlib.closing(_Contact(self, session, agent, place, spec.timeout, running)) as contact,
         ):
             while not agent.ended:
                 loop.turn(contact.serve())
@@ -322,6 +324,7 @@ class _Contact:
     Attributes:
         process: of the agent.
         session: with the coordinator.
+        agent: of this host.
         place: of the agent on its host.
         patience: seconds without a coordinator after which the job ends on this host.
         offer: returns the first message to a coordinator process that is started again.
@@ -329,6 +332,7 @@ class _Contact:
 
     process: AgentProcess
     session: CoordinatorSession
+    agent: Agent
     place: AgentPlace
     patience: float
     offer: Callable[[], HostOffer]
@@ -355,28 +359,32 @@ class _Contact:
         if (now := self.process.clock.now()) >= self._due:
             self._due = now + ALIVE_EVERY
             self.session.keep_alive()
-            self._judge()
+            self._judge(now)
             if self.session.lost and not self.process.workers.need_coordinator():
                 raise CoordinatorGone("no process remains on this host, and there is no coordinator")
         return self._due - now
 
-    def _judge(self) -> None:
-        seconds = self._silence.seconds()
-        if seconds <= ALIVE_EVERY and not self.session.lost:
+    def _judge(self, now: float) -> None:
+        seconds, pauses = self._silence.seconds(), self.agent.pauses(now)
+        if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
             self.place.is_wanted = self._noted = False
+        if pauses:
+            self._note(f"the coordinator has not answered for {self.agent.hold:g} s")
         if seconds <= SILENCE:
             return
         if self.place.is_wanted:
             raise CoordinatorGone("another agent of this host has taken the place of this one")
-        if not self._noted:
-            self._note(f"the coordinator has been silent for {SILENCE:g} s")
+        self._note(f"the coordinator has been silent for {SILENCE:g} s")
         self._silence.check(self.patience)
 
     def _note(self, what: str) -> None:
+        """Say, once until the coordinator is back, what this host does without it."""
+        if self._noted:
+            return
         self._noted = True
+        trains = "continues while no worker is lost" if self.agent.hold is None else "pauses until one answers"
         self.process.say(
-            f"{what}; training continues while no worker is lost, and ends on this host after "
-            f"{self.patience:g} s without a coordinator"
+            f"{what}; training {trains}, and ends on this host after {self.patience:g} s without a coordinator"
         )
 
     def _seek(self) -> None:

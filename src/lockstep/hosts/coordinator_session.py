@@ -19,6 +19,7 @@ from lockstep.protocol.host import (
     TakeOver,
 )
 from lockstep.protocol.rendezvous import KeepWaiting, Rejected
+from lockstep.system.clock import Clock, SystemClock
 from lockstep.transport.packet_channel import encode
 
 MOST_KEPT = 16 << 20
@@ -31,6 +32,9 @@ class CoordinatorSession:
     Reports have numbers, and are kept until the coordinator has acknowledged them. A coordinator that takes
     over gets the record of the job that this end keeps, and the reports on which that is not based.
 
+    Args:
+        clock: of the host.
+
     Attributes:
         term: of the coordinator.
         lost: why the connection ended; empty while there is one.
@@ -39,7 +43,8 @@ class CoordinatorSession:
         output: number of bytes of output in the reports that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self.term = 1
         self.lost = "there was no connection yet"
         self.rejected = ""
@@ -71,7 +76,7 @@ class CoordinatorSession:
 
     def keep_alive(self) -> None:
         """Tell the coordinator that this process lives, and which instructions it has."""
-        self.send(KeepAlive(self._received))
+        self.send(KeepAlive(self._received, self._clock.now()))
 
     def send(self, message: HostReport, patience: float = 0.0) -> bool:
         """Send a report now, or when a coordinator takes over; return False only if it is too large."""
@@ -103,6 +108,7 @@ class CoordinatorSession:
                     self._detach(f"the coordinator sent an invalid message: {error}")
                 case KeepAlive(received):
                     self._forget(received)
+                    return message
                 case KeepRecord():
                     self.kept = message
                 case TakeOver(term):

@@ -181,7 +181,7 @@ class JobOnHosts:
                     local, say = self.by_hand.admitting(spec, output), self.console.say
                 local = self._with_network(local)
                 hosts[index] = ConnectedHost(local.name, local.peer, workers, cores, session)
-                agent = start_agent(local, spec.run_dir.name, session, self.loop, say=say)
+                agent = start_agent(local, spec.run_dir.name, session, self.loop, hold=spec.hold, say=say)
                 ends.enter_context(closing(agent))
             in_order = [hosts[host] for host in sorted(hosts)]
             records = tuple(HostRecord(host.name, host.peer) for host in in_order)

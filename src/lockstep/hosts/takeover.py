@@ -192,7 +192,7 @@ class TakenOverJob:
             notifies=True,
             when_lost=newcomers.note_loss,
         )
-        here = start_agent(local, spec.run_dir.name, session, self.loop, late=True, say=say)
+        here = start_agent(local, spec.run_dir.name, session, self.loop, late=True, hold=spec.hold, say=say)
         accept(newcomers)
         with closing(newcomers), closing(here):
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)

@@ -61,6 +61,7 @@ def start_agent(
     loop: EventLoop,
     *,
     late: bool = False,
+    hold: float | None = None,
     say: Callable[[str], None] = note,
 ) -> Agent:
     """Return the agent of a job on this host, which `loop` serves.
@@ -71,6 +72,7 @@ def start_agent(
         coordinator: the channel to its coordinator.
         loop: serves the agent.
         late: whether the host joins a job that runs already.
+        hold: of the job.
         say: shows a note of the coordinator to the users of this host.
 
     Raises:
@@ -90,6 +92,7 @@ def start_agent(
         network=local.network,
         arrivals=local.arrivals,
         late=late,
+        hold=hold,
         say=say,
     )
 

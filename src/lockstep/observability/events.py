@@ -59,6 +59,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     joint_input: bool
     hosts: tuple[tuple[str, int], ...]
     plain: bool
+    hold: float | None
     inherited: tuple[int, ...]
 
 

@@ -327,9 +327,12 @@ class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
 
     Attributes:
         received: how many numbered messages of the other end the sender has taken, and will not need again.
+        sent: when the agent sent this, by a clock of its own. The coordinator answers with that of the newest
+            one that it has taken; 0 for none.
     """
 
     received: int = 0
+    sent: float = 0.0
 
 
 class TakeOver(msgspec.Struct, frozen=True, tag="take over"):

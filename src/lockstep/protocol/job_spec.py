@@ -68,6 +68,8 @@ class JobSpec:
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
         plain: whether connections between hosts are not encrypted.
+        hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
+            if no other coordinator can lead the job meanwhile, because the address of this one is a lock.
         inherited: descriptors of this process that workers inherit with the same numbers.
     """
 
@@ -94,6 +96,7 @@ class JobSpec:
     joint_input: bool = False
     hosts: tuple[JobHost, ...] = ()
     plain: bool = False
+    hold: float | None = None
     inherited: tuple[int, ...] = ()
 
     @property

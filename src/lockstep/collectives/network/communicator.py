@@ -116,8 +116,9 @@ class NetworkCommunicator:
 
     The members of a host meet in a `ControlSegment`; the first `HostPlan.lanes` members of each host have
     connections to their counterparts on the other hosts. A call ends on a host for all its members or for
-    none. Its number and result are in `LastCall`, which outlives the view: if one host has completed a call
-    and another has not, the other receives the result in the next view, when it makes the call again.
+    none, and only while the segment permits it. Its number and result are in `LastCall`, which outlives the
+    view: if one host has completed a call and another has not, the other receives the result in the next
+    view, when it makes the call again.
     """
 
     def __init__(
@@ -580,6 +581,8 @@ class NetworkCommunicator:
         if self._first is not None:
             has_result = entries[0].has_result
             entered = self._meet_hosts(self._first, call, max(numbers, default=-1), has_result)
+        # The call ends here if another host has its result.
+        self._barrier.await_permission(call)
         if not self._alone:
             blob = msgspec.msgpack.encode(entered) if self._local == 0 else b""
             blob = self._barrier.arrive_and_compare(CollectiveCall("entered", call.what), blob, within=call)[
@@ -675,6 +678,7 @@ class NetworkCommunicator:
             self._notice = self._barrier.notice
         if self._lane is not None:
             self._lane.flush(call)
+        self._barrier.await_permission(call)
         agreed, extra = self._share(call, agreed, extra)
         if not agreed:
             self._refuse(call, describe(), unfit)
@@ -705,6 +709,7 @@ class NetworkCommunicator:
         everybody: list[list[MemberDetails]] = [local]
         if self._first is not None:
             everybody = exchange_details(self._first, call, self._number + 1, self._hosts, local)
+        self._barrier.await_permission(call)
         if not self._alone:
             sent = b"" if self._first is None else msgspec.msgpack.encode(everybody)
             sent = self._barrier.arrive_and_compare(

@@ -4,11 +4,24 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep.collectives.call import CallWait, CollectiveCall, abort_reason, agree, compare
+from lockstep.collectives.call import (
+    MAX_BLOCK_SECONDS,
+    CallWait,
+    CollectiveCall,
+    abort_reason,
+    agree,
+    compare,
+)
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.shared import futex
 from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment, decode, encode
-from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
+from lockstep.errors import (
+    DisagreementError,
+    InternalError,
+    PeerLostError,
+    PeerStuckError,
+    SharedMemoryError,
+)
 from lockstep.system.clock import Clock
 
 SPIN = 1e-3
@@ -161,6 +174,29 @@ class Barrier:
                 self._block(call)
         finally:
             self.waited += time.perf_counter() - begun
+
+    def await_permission(self, call: CollectiveCall) -> None:
+        """Return when calls may end on this host.
+
+        Each member calls this before it arrives for the last time in `call`. So the call ends for all members
+        or for none, also if the time runs out meanwhile.
+
+        Raises:
+            PeerLostError: the view has ended.
+            PeerStuckError: the policy's timeout has passed.
+        """
+        segment, begun = self._segment, self._clock.now()
+        if begun <= segment.permitted_until:
+            return
+        while (now := self._clock.now()) > segment.permitted_until:
+            self._raise_if_aborted()
+            if now - begun >= self._policy.timeout:
+                raise PeerStuckError(
+                    f"the agent of this host has not let {call} end for {now - begun:.1f} s: it is stopped, "
+                    "or has no answer of the coordinator"
+                )
+            segment.wait_for_permit(MAX_BLOCK_SECONDS)
+        self.waited += self._clock.now() - begun
 
     def abort(self, reason: str) -> None:
         """End the view for all members."""

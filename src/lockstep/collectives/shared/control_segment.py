@@ -1,6 +1,7 @@
 """The control segment of one view: a memfd, its layout, and the word that aborts the view.
 
-    header     magic, version, number of members; the abort word and its reason; the notice
+    header     magic, version, number of members; the abort word and its reason; the notice; until when calls
+               may end
     arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left, for
                which hosts it waits; for the first member also two copies of the notice it read on arriving
     slots      two for each member: the description of its call
@@ -15,6 +16,7 @@ The memfd has no name, so nothing remains of it however the processes end.
 import contextlib
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import struct
@@ -36,7 +38,7 @@ REASON_LIMIT = 1 << 12
 
 _MAGIC = struct.Struct("<8sII")
 _NAME, _VERSION = b"LOCKSTEP", 1
-_ABORT, _REASON_LENGTH, _NOTICE, _REASON = 64, 68, 72, 128
+_ABORT, _REASON_LENGTH, _NOTICE, _PERMITTED, _REASON = 64, 68, 72, 80, 128
 _ARRIVALS, _LINE = 4608, 128
 _MISSING, _MISSING_SIZE = 64, 64
 HOST_LIMIT = 8 * _MISSING_SIZE
@@ -58,6 +60,8 @@ class ControlSegment:
         self.members = members
         self.control = control
         self._words = memoryview(control).cast("I")
+        # Aligned, so that each is read and written at once.
+        self._times = memoryview(control).cast("d")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(control))
 
     @classmethod
@@ -81,7 +85,9 @@ class ControlSegment:
             os.close(fd)
             raise
         _MAGIC.pack_into(control, 0, _NAME, _VERSION, members)
-        return cls(fd, members, control)
+        segment = cls(fd, members, control)
+        segment.permit(math.inf)
+        return segment
 
     @classmethod
     def attach(cls, fd: int) -> Self:
@@ -127,6 +133,22 @@ class ControlSegment:
     def notice(self, arrival: int) -> int:
         """Return the notice that the first member published before an arrival."""
         return self._words[(_ARRIVALS + 8) // 4 + arrival % 2]
+
+    def permit(self, until: float) -> None:
+        """Let calls end until then, by the monotonic clock of this machine. Does nothing once closed."""
+        if not self.control.closed:
+            self._times[_PERMITTED // 8] = until
+            # Members that wait for a permission sleep on this word, because an abort ends their wait.
+            futex.wake(self._address + _ABORT)
+
+    @property
+    def permitted_until(self) -> float:
+        """Until when calls may end; for ever, unless the creator has said otherwise."""
+        return self._times[_PERMITTED // 8]
+
+    def wait_for_permit(self, seconds: float) -> None:
+        """Block until the next `permit` or `abort`, for at most `seconds`."""
+        futex.wait(self._address + _ABORT, 0, seconds)
 
     def post_missing(self, position: int, hosts: int) -> None:
         """Announce for which other hosts a member waits: bit `h` stands for host `h`."""
@@ -175,6 +197,7 @@ class ControlSegment:
         """Unmap the memory and close the descriptor; the view continues for the others."""
         if not self.control.closed:
             self._words.release()
+            self._times.release()
             self.control.close()
             os.close(self.fd)
 

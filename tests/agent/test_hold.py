@@ -1,0 +1,111 @@
+"""Until when the agent lets calls end in a job with a hold, and in others."""
+
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.agent.agent import Agent
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.host import BeginView, KeepAlive
+from lockstep.protocol.worker import HostMembers
+from lockstep.system.event_loop import EventLoop
+from lockstep.transport.local_channel import LocalChannel
+
+
+class NotedExchange:
+    """An exchange that notes until when calls may end."""
+
+    def __init__(self) -> None:
+        self.control = Attachment.missing()
+        self.permitted: list[float] = []
+        self.closed = False
+
+    def post_notice(self, notice: int) -> None:
+        pass
+
+    def permit(self, until: float) -> None:
+        assert not self.closed
+        self.permitted.append(until)
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Host:
+    """An agent without workers, and its coordinator."""
+
+    def __init__(self, loop: EventLoop, hold: float | None) -> None:
+        self._loop = loop
+        self._coordinator, theirs = LocalChannel.pair()
+        self.exchanges: list[NotedExchange] = []
+        nothing: Any = SimpleNamespace(
+            prepare=lambda: None, reap=lambda owned: None, end=lambda grace: (), close=lambda: None
+        )
+        self.agent = Agent(
+            "a", theirs, loop, nothing, self._open, Attachment.missing(), nothing, nothing, hold=hold
+        )
+
+    def _open(self, members: int) -> NotedExchange:
+        self.exchanges.append(NotedExchange())
+        return self.exchanges[-1]
+
+    def hear(self, *messages: Any) -> None:
+        """Let messages of the coordinator arrive."""
+        for message in messages:
+            self._coordinator.send(message)
+        self._loop.turn(0.0)
+
+    @property
+    def permitted(self) -> list[list[float]]:
+        return [exchange.permitted for exchange in self.exchanges]
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    with EventLoop() as made:
+        yield made
+
+
+def view(number: int) -> BeginView:
+    return BeginView(number, (HostMembers(0, (0, 1), "node1", "10.0.0.1", 4000, 5),))
+
+
+def test_the_time_counts_from_what_the_coordinator_has_answered(loop: EventLoop) -> None:
+    """Not from the answer: neither a view that begins nor one that comes late makes it longer."""
+    host = Host(loop, 6.0)
+    with closing(host.agent):
+        host.hear(view(1), KeepAlive())
+        assert host.permitted == [[0.0]]
+        assert not host.agent.pauses(1e9)
+        host.hear(KeepAlive(0, 100.0))
+        host.hear(KeepAlive(0, 103.0), KeepAlive(0, 101.0))
+        assert host.permitted == [[0.0, 106.0, 109.0, 109.0]]
+        host.hear(view(2))
+        assert host.permitted[1:] == [[109.0]]
+        host.hear(KeepAlive(0, 104.0))
+        assert host.permitted[1:] == [[109.0, 110.0]]
+        assert not host.agent.pauses(110.0)
+        assert host.agent.pauses(110.5)
+
+
+def test_a_host_without_members_counts_too(loop: EventLoop) -> None:
+    """Its workers may join with a later view."""
+    host = Host(loop, 6.0)
+    with closing(host.agent):
+        host.hear(KeepAlive(0, 50.0), view(1))
+        assert host.permitted == [[56.0]]
+
+
+def test_without_a_hold_calls_always_end(loop: EventLoop) -> None:
+    host = Host(loop, None)
+    with closing(host.agent):
+        host.hear(view(1), KeepAlive(0, 100.0))
+        assert host.permitted == [[math.inf]]
+        assert not host.agent.pauses(1e9)
