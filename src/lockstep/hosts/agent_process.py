@@ -382,7 +382,9 @@ class _Contact:
         if self._noted:
             return
         self._noted = True
-        trains = "continues while no worker is lost" if self.agent.hold is None else "pauses until one answers"
+        trains = (
+            "continues while no worker is lost" if self.agent.hold is None else "pauses until one answers"
+        )
         self.process.say(
             f"{what}; training {trains}, and ends on this host after {self.patience:g} s without a coordinator"
         )
