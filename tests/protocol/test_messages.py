@@ -58,7 +58,7 @@ sources = st.builds(
 instructions = st.one_of(
     st.builds(host.BeginView, workers, st.lists(members, max_size=3).map(tuple), texts, groups),
     st.builds(host.FetchState, sources),
-    st.builds(host.KeepAlive),
+    st.builds(host.KeepAlive, workers, st.floats(0, 1e9)),
     st.builds(host.PauseOutput, groups),
     st.builds(host.StartProcess, workers, st.booleans(), groups),
     st.builds(host.PostNotice, st.sampled_from(Notice)),

@@ -275,7 +275,7 @@ class AgentProcess:
 
     def _serve(self, begin: BeginJob, prepare: Prepare, listener: HostListener) -> int:
         loop, channel = self.loop, self.channel
-        session = CoordinatorSession()
+        session = CoordinatorSession(self.clock)
         # From now on, both ends use only these messages.
         session.attach(cast("Channel[HostReport, Instruction]", channel))
         output = ForwardedOutput(session, lambda: channel.queued > _BEHIND or session.output > MOST_KEPT)
@@ -382,12 +382,11 @@ class _Contact:
         if self._noted:
             return
         self._noted = True
-        trains = (
-            "continues while no worker is lost" if self.agent.hold is None else "pauses until one answers"
-        )
-        self.process.say(
-            f"{what}; training {trains}, and ends on this host after {self.patience:g} s without a coordinator"
-        )
+        trains = "continues while no worker is lost"
+        if self.agent.hold is not None:
+            trains = "pauses until one answers"
+        limit = f"{self.patience:g} s without a coordinator"
+        self.process.say(f"{what}; training {trains}, and ends on this host after {limit}")
 
     def _seek(self) -> None:
         """Connect again to where the coordinator was."""
