@@ -110,6 +110,21 @@ def test_hosts_that_are_cut_off_from_the_coordinator(hosts: Sequence[Host], name
 
 
 @pytest.mark.slow
+def test_answers_that_come_late(hosts: Sequence[Host]) -> None:
+    """What the coordinator has sent before the host was cut off does not let it continue."""
+    job = PausingJob(hosts, "--hosts node1:2", at=2)
+    pid = agent(hosts[0])
+    over = job.pause(lambda: os.kill(pid, signal.SIGSTOP))
+    hosts[0].cut()
+    os.kill(pid, signal.SIGCONT)
+    job.pause(lambda: None)
+    job.check_stopped(over)
+    job.resume(hosts[0].reconnect)
+    job.hurry()
+    assert set(job.finish()) == {0, 1}
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_lost_during_the_pause(hosts: Sequence[Host]) -> None:
     """The others continue without it when the coordinator is back."""
     job = PausingJob(hosts, "--hosts node1:2 --max-restarts 0", at=2)
