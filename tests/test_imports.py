@@ -57,9 +57,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "strategy": {"cluster", "errors", "keras", "launcher", "rendezvous", "system", "worker"},
     "doctor": {"cluster", "collectives", "errors", "hosts", "launcher", "system", "worker"},
+    "ray": {"errors", "hosts", "protocol", "system", "transport"},
     "cli": {
         *("agent", "checkpoint", "coordinator", "doctor", "errors", "hosts", "launcher", "local_job"),
-        *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
+        *("observability", "protocol", "ray", "supervisor", "system", "topology", "transport", "worker"),
     },
     "notebook": {"cli", "errors", "system", "worker"},
     "__main__": {"cli"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from lockstep.cli.run import PARTS, PLACING, check_numbers, run
+from lockstep.cli.run import PARTS, PLACING, check_numbers, given, run
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.indexed_job import IndexedJob, name_from
 from lockstep.system.clock import parse_seconds
@@ -14,7 +14,6 @@ from lockstep.worker.script import refuse_undecodable
 
 _AMBIGUOUS = re.compile(r"[-+.]*\d|.$")
 """Strings such as 1e3 and y: PyYAML writes them plain, but kubectl reads a number or a truth value."""
-_PASSED_ON = [param for param in run.params if param.name not in PLACING]
 
 
 @click.group()
@@ -70,7 +69,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     check_numbers(workers, options["replicas"] or workers, options["min_workers"])
     parse_every(options["every"])
     here = ("--workers-here", str(workers // pods)) if workers > pods else ()
-    command = ("lockstep", "run", "--tf-config", *here, *_given(context), "--", script, *arguments)
+    command = ("lockstep", "run", "--tf-config", *here, *given(context), "--", script, *arguments)
     refuse_undecodable(*command)
     return IndexedJob(
         name if name is not None else name_from(script, module=options["module"]),
@@ -80,18 +79,6 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
         parse_seconds(options["grace"], "--grace"),
         {f"--{kind}": options[kind] for kind in ("cpu", "memory") if options[kind] is not None},
     )
-
-
-def _given(context: click.Context) -> list[str]:
-    """Return the words of those options for `lockstep run` that the user has given."""
-    words = []
-    for param in _PASSED_ON:
-        assert param.name is not None
-        source = context.get_parameter_source(param.name)
-        if isinstance(param, click.Option) and source is click.core.ParameterSource.COMMANDLINE:
-            words.append(max(param.opts, key=len))
-            words += [] if param.is_flag else [str(context.params[param.name])]
-    return words
 
 
 def _yaml(documents: tuple[dict[str, Any], ...]) -> str:
@@ -119,4 +106,4 @@ def _yaml(documents: tuple[dict[str, Any], ...]) -> str:
     return str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, explicit_start=True, width=110))
 
 
-kubernetes.params += _PASSED_ON
+kubernetes.params += [param for param in run.params if param.name not in PLACING]

@@ -148,10 +148,14 @@ def agent(
     is that of the job, or 75 if this host may try again: it was stopped, or not let into a running job,
     or the coordinator is lost.
     """
-    from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_over_pipes
+    from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_for_engine, run_over_pipes
+    from lockstep.hosts.engine_link import EngineLink
+    from lockstep.protocol.engine import StartAgent
 
     if stdio:
         sys.exit(run_over_pipes())
+    if (engine := EngineLink.inherited(StartAgent)) is not None:
+        sys.exit(run_for_engine(engine))
     if coordinator is None:
         raise click.UsageError("give --join HOST:PORT, the address of lockstep run --listen")
     split_address(coordinator)

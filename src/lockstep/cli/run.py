@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -58,15 +59,20 @@ from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.held import HeldCheckpoint
+    from lockstep.hosts.engine_link import EngineLink
     from lockstep.hosts.job_on_hosts import Resumed
     from lockstep.protocol.channel import Channel
     from lockstep.protocol.host import Stop
 
+_ENGINE = re.compile(r"ray|ray://\S+:[0-9]+")
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 PARTS = click.IntRange(min=1, max=4096)
 """The range of the number of workers or replicas."""
-PLACING = ("workers", "hosts", "listen", "here", "tf_config", "slurm", "devices")
+PLACING = (
+    *("workers", "hosts", "listen", "here", "tf_config", "slurm", "devices"),
+    *("engine", "cpus", "gpus", "detached"),
+)
 """The parameters of `run` that say where workers run; `lockstep export` sets them itself."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
@@ -150,6 +156,33 @@ class _Folder(click.Path):
     is_flag=True,
     help="Take the place of this process from the variables of Slurm: srun starts this command once on each "
     "host, and -n workers are divided among them, by default one each. Needs a key: see lockstep key.",
+)
+@click.option(
+    "--on",
+    "engine",
+    metavar="ray[://HOST:PORT]",
+    help="Run on a Ray cluster: the one of this machine, or that of a Ray client's address. Workers run on "
+    "all nodes with room for them, also on nodes that join later.",
+)
+@click.option(
+    "--cpus-per-worker",
+    "cpus",
+    type=click.FloatRange(min=0, min_open=True, max=4096),
+    metavar="C",
+    help="With --on, CPUs of Ray for each worker.  [default: 1]",
+)
+@click.option(
+    "--gpus-per-worker",
+    "gpus",
+    type=click.FloatRange(min=0, max=4096),
+    metavar="G",
+    help="With --on, GPUs of Ray for each worker.  [default: 0]",
+)
+@click.option(
+    "--detach",
+    "detached",
+    is_flag=True,
+    help="With --on, return once the job is submitted; it runs to its end without this command.",
 )
 @click.option(
     "--plain",
@@ -281,6 +314,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
     _refuse_contradictions(options)
+    link = _engine_link(options)
     retries = options["tf_config"]
     task = _take_place(script, options) if options["tf_config"] or options["slurm"] else ""
     refuse_undecodable(options["run_dir"], options["checkpoint"])
@@ -309,12 +343,16 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
     if options["listen"]:
+        from lockstep.hosts.engine_link import LIFELINE
         from lockstep.hosts.listening_job import Listening, run_listening
 
         address = with_port(options["listen"])
-        listening = Listening(address, options["here"] or 1, retries=retries, task=task)
+        here = 0 if link is not None else options["here"] or 1
+        listening = Listening(address, here, retries=retries, task=task, engine=link)
         status = run_in_job_process(
-            lambda command: run_listening(spec, listening, resumed, command), spec.grace
+            lambda command: run_listening(spec, listening, resumed, command),
+            spec.grace,
+            LIFELINE if link is not None else None,
         )
     else:
         status = run_in_job_process(lambda command: _serve(spec, resumed, command), spec.grace)
@@ -326,16 +364,62 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     sys.exit(status)
 
 
+def given(context: click.Context) -> list[str]:
+    """Return the words of the options that the user has given, except those that say where workers run."""
+    words = []
+    for param in run.params:
+        assert param.name is not None
+        source = context.get_parameter_source(param.name)
+        asked = isinstance(param, click.Option) and source is click.core.ParameterSource.COMMANDLINE
+        if asked and param.name not in PLACING:
+            words.append(max(param.opts, key=len))
+            words += [] if getattr(param, "is_flag", False) else [str(context.params[param.name])]
+    return words
+
+
+def _engine_link(options: dict[str, Any]) -> "EngineLink | None":
+    """Return the link of the coordinator that an engine has started, or have an engine run the job.
+
+    Returns:
+        None if the job needs no engine.
+    """
+    if not options["engine"]:
+        return None
+    from lockstep.hosts.engine_link import EngineLink
+    from lockstep.protocol.engine import StartCoordinator
+
+    link = EngineLink.inherited(StartCoordinator)
+    if link is None:
+        from lockstep.ray.command import run_on_ray
+
+        context, workers = click.get_current_context(), options["workers"]
+        place = ("run", "--on", "ray", "-n", str(workers))
+        words = (*place, *given(context), "--", options["script"], *options["arguments"])
+        needs = {"CPU": options["cpus"] or 1.0, "GPU": options["gpus"] or 0.0}
+        sys.exit(run_on_ray(options["engine"], words, workers, needs, options["detached"]))
+    assert isinstance(link.start, StartCoordinator)
+    options["listen"] = link.start.address
+    return link
+
+
 def _refuse_contradictions(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if options cannot be combined, or name no address."""
     names = ("hosts", "listen", "tf-config", "slurm")
     ways = [f"--{name}" for name in names if options[name.replace("-", "_")]]
+    ways += ["--on"] if options["engine"] else []
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
     if not ways and options["plain"]:
         raise ConfigError(
-            "--plain is for jobs on several hosts; give --hosts, --listen, --tf-config or --slurm too"
+            "--plain is for jobs on several hosts; give --hosts, --listen, --tf-config, --slurm or --on too"
         )
+    if options["engine"] and not _ENGINE.fullmatch(options["engine"]):
+        raise ConfigError(f"--on {options['engine']} is no engine: give ray, or ray://HOST:PORT")
+    if options["engine"] and options["workers"] is None:
+        raise ConfigError("--on needs the number of workers; give -n too")
+    for name in ("cpus", "gpus"):
+        if options[name] is not None and not options["engine"]:
+            raise ConfigError(f"--{name}-per-worker is what workers need of an engine; give --on too")
     if ways and options["devices"] is not None:
         raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
     if options["here"] is not None and not (options["listen"] or options["tf_config"]):
@@ -503,7 +587,9 @@ def _resumed(options: dict[str, Any], begun: JobSpec, held: "HeldCheckpoint") ->
         if held.is_same(held_of(own)):
             return begun
     spec = _spec(options, held)
-    return replace(spec, run_dir=begun.run_dir, inherited=begun.inherited, hosts=begun.hosts)
+    # An engine may have found fewer hosts than the job will have.
+    began = replace(spec, workers=begun.workers, hosts=begun.hosts)
+    return replace(began, run_dir=begun.run_dir, inherited=begun.inherited)
 
 
 def _checkpoints(

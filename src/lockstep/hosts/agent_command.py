@@ -15,12 +15,14 @@ from lockstep.hosts.agent_process import (
     LeftOut,
     StartedWorkers,
 )
+from lockstep.hosts.engine_link import LIFELINE, EngineLink
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.local_job.job_process import run_in_job_process
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.engine import StartAgent
 from lockstep.protocol.host import (
     LEFT_OUT,
     MOST_QUEUED,
@@ -90,6 +92,7 @@ class AgentOptions:
         quiet: whether this leaves notes to the coordinator, which writes to the same terminal.
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
+        engine: that has started this agent; None for none.
     """
 
     coordinator: str
@@ -101,6 +104,15 @@ class AgentOptions:
     shows: bool = False
     quiet: bool = False
     grace: float | None = None
+    engine: EngineLink | None = None
+
+
+def run_for_engine(engine: EngineLink) -> int:
+    """Run the agent that an engine has started; return its exit status."""
+    start = engine.start
+    assert isinstance(start, StartAgent)
+    own = join_address((start.address, 0))
+    return join_and_run(AgentOptions(start.coordinator, start.workers, own, quiet=True, engine=engine))
 
 
 def join_and_run(options: AgentOptions) -> int:
@@ -112,7 +124,10 @@ def join_and_run(options: AgentOptions) -> int:
         ConfigError: there is no key, or it cannot be used.
         UnfitError: the process of the agent cannot be started.
     """
-    credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
+    if options.engine is not None:
+        credentials = options.engine.key.mint(encrypted=options.encrypted)
+    else:
+        credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: Channel[Stop, Stop], folder: Path) -> int:
@@ -129,7 +144,7 @@ def join_and_run(options: AgentOptions) -> int:
                 )
             return status
 
-    return _run(serve, options.grace or 0.0)
+    return _run(serve, options.grace or 0.0, LIFELINE if options.engine is not None else None)
 
 
 def _say_nothing(text: str) -> None:
@@ -146,7 +161,10 @@ def _join(
     """Take part in a job once; return its exit status."""
     clock = SystemClock()
     with EventLoop() as loop:
-        address = CoordinatorAddress(options.coordinator, credentials, loop)
+        engine = options.engine
+        address = CoordinatorAddress(engine.coordinator if engine else options.coordinator, credentials, loop)
+        if engine is not None:
+            engine.watch(loop)
         connection = _connect(options, address, command, loop, clock)
         own = options.listen or join_address((connection.getsockname()[0], options.port))
         channel = address.channel(connection)
@@ -168,6 +186,7 @@ def _join(
             grace=options.grace,
             waits=lambda what: say(f"joined {options.coordinator}; waiting for {what}"),
             address=address,
+            engine=engine,
         ).run()
 
 
@@ -190,6 +209,8 @@ def _connect(
     begun, due = clock.now(), clock.now() + first
     try:
         while (connection := dialer.take()) is None:
+            if options.engine is not None:
+                address.address = options.engine.coordinator
             match command.receive():
                 case Stop(number):
                     raise Stopped(number)
@@ -211,12 +232,15 @@ def _connect(
         dialer.close()
 
 
-def _run(serve: Callable[[Channel[Stop, Stop], Path], int], grace: float = 0.0) -> int:
+def _run(
+    serve: Callable[[Channel[Stop, Stop], Path], int], grace: float = 0.0, lifeline: int | None = None
+) -> int:
     """Run an agent in a process of its own, with a folder for its workers; return the exit status.
 
     Args:
         serve: runs it, given the channel of its command and the folder.
         grace: seconds that the job may take to end after a signal.
+        lifeline: see `run_in_job_process`.
     """
 
     def serve_in_folder(command: Channel[Stop, Stop]) -> int:
@@ -232,4 +256,4 @@ def _run(serve: Callable[[Channel[Stop, Stop], Path], int], grace: float = 0.0) 
             shutil.rmtree(folder, ignore_errors=True)
 
     with temporary_folder() as folder:
-        return run_in_job_process(serve_in_folder, grace)
+        return run_in_job_process(serve_in_folder, grace, lifeline)

@@ -18,6 +18,7 @@ from lockstep.agent.worker_output import ForwardedOutput
 from lockstep.errors import ConfigError
 from lockstep.hosts.agent_place import AgentPlace
 from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
+from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener
@@ -195,6 +196,7 @@ class AgentProcess:
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
         first: the first process that a user has started on this host by hand; None if this starts workers.
+        engine: that has started this process, and says where the coordinator is; None if that is fixed.
         begun: whether the job has begun.
     """
 
@@ -211,6 +213,7 @@ class AgentProcess:
     address: CoordinatorAddress | None = None
     grace: float | None = None
     first: Arrival | None = None
+    engine: EngineLink | None = None
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -290,7 +293,7 @@ class AgentProcess:
         leaves = math.inf
         with (
             contextlib.closing(agent),
-            contextlib.closing(AgentPlace(prepare.job, loop)) as place,
+            self._take_place(prepare.job) as place,
             contextlib.closing(_Contact(self, session, agent, place, spec.timeout, running)) as contact,
         ):
             while not agent.ended:
@@ -311,6 +314,12 @@ class AgentProcess:
             self.channel.see_off(SILENCE)
             return agent.status
 
+    def _take_place(self, job: bytes) -> contextlib.AbstractContextManager[AgentPlace | None]:
+        """Return the place of this agent, unless an engine sees to it that a host has one agent."""
+        if self.engine is not None:
+            return contextlib.nullcontext()
+        return contextlib.closing(AgentPlace(job, self.loop))
+
     def _offer(self, session: CoordinatorSession, prepare: Prepare, begin: BeginJob) -> HostOffer:
         """Return what a coordinator process that is started again needs."""
         job = RunningJob(msgspec.structs.replace(prepare, key=""), begin.host, session.kept)
@@ -325,7 +334,7 @@ class _Contact:
         process: of the agent.
         session: with the coordinator.
         agent: of this host.
-        place: of the agent on its host.
+        place: of the agent on its host; None if an engine sees to it.
         patience: seconds without a coordinator after which the job ends on this host.
         offer: returns the first message to a coordinator process that is started again.
     """
@@ -333,7 +342,7 @@ class _Contact:
     process: AgentProcess
     session: CoordinatorSession
     agent: Agent
-    place: AgentPlace
+    place: AgentPlace | None
     patience: float
     offer: Callable[[], HostOffer]
     _dialer: CoordinatorDialer | None = None
@@ -354,6 +363,11 @@ class _Contact:
         Raises:
             CoordinatorGone: there is no coordinator, and none is expected.
         """
+        address, engine = self.process.address, self.process.engine
+        if address is not None and engine is not None and address.address != engine.coordinator:
+            # The one before, if it lives, is not the coordinator any more.
+            address.address = engine.coordinator
+            self.session.leave("the engine has started another coordinator")
         if self.session.lost:
             self._seek()
         if (now := self.process.clock.now()) >= self._due:
@@ -367,12 +381,14 @@ class _Contact:
     def _judge(self, now: float) -> None:
         seconds, pauses = self._silence.seconds(), self.agent.pauses(now)
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
-            self.place.is_wanted = self._noted = False
+            self._noted = False
+            if self.place is not None:
+                self.place.is_wanted = False
         if pauses:
             self._note(f"the coordinator has not answered for {self.agent.hold:g} s")
         if seconds <= SILENCE:
             return
-        if self.place.is_wanted:
+        if self.place is not None and self.place.is_wanted:
             raise CoordinatorGone("another agent of this host has taken the place of this one")
         self._note(f"the coordinator has been silent for {SILENCE:g} s")
         self._silence.check(self.patience)

@@ -67,6 +67,10 @@ class CoordinatorSession:
         self._channel = channel
         self._events.register(channel.fileno(), select.EPOLLIN)
 
+    def leave(self, why: str) -> None:
+        """Close the connection, whose coordinator is not the newest one."""
+        self._detach(why)
+
     def give_up(self) -> None:
         """Stop to wait for a coordinator: `receive` returns `PeerGone` from now on."""
         self._detach("given up")

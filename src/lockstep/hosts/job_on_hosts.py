@@ -120,6 +120,7 @@ class JobOnHosts:
         resumed: see `Resumed`; needed by a job with checkpoints.
         start: starts the agent of a lost host again, given its name; None if agents come on their own.
         accept: called before the job begins with what admits the agents that come later.
+        wanted: the number of workers to which the job grows when hosts join; 0 for that of `spec`.
     """
 
     spec: JobSpec
@@ -136,6 +137,7 @@ class JobOnHosts:
     resumed: Resumed | None = None
     start: Callable[[str], AwaitedHost] | None = None
     accept: Callable[[Newcomers], None] = lambda newcomers: None
+    wanted: int = 0
 
     def run(self) -> int:
         """Run the job; return its exit status.
@@ -268,13 +270,14 @@ class JobOnHosts:
 
     def _first_state(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> State:
         size = JobSize.of(spec.workers, spec.min_workers, spec.max_restarts)
-        return State.of(
+        state = State.of(
             spec.view,
             TimeLimits(timeout=spec.timeout, save=spec.grace),
             JobSize(spec.workers, by_hand=True) if self.by_hand is not None else size,
             keeps=spec.checkpoints is not None,
             cores=tuple(one.cores for one in _in_order(spec, facts)),
         )
+        return replace(state, size=replace(state.size, wanted=self.wanted or spec.workers))
 
 
 def _in_order(spec: JobSpec, facts: Mapping[int, HostFacts]) -> list[HostFacts]:

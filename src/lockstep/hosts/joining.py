@@ -18,12 +18,12 @@ _ATTEMPT = 4.0
 _PAUSE = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass
 class CoordinatorAddress:
     """Where agents join a coordinator over the network.
 
     Attributes:
-        address: HOST:PORT.
+        address: HOST:PORT; may change while there is no connection.
         credentials: of the job.
         loop: serves the attempts.
     """
@@ -34,7 +34,7 @@ class CoordinatorAddress:
 
     def dial(self, news: Callable[[], None] = lambda: None) -> "CoordinatorDialer":
         """Begin to connect; `news` is called when there is a result, or when another attempt has failed."""
-        return CoordinatorDialer(self.address, self.credentials, self.loop, news)
+        return CoordinatorDialer(lambda: self.address, self.credentials, self.loop, news)
 
     def channel(self, connection: socket.socket) -> StreamChannel[RemoteReport, RemoteInstruction]:
         """Return the channel over a connection."""
@@ -47,7 +47,7 @@ class CoordinatorDialer:
     """Connects to a coordinator in a thread, again and again until that succeeds.
 
     Args:
-        address: of the coordinator.
+        address: returns that of the coordinator, for each attempt.
         credentials: of the job.
         loop: calls `news`.
         news: called when there is a result, or when another attempt has failed.
@@ -59,7 +59,7 @@ class CoordinatorDialer:
     """
 
     def __init__(
-        self, address: str, credentials: Credentials, loop: EventLoop, news: Callable[[], None]
+        self, address: Callable[[], str], credentials: Credentials, loop: EventLoop, news: Callable[[], None]
     ) -> None:
         self.failure = ""
         self.connection: socket.socket | None = None
@@ -109,7 +109,7 @@ class CoordinatorDialer:
         while not self._ended.is_set():
             connection, failure, error = None, "", None
             try:
-                connection = connect(self._address, greeting, self._credentials, _ATTEMPT, self._check)
+                connection = connect(self._address(), greeting, self._credentials, _ATTEMPT, self._check)
             except NetworkError as why:
                 failure = str(why)
             except ConfigError as why:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from lockstep.errors import ConfigError, NetworkError, UnfitError
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
+from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
@@ -23,6 +24,7 @@ from lockstep.hosts.takeover import LEFT_BEHIND, TakenOverJob, running_jobs, wai
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.engine import HOLD, StartCoordinator
 from lockstep.protocol.host import HostOffer, Stop
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.system.clock import SystemClock
@@ -31,6 +33,9 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
 
 _FIRST_NOTE = 1.0
+_LOOK_EVERY = 1.0
+_RETURN = 10.0
+"""Seconds in which the agents that run a job connect to the coordinator that an engine has started again."""
 _RETRY = 60.0
 """Seconds in which the name of this host may become known."""
 
@@ -43,10 +48,11 @@ class Listening:
 
     Attributes:
         address: HOST:PORT of this host; port 0 means any free one.
-        here: the number of workers on this host.
+        here: the number of workers on this host; 0 if it only coordinates.
         patience: seconds until the job gives up to wait.
         retries: whether a name that cannot be resolved yet is tried again.
         task: the name of this process in its cluster, for a note; empty without a cluster.
+        engine: that has started this process, and starts the agents; None for none.
     """
 
     address: str
@@ -54,6 +60,7 @@ class Listening:
     patience: float = 600.0
     retries: bool = False
     task: str = ""
+    engine: EngineLink | None = None
 
 
 def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
@@ -75,10 +82,12 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
         with ExitStack() as ends:
             loop = ends.enter_context(EventLoop())
             gate = _Gate(spec, listening, command, terminal_of(spec), loop)
-            credentials = gate.retried(lambda: own_credentials(listening.address, encrypted=not spec.plain))
-            server, listener = gate.open(credentials)
+            server, listener = gate.open(gate.credentials())
             ends.enter_context(closing(server))
             ends.enter_context(closing(listener))
+            if listening.engine is not None:
+                listening.engine.watch(loop)
+                listening.engine.tell_address(listener.listener.address)
             if listening.task:
                 gate.console.say(f"{listening.task} coordinates the job at {listening.address}")
             gate.wait(server, listener)
@@ -90,16 +99,17 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
                 return TakenOverJob(spec, listening.here, command, gate.console, loop, listener, running).run(
                     lambda newcomers: gate.accept_later(server, newcomers, new)
                 )
-            hosts, others = placed(spec.workers, listening.here, listener.place[0], agents)
-            prepare = first_message(spec, encrypted=credentials.encrypted)
-
+            hosts, others = placed(gate.begins_with, listening.here, listener.place[0], agents)
+            prepare = first_message(spec, encrypted=not spec.plain)
+            here = ThisHost(0, listener, own_facts(prepare, *listener.place)) if listening.here else None
             return JobOnHosts(
-                replace(spec, hosts=hosts),
+                replace(spec, hosts=hosts, workers=gate.begins_with, hold=gate.hold),
                 prepare,
                 command,
                 console=gate.console,
                 loop=loop,
-                here=ThisHost(0, listener, own_facts(prepare, *listener.place)),
+                here=here,
+                wanted=spec.workers,
                 others=others,
                 notifies=True,
                 resumed=resumed,
@@ -120,7 +130,7 @@ def placed(
         own: the name of this host.
         agents: that have offered enough workers; the last one may get fewer than it has offered.
     """
-    hosts, others, missing = [JobHost(own, here)], {}, workers - here
+    hosts, others, missing = [JobHost(own, here)] if here else [], {}, workers - here
     for agent in agents:
         assert agent.offer is not None
         names = [host.name for host in hosts]
@@ -176,11 +186,37 @@ class _Gate:
 
     def __post_init__(self) -> None:
         self.clock = SystemClock()
+        engine = self.listening.engine
+        # Agents that run the job already come first.
+        returns = engine is not None and isinstance(engine.start, StartCoordinator) and engine.start.again
+        self.not_before = self.clock.now() + (_RETURN if returns else 0.0)
         self.loop.watch(self.command.fileno(), lambda: None)
 
     @property
-    def wanted(self) -> int:
-        return self.spec.workers - self.listening.here
+    def begins_with(self) -> int:
+        """The number of workers with which the job begins: all, or those that an engine has found."""
+        engine = self.listening.engine
+        return self.spec.workers if engine is None else min(self.spec.workers, engine.found)
+
+    @property
+    def hold(self) -> float | None:
+        """See `JobSpec`: an engine can start a coordinator on another host while this one lives, cut off."""
+        return HOLD if self.listening.engine is not None else None
+
+    def credentials(self) -> Credentials:
+        """Return the credentials of this process; the name of this host may not be known yet."""
+        address, engine = self.listening.address, self.listening.engine
+        if engine is not None:
+            return engine.key.mint(encrypted=not self.spec.plain)
+        return self.retried(lambda: own_credentials(address, encrypted=not self.spec.plain))
+
+    def is_complete(self, agents: Sequence[JoiningAgent]) -> bool:
+        """Whether the job can begin with these agents, or continue because they run it already."""
+        if running_jobs(agents):
+            return True
+        waits = self.listening.engine is not None and self.clock.now() < self.not_before
+        wanted = self.begins_with
+        return not waits and wanted > 0 and not vacancies(wanted - self.listening.here, agents)
 
     def retried(self, act: Callable[[], Result]) -> Result:
         """Return what `act` returns; try again for a while, if the name of this host may not be known yet."""
@@ -204,7 +240,10 @@ class _Gate:
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
             if offer.running is not None:
                 return ""
-            if agent not in server.agents and not vacancies(self.wanted, server.agents):
+            if self.listening.engine is not None:
+                return objection(agent, offer, (), "")
+            wanted = self.spec.workers - self.listening.here
+            if agent not in server.agents and not vacancies(wanted, server.agents):
                 return "the hosts of the job are complete"
             others = [other.peer for other in server.agents if other is not agent]
             return objection(agent, offer, others, self.own)
@@ -227,7 +266,7 @@ class _Gate:
                 f"--listen {self.listening.address} is no address that other hosts can connect to; give the "
                 "one at which they reach this host"
             )
-        self.own = "" if place.is_loopback else str(place)
+        self.own = "" if place.is_loopback or self.listening.engine is not None else str(place)
         return server, listener
 
     def accept_later(self, server: AgentServer, newcomers: Newcomers, there: Sequence[JoiningAgent]) -> None:
@@ -259,7 +298,8 @@ class _Gate:
         address = listener.listener.address
         join = f"{key}lockstep agent --join {address}{plain} [-n WORKERS]"
         port = listener.place[1]
-        while (missing := vacancies(self.wanted, server.agents)) and not running_jobs(server.agents):
+        while not self.is_complete(server.agents):
+            missing = vacancies((self.begins_with or self.spec.workers) - self.listening.here, server.agents)
             workers = count(missing, "more worker")
             waited = (now := self.clock.now()) - begun
             if missing != told or now >= due:
@@ -267,17 +307,22 @@ class _Gate:
                 server.keep_waiting(f"other hosts to join with {workers}, {waited:.0f} s")
             if waited >= self.listening.patience:
                 server.turn_away(f"too few hosts have joined within {self.listening.patience:g} s")
+                advice = f"; run on each: {join}" if self.listening.engine is None else ""
                 raise UnfitError(
-                    f"no host has joined with {workers} within {self.listening.patience:g} s; run on "
-                    f"each: {join}"
+                    f"no host has joined with {workers} within {self.listening.patience:g} s{advice}"
                 )
             if now >= due:
                 due = now + SAY_EVERY
-                self.console.say(
-                    f"waiting at {address} for other hosts to join with {workers}, {waited:.0f} s; run "
-                    f"there: {join} (a firewall must let TCP connections to port {port} through)"
+                advice = (
+                    f"; run there: {join} (a firewall must let TCP connections to port {port} through)"
+                    if self.listening.engine is None
+                    else ""
                 )
-            self._turn(max(0.0, min(due, begun + self.listening.patience) - now))
+                self.console.say(
+                    f"waiting at {address} for other hosts to join with {workers}, {waited:.0f} s{advice}"
+                )
+            until = min(due, begun + self.listening.patience, max(now, self.not_before) + _LOOK_EVERY)
+            self._turn(max(0.0, until - now))
         wait_for_hosts(server, listener.place, self.clock, self._turn)
         self.loop.unwatch(self.command.fileno())
 

@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import cast
 
+from lockstep.agent.agent import Agent
 from lockstep.agent.worker_output import ForwardedOutput
 from lockstep.coordinator.job_record import JobRecord, decode_record, newest
 from lockstep.errors import ConfigError, UnfitError
@@ -19,7 +20,16 @@ from lockstep.hosts.newcomers import Newcomers
 from lockstep.local_job.composition import start_agent
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel
-from lockstep.protocol.host import SILENCE, HostReport, Instruction, KeepRecord, RunningJob, Stop
+from lockstep.protocol.host import (
+    SILENCE,
+    HostFacts,
+    HostReport,
+    Instruction,
+    KeepRecord,
+    Prepare,
+    RunningJob,
+    Stop,
+)
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Rejected
 from lockstep.system.clock import Clock, SystemClock
@@ -97,7 +107,8 @@ class TakenOverJob:
 
     Attributes:
         spec: the job as this command would begin it.
-        here: the number of workers that this host should have; they join like those of a new host.
+        here: the number of workers that this host should have, which join like those of a new host; 0 if it
+            only coordinates.
         command: the channel over which the job is stopped.
         console: shows notes.
         loop: serves everything.
@@ -154,49 +165,55 @@ class TakenOverJob:
         spec = replace(
             record.spec,
             run_dir=self.spec.run_dir,
-            hosts=(*before, JobHost(own, self.here)),
+            hosts=(*before, *((JobHost(own, self.here),) if self.here else ())),
             checkpoints=self._checkpoints(record.spec, prepare.job),
         )
         self.console.say(
             f"taking over a job of {count(len(channels), 'host')} whose coordinator was lost, in view "
             f"{record.view.number}; logs in {spec.run_dir}"
         )
-        session, children = CoordinatorSession(), set[int]()
-        output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
-        if self.by_hand is None:
-            local, say = started_here(spec, len(before), output, children), unsaid
-        else:
-            local, say = self.by_hand.admitting(spec, output), self.console.say
-        local = replace(
-            local,
-            host=len(before),
-            name=own,
-            peer=peer_of(facts),
-            network=self.listener.network(prepare.job),
-        )
-        hosts.append(ConnectedHost(own, local.peer, self.here, facts.cores, session))
-        clock = SystemClock()
+        children, clock = set[int](), SystemClock()
         newcomers = Newcomers(spec, prepare, facts, self.console.say, self.loop, clock)
-        for index, host in enumerate(hosts):
-            if host.agent is None:
-                newcomers.note_loss(index)
-        keeper = Keeper(
-            kept,
-            hosts,
-            self.command,
-            self.loop,
-            clock,
-            self.console,
-            str(spec.run_dir),
-            children,
-            notifies=True,
-            when_lost=newcomers.note_loss,
-        )
-        here = start_agent(local, spec.run_dir.name, session, self.loop, late=True, hold=spec.hold, say=say)
-        accept(newcomers)
-        with closing(newcomers), closing(here):
+        with ExitStack() as ends:
+            ends.enter_context(closing(newcomers))
+            if self.here:
+                here, own_agent = self._join(spec, prepare, own, facts, children)
+                ends.enter_context(closing(own_agent))
+                hosts.append(here)
+            for index, host in enumerate(hosts):
+                if host.agent is None:
+                    newcomers.note_loss(index)
+            keeper = Keeper(
+                kept,
+                hosts,
+                self.command,
+                self.loop,
+                clock,
+                self.console,
+                str(spec.run_dir),
+                children,
+                notifies=True,
+                when_lost=newcomers.note_loss,
+            )
+            accept(newcomers)
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()
+
+    def _join(
+        self, spec: JobSpec, prepare: Prepare, name: str, facts: HostFacts, children: set[int]
+    ) -> tuple[ConnectedHost, Agent]:
+        """Let this host join the job as its last one; return it with its agent."""
+        session, host = CoordinatorSession(), len(spec.hosts) - 1
+        output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
+        if self.by_hand is None:
+            local, say = started_here(spec, host, output, children), unsaid
+        else:
+            local, say = self.by_hand.admitting(spec, output), self.console.say
+        network = self.listener.network(prepare.job)
+        local = replace(local, host=host, name=name, peer=peer_of(facts), network=network)
+        job, hold = spec.run_dir.name, spec.hold
+        agent = start_agent(local, job, session, self.loop, late=True, hold=hold, say=say)
+        return ConnectedHost(name, local.peer, self.here, facts.cores, session), agent
 
     def _checkpoints(self, runs: JobSpec, job: bytes) -> Checkpoints | None:
         """Return the checkpoints of the job in the folder of this host, which it may share with others."""

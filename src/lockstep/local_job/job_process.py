@@ -33,12 +33,13 @@ Serve = Callable[[Channel[Stop, Stop]], int]
 """Runs a job, given its channel to the command; returns the exit status."""
 
 
-def run_in_job_process(serve: Serve, grace: float) -> int:
+def run_in_job_process(serve: Serve, grace: float, lifeline: int | None = None) -> int:
     """Run a job in a new process; return its exit status once no process of the job remains.
 
     Args:
         serve: runs the job in that process.
         grace: seconds that the job may take for a checkpoint after SIGTERM.
+        lifeline: a pipe at whose end all processes of the job are killed; None for none.
 
     Raises:
         UnfitError: the process cannot be started.
@@ -59,7 +60,8 @@ def run_in_job_process(serve: Serve, grace: float) -> int:
         _become_job_process(PacketChannel(theirs, Stop), serve)
     theirs.close()
     with mine:
-        return _Watch(process, PacketChannel(mine, Stop), LinuxDescendants(spare), grace).run(heard)
+        watch = _Watch(process, PacketChannel(mine, Stop), LinuxDescendants(spare), grace, lifeline)
+        return watch.run(heard)
 
 
 def _become_job_process(command: Channel[Stop, Stop], serve: Serve) -> None:
@@ -85,12 +87,19 @@ class _Watch:
     """Waits for the process of a job to end, and passes signals on to it."""
 
     def __init__(
-        self, process: int, channel: Channel[Stop, Stop], descendants: LinuxDescendants, grace: float
+        self,
+        process: int,
+        channel: Channel[Stop, Stop],
+        descendants: LinuxDescendants,
+        grace: float,
+        lifeline: int | None,
     ) -> None:
         self._process = process
         self._channel = channel
         self._descendants = descendants
         self._grace = grace
+        self._lifelines = () if lifeline is None else (lifeline,)
+        self._released = False
         self._stopped_by: int | None = None
         self._deadline: float | None = None
 
@@ -110,12 +119,15 @@ class _Watch:
         return self._conclude(in_time)
 
     def _wait(self, ended: int, woken: socket.socket) -> bool:
-        """Return whether the process ended by itself: True, or False if it hangs after a signal."""
+        """Return whether the process ended by itself: it may hang after a signal, or lose its lifeline."""
         while True:
             patience = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            ready = wait_for([ended, woken.fileno()], patience)
+            ready = wait_for([ended, woken.fileno(), *self._lifelines], patience)
             if ended in ready:
                 return True
+            if ready.intersection(self._lifelines):
+                self._released = True
+                return False
             if not ready:
                 return False
             for number in woken.recv(64):
@@ -136,6 +148,9 @@ class _Watch:
         left = self._descendants.end(grace=0)
         if left:
             note(unkillable(left))
+        if self._released:
+            # What held the lifeline was the reader of notes too.
+            return shell_status(status)
         if not in_time and self._stopped_by is not None:
             name = signal_name(self._stopped_by)
             note(

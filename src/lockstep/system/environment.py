@@ -29,6 +29,8 @@ _SHARED = (
 _OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_HOME")
 KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
+ENGINE = f"{_PREFIX}ENGINE"
+"""The variable with the descriptor of the socket of the engine that has started this process."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
@@ -273,6 +275,32 @@ def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.envir
 def key_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the path of the key of the job; None if it is not set."""
     return Path(path) if (path := environ.get(KEY_FILE)) else None
+
+
+def take_engine(environ: MutableMapping[str, str] = os.environ) -> int | None:
+    """Remove the variable of the engine that has started this process, and return the descriptor in it.
+
+    Returns:
+        None if no engine has started this process.
+    """
+    text = environ.pop(ENGINE, "")
+    return int(text) if text.isdecimal() else None
+
+
+def for_engine_process(shared: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a process that an engine starts.
+
+    Args:
+        shared: see `shared_variables`: those of the user, instead of those that the engine has set.
+        environ: the environment of the part of the engine that starts it.
+    """
+    kept = ("PYTHONPATH",)
+    own = {
+        name: value
+        for name, value in environ.items()
+        if name in kept or not name.startswith((*_SHARED, "RAY_", _PREFIX))
+    }
+    return own | {name: value for name, value in shared.items() if name not in kept}
 
 
 def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,0 +1,92 @@
+"""The end of an engine's socket in a process that it has started: an agent, or the coordinator of a job."""
+
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+from lockstep.errors import UnfitError
+from lockstep.protocol.channel import Channel, PeerGone
+from lockstep.protocol.engine import (
+    CoordinatorListens,
+    CoordinatorMoved,
+    EngineCommand,
+    EngineReport,
+    StartAgent,
+    StartCoordinator,
+    WorkersFound,
+)
+from lockstep.system.environment import take_engine
+from lockstep.system.event_loop import EventLoop, wait_for
+from lockstep.transport.keys import JobKey
+from lockstep.transport.packet_channel import PacketChannel
+
+LIFELINE = 0
+"""The descriptor of a pipe that an engine holds: at its end, all processes of the job on this host end."""
+_PATIENCE = 60.0
+
+Start = TypeVar("Start", StartAgent, StartCoordinator)
+
+
+class EngineLink:
+    """Takes what an engine tells this process.
+
+    Args:
+        channel: to the engine.
+        start: its first message.
+
+    Attributes:
+        start: the first message.
+        key: of the job.
+        coordinator: HOST:PORT of the coordinator, as far as the engine has said it.
+        found: the number of workers that fit on the hosts of the engine.
+    """
+
+    def __init__(
+        self, channel: Channel[EngineReport, EngineCommand], start: StartAgent | StartCoordinator
+    ) -> None:
+        self.start = start
+        self.key = JobKey.parse(start.key, "the message of the engine")
+        self.coordinator = start.coordinator if isinstance(start, StartAgent) else ""
+        self.found = 0
+        self._channel = channel
+
+    @classmethod
+    def inherited(cls, kind: type[Start]) -> "EngineLink | None":
+        """Return the link of a process that an engine has started; None for other processes.
+
+        Raises:
+            UnfitError: the engine does not say what to do.
+        """
+        descriptor = take_engine()
+        if descriptor is None:
+            return None
+        channel: PacketChannel[EngineReport, EngineCommand] = PacketChannel(
+            socket.socket(fileno=descriptor), EngineCommand
+        )
+        wait_for([channel.fileno()], _PATIENCE)
+        start = channel.receive()
+        if not isinstance(start, kind):
+            raise UnfitError(f"the engine that has started this process does not tell it what to do: {start}")
+        return cls(channel, start)
+
+    def tell_address(self, address: str) -> None:
+        """Tell the engine where the coordinator, this process, listens."""
+        self._channel.send(CoordinatorListens(address))
+
+    def watch(self, loop: EventLoop, changed: Callable[[], None] = lambda: None) -> None:
+        """Let `loop` take what the engine tells; `changed` is called after each message."""
+
+        def hear() -> None:
+            while (message := self._channel.receive()) is not None:
+                match message:
+                    case CoordinatorMoved(address):
+                        self.coordinator = address
+                    case WorkersFound(workers):
+                        self.found = workers
+                    case PeerGone():
+                        # The lifeline ends this process.
+                        loop.unwatch(self._channel.fileno())
+                        return
+                changed()
+
+        loop.watch(self._channel.fileno(), hear)

@@ -1,0 +1,66 @@
+"""The messages between an engine and the processes of a job that it starts.
+
+An engine finds hosts, starts an agent on each, and keeps one coordinator alive. A process that it starts has
+a socket to the part of the engine on its host; the key of the job travels only there.
+"""
+
+import msgspec
+
+HOLD = 6.0
+"""Seconds for which hosts train without an answer of the coordinator: an engine may start another."""
+
+
+class StartCoordinator(msgspec.Struct, frozen=True, tag="start_coordinator"):
+    """Coordinate the job; the first message to its coordinator.
+
+    Attributes:
+        key: of the job.
+        address: HOST:PORT to listen at; port 0 means any free one.
+        again: whether the engine has started a coordinator of this job before, so that agents may run it.
+    """
+
+    key: str
+    address: str
+    again: bool
+
+
+class WorkersFound(msgspec.Struct, frozen=True, tag="workers_found"):
+    """So many workers fit on the hosts that the engine has now: a job can begin with them.
+
+    Attributes:
+        workers: how many; 0 for none yet.
+    """
+
+    workers: int
+
+
+class StartAgent(msgspec.Struct, frozen=True, tag="start_agent"):
+    """Run workers of the job on this host; the first message to an agent.
+
+    Attributes:
+        key: of the job.
+        coordinator: HOST:PORT of the coordinator.
+        workers: the number of workers that this host offers.
+        address: of this host, where the workers of others connect.
+    """
+
+    key: str
+    coordinator: str
+    workers: int
+    address: str
+
+
+class CoordinatorMoved(msgspec.Struct, frozen=True, tag="moved"):
+    """Another coordinator, which the engine has started, is at this address: HOST:PORT."""
+
+    address: str
+
+
+class CoordinatorListens(msgspec.Struct, frozen=True, tag="listens"):
+    """The coordinator listens for agents at this address: HOST:PORT."""
+
+    address: str
+
+
+EngineCommand = StartCoordinator | WorkersFound | StartAgent | CoordinatorMoved
+EngineReport = CoordinatorListens

@@ -1,0 +1,63 @@
+"""Passes the key of a job through Ray, whose object store and logs never contain it.
+
+The receiver makes a pair of keys for one message (X25519, RFC 7748), and the sender seals the text for it:
+HKDF-SHA256 of the shared secret (RFC 5869) gives the key of ChaCha20-Poly1305 (RFC 8439). This hides the text
+from everything that stores or shows what passes through Ray. It does not protect against code that runs as an
+actor of the same cluster, which could ask for the key itself.
+"""
+
+from typing import NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+_NONCE = bytes(12)
+"""Each key encrypts one message."""
+
+
+class Sealed(NamedTuple):
+    """A text that only the maker of one pair of keys can open.
+
+    Attributes:
+        public: the public key of the sender, 32 bytes.
+        data: the encrypted text.
+    """
+
+    public: bytes
+    data: bytes
+
+
+class Opener:
+    """Opens one text that is sealed for it.
+
+    Attributes:
+        public: the public key to seal it for, 32 bytes.
+    """
+
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+
+    def open(self, sealed: Sealed) -> str:
+        """Return the text.
+
+        Raises:
+            cryptography.exceptions.InvalidTag: it is sealed for another opener, or changed.
+        """
+        shared = self._private.exchange(X25519PublicKey.from_public_bytes(sealed.public))
+        return _cipher(shared, sealed.public, self.public).decrypt(_NONCE, sealed.data, None).decode()
+
+
+def seal(text: str, public: bytes) -> Sealed:
+    """Seal a text for the opener with a public key."""
+    private = X25519PrivateKey.generate()
+    own = private.public_key().public_bytes_raw()
+    shared = private.exchange(X25519PublicKey.from_public_bytes(public))
+    return Sealed(own, _cipher(shared, own, public).encrypt(_NONCE, text.encode(), None))
+
+
+def _cipher(shared: bytes, sender: bytes, receiver: bytes) -> ChaCha20Poly1305:
+    derive = HKDF(algorithm=SHA256(), length=32, salt=None, info=b"lockstep ray " + sender + receiver)
+    return ChaCha20Poly1305(derive.derive(shared))
