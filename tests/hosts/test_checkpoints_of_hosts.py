@@ -192,9 +192,10 @@ def test_each_host_has_the_files_of_callbacks_that_a_program_reads(
     ("lost", "note"),
     [
         ("lose:0:1", "steps, is on node2; copying it to node1\n"),
-        (
+        pytest.param(
             "lose:1:1",
             "node2 has lost the worker that gave the checkpoint; looking for the newest again\n",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -217,7 +218,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", [pytest.param("backup", marks=pytest.mark.slow), "import"])
 def test_files_that_must_be_equal_on_all_hosts(hosts: Sequence[Host], start: Start, what: str) -> None:
     for host in hosts:
         (host.work / "own.py").write_text(f"NAME = {host.name!r}\n")

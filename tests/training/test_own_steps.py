@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lockstep.keras.numbered_calls import NumberedCalls
 
 Launch = Callable[..., Any]
 
 
+@pytest.mark.parametrize(
+    "backend", [pytest.param("jax", marks=pytest.mark.slow), "tensorflow", "torch"], indirect=True
+)
 def test_users_steps_have_equal_bits_and_the_numbers_of_plain_keras(launch: Launch, backend: str) -> None:
     one = launch("-n 1 --replicas 2 --no-adopt", "own_steps.py", "--both", backend=backend)
     two = launch("-n 2 --replicas 2", "own_steps.py", "--adopted", backend=backend)

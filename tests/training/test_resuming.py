@@ -50,7 +50,11 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
 @pytest.mark.parametrize(
     # On JAX, a stopped job resumes below, and killed ones in test_dividing.py and test_tf_reading.py.
     "backend",
-    [pytest.param("jax", marks=pytest.mark.slow), "tensorflow", "torch"],
+    [
+        pytest.param("jax", marks=pytest.mark.slow),
+        "tensorflow",
+        pytest.param("torch", marks=pytest.mark.slow),
+    ],
     indirect=True,
 )
 def test_a_killed_job_resumes_with_another_number_of_workers(
