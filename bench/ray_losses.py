@@ -2,12 +2,12 @@
 
     ray_losses.py [--losses N] [--model NAME]
 
-A cluster of this machine: a head without workers, and three nodes of one CPU. Two workers of one thread train
-the same Keras model on PyTorch, one on each node; one more program is Lockstep on JAX. All processes of the node
-of one of them are killed, alternately of the first and of the other worker; the third node is there to replace
-it. Ray Train continues from its last checkpoint, one every 25 steps, once both workers run again. Lockstep
-continues with the other worker, which the replacement joins later. The programs take turns of one cluster each.
-Processes are not pinned.
+A cluster of this machine: a head without workers, and three nodes of one CPU. Two workers of one thread
+train the same Keras model on PyTorch, one on each node; one more program is Lockstep on JAX. All processes
+of the node of one of them are killed, alternately of the first and of the other worker; the third node is
+there to replace it. Ray Train continues from its last checkpoint, one every 25 steps, once both workers run
+again. Lockstep continues with the other worker, which the replacement joins later. The programs take turns
+of one cluster each. Processes are not pinned.
 """
 
 import argparse
