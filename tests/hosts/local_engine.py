@@ -1,5 +1,6 @@
 """An engine on this machine: starts a coordinator and agents through the protocol of engines."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import chaos_steps
+import psutil
 from stepping_job import CHAOS, HERE, REPLICAS
 
 from lockstep.hosts.engine_process import EngineProcess
 from lockstep.protocol.engine import (
     CoordinatorListens,
     CoordinatorMoved,
+    Retire,
     StartAgent,
     StartCoordinator,
     WorkersFound,
@@ -74,6 +77,18 @@ class LocalEngine:
         self.agents.append(agent)
         return agent
 
+    def retire(self, worker: int) -> EngineProcess:
+        """Tell the agent of a worker that its host will go soon; return the agent."""
+        ids = {process.pid for process in psutil.Process(self._process(worker)).parents()}
+        (agent,) = [agent for agent in self.agents if agent.process.pid in ids]
+        agent.send(Retire("its time is over"))
+        return agent
+
+    def _process(self, worker: int) -> int:
+        (log,) = self.folder.glob("runs/*/events.jsonl")
+        events = map(json.loads, log.read_text().splitlines())
+        return next(one["pid"] for one in events if one["event"] == "started" and one["worker"] == worker)
+
     @property
     def text(self) -> str:
         """What coordinators have shown."""
@@ -86,9 +101,9 @@ class LocalEngine:
             assert time.monotonic() < until, self.text
             time.sleep(_LOOK_EVERY)
 
-    def steps(self, worker: int) -> int:
-        """The number of steps that a worker has made, as all run folders have it."""
-        return sum(log.read_text().count("made ") for log in self._logs(worker))
+    def steps(self, worker: int, what: str = "made") -> int:
+        """The number of steps that a worker has made, or "computes", as all run folders have it."""
+        return sum(log.read_text().count(f"{what} ") for log in self._logs(worker))
 
     def hurry(self) -> None:
         """End the paces of the script."""

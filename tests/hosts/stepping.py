@@ -7,8 +7,8 @@ WHEN is "before" or "after" and a method of a class in `POINTS`, with "+" betwee
 WHAT is the name of a signal that the worker sends itself; "hold": it writes the file held-STEP and waits for
 the file go-STEP; "pace" or "crawl": it waits a moment or half a second there from now on, until there is the
 file `fast`; "host": it kills everything on its host; "coordinator": it kills the coordinator there. Each
-worker prints the steps that it has made, and writes when to the file made-WORKER, by the clock that hosts of
-one machine share. Lies in one folder with `chaos_steps` and `chaos_faults`.
+worker prints the steps that it computes, and those that it has made, and writes when to the file made-WORKER,
+by the clock that hosts of one machine share. Lies in one folder with `chaos_steps` and `chaos_faults`.
 """
 
 import contextlib
@@ -78,6 +78,8 @@ class Faults:
         setattr(owner, name, wrapped)
 
     def passing(self, point: str) -> None:
+        if point == "before publishing":
+            print("computes", self.step, flush=True)
         if point == "after apply":
             print("made", self.step, flush=True)
             os.write(self._made, f"{time.monotonic()}\n".encode())

@@ -71,6 +71,48 @@ def test_an_agent_ends_with_its_lifeline(start: Start) -> None:
     assert len(engine.finish() - {2}) == 1
 
 
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_host_that_retires_hands_over(start: Start, leaver: int) -> None:
+    """Its worker, also the chief, leaves between two steps, another joins, and no step is redone."""
+    engine = start("-n 2 --max-restarts 0", 300, *PACED)
+    engine.coordinate(2)
+    engine.add(1)
+    engine.add(1)
+    engine.wait_until(lambda: engine.steps(1) > 3)
+    agent = engine.retire(leaver)
+    engine.wait_until(lambda: f" worker {leaver} left (1 worker, view 2)" in engine.text)
+    agent.end()
+    engine.wait_until(lambda: ", as announced; its workers had left" in engine.text)
+    engine.add(1)
+    engine.wait_until(lambda: engine.steps(2) > 1)
+    engine.hurry()
+    stayer = 1 - leaver
+    assert engine.finish() == {stayer, 2}
+    assert engine.steps(stayer) == 300
+    for worker in range(3):
+        assert engine.steps(worker, "computes") == engine.steps(worker)
+
+
+def test_the_only_host_retires(start: Start) -> None:
+    """Its workers continue until one is ready elsewhere, also when another coordinator has taken over."""
+    engine = start("-n 1 --max-restarts 0", 300, *PACED)
+    engine.coordinate(1)
+    engine.add(1)
+    engine.wait_until(lambda: engine.steps(0) > 3)
+    engine.retire(0)
+    engine.wait_until(lambda: "worker 0 stays until enough others have joined" in engine.text)
+    assert engine.coordinator is not None
+    kill(engine.coordinator)
+    engine.coordinate(1)
+    engine.add(1)
+    engine.wait_until(lambda: "worker 1 joined and worker 0 left (1 worker, view 2)" in engine.text)
+    engine.hurry()
+    assert engine.finish() == {1}
+    made = [engine.steps(worker) for worker in range(2)]
+    assert sum(made) == 300
+    assert made == [engine.steps(worker, "computes") for worker in range(2)]
+
+
 def test_the_key_is_in_no_file_and_in_no_log(start: Start, tmp_path: Path) -> None:
     engine = start("-n 1", 5)
     engine.coordinate(1)

@@ -77,8 +77,8 @@ class Job:
     def text(self) -> str:
         return self._shown.read_text()
 
-    def steps(self, worker: int) -> int:
-        return sum(log.read_text().count("made ") for log in self._logs(worker))
+    def steps(self, worker: int, what: str = "made") -> int:
+        return sum(log.read_text().count(f"{what} ") for log in self._logs(worker))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + PATIENCE
@@ -135,3 +135,22 @@ def test_losses_and_a_new_node(
     job.wait_until(lambda: job.steps(2) > 1)
     assert 2 in job.finish()
     job.wait_until(lambda: not processes("lockstep", tmp_path))
+
+
+@pytest.mark.slow
+def test_a_node_that_is_drained(
+    cluster: RayCluster, tmp_path: Path, environment: dict[str, str], lean: Callable[..., dict[str, str]]
+) -> None:
+    """Its worker leaves before the node is killed, another starts on a new node, and no step is redone."""
+    job = Job(cluster, tmp_path, 1000, environment | lean(HOSTS / "stepping.py", "jax"))
+    job.wait_until(lambda: job.steps(1) > 3)
+    cluster.tell("drain 1")
+    job.wait_until(lambda: " left (1 worker, view 2)" in job.text)
+    cluster.tell("add")
+    job.wait_until(lambda: job.steps(2) > 1)
+    cluster.tell("kill 1")
+    job.wait_until(lambda: ", as announced; its workers had left" in job.text)
+    assert 2 in job.finish()
+    assert "retires: Ray drains its node" in job.text
+    for worker in range(3):
+        assert job.steps(worker, "computes") == job.steps(worker)

@@ -29,6 +29,7 @@ from lockstep.supervisor.events import (
     Event,
     HostJoined,
     HostLost,
+    HostRetires,
     PositionMissed,
     ScaleRequested,
     StateArrived,
@@ -112,13 +113,26 @@ class Job(Workers):
         if len(view.hosts) > 1 and self.dice.random() < 0.4:
             for _ in range(self.dice.randint(1, 2)):
                 self.after(8.0, self._lose_host)
+        if len(view.hosts) > 1 and self.dice.random() < 0.4:
+            for _ in range(self.dice.randint(1, 2)):
+                self.after(8.0, self._retire_host)
 
-    def _lose_host(self) -> None:
+    def _retire_host(self) -> None:
+        """Announce the loss of a host, which may come early, late or never."""
+        host = self.dice.randrange(len(self.state.slots))
+        self.seen["a host retires"] += 1
+        self.decide(HostRetires(host, f"host {host} retires"))
+        if self.dice.random() < 0.5:
+            self.after(self.dice.choice((2.0, 20.0)), lambda: self._lose_host(host))
+        if self.dice.random() < 0.6:
+            self.after(12.0, lambda: self._return_host(self.state.slots[host]))
+
+    def _lose_host(self, host: int | None = None) -> None:
         """End all processes of a host at once; supervision learns of it by its silence, or at once."""
-        there = sorted(set(self.state.hosts) - self.cut)
-        if not there:
+        there = sorted(set(range(len(self.state.slots))) - self.state.lost_hosts - self.cut)
+        if not there or (host is not None and host not in there):
             return
-        host = self.dice.choice(there)
+        host = self.dice.choice(there) if host is None else host
         self.cut.add(host)
         for worker, record in self.state.workers.items():
             one = self.workers.get(worker)

@@ -5,6 +5,7 @@ A failing seed is named; `CheckedJob(seed).run()` replays it.
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from simulated_job import Job
@@ -60,7 +61,7 @@ class CheckedJob(Job):
         super().decide(event)
         self._depth -= 1
         if isinstance(event, WorkerExited) and event.worker in self.lost and event.worker in before.running:
-            self._check_loss(before)
+            self._check_loss(before, event.worker)
         if self._depth == 0:
             self._check_members()
             self._check_others()
@@ -79,6 +80,7 @@ class CheckedJob(Job):
             | events.WorkerArrived
             | events.ScaleRequested
             | events.HostLost
+            | events.HostRetires
             | events.HostJoined
             | StopRequested,
         )
@@ -96,10 +98,12 @@ class CheckedJob(Job):
                 self.target, self.budget = len(state.present) + len(state.joiners) + 1, self.budget + 1
             case events.ScaleRequested(workers):
                 self.target, self._long_steps = workers, 0
-                more = workers - len(state.present) - len(state.joiners)
+                more = workers - replace(state, size=replace(state.size, closed=False)).filled
                 self.budget = state.size.max_restarts + max(0, more)
             case StopRequested(number) if state.shutdown.outcome is None and self.stop is None:
                 self.stop = number
+            case events.HostRetires(host) if state.stage in ACTIVE and host not in state.retiring:
+                self.budget += sum(record.host == host for record in state.workers.values())
             case events.HostLost(host) if state.stage in ACTIVE:
                 gone = [w for w in state.running - state.leaving if state.workers[w].host == host]
                 self.early = self.early or not state.elastic
@@ -109,9 +113,9 @@ class CheckedJob(Job):
                 if state.stage in ACTIVE:
                     self.lost.append(worker)
 
-    def _check_loss(self, before: State) -> None:
+    def _check_loss(self, before: State, worker: int) -> None:
         """A lost worker that was needed is replaced, or the job wants one worker less."""
-        was_needed = len(before.present) + len(before.joiners) <= before.size.wanted
+        was_needed = before.filled <= before.size.wanted and not before.retires(worker)
         if was_needed and self.state.stage in ACTIVE and not self.state.finished and before.size.wanted > 1:
             assert self.state.size != before.size, "a loss is not counted"
 
@@ -140,14 +144,13 @@ class CheckedJob(Job):
             assert one.dismissed or not one.alive, "a worker that leaves has not received its instruction"
         if state.stage is not Stage.RUNNING or not state.elastic or state.finished:
             return
-        will_be = len(state.staying) + len(state.joiners)
+        will_be = sum(not state.retires(worker) for worker in state.staying) + len(state.joiners)
         assert not state.joiners or will_be <= state.size.wanted, "more joiners than the job wants"
         waits = state.admission.backoff_until is not None or (
             state.failures and state.shutdown.deadline is not None
         )
-        there = len(state.present) + len(state.joiners)
         full = state.roomiest_host() is None
-        assert waits or full or there >= state.size.wanted, "workers are missing, and none starts"
+        assert waits or full or state.filled >= state.size.wanted, "workers are missing, and none starts"
 
     def act(self, action: actions.Action) -> None:
         state = self.state
@@ -208,7 +211,10 @@ class CheckedJob(Job):
             assert self.workers[worker].step == self.committed, "a member without the committed state"
             assert not self.workers[worker].dismissed, "a member that has to leave"
         if state.leaving.intersection(before.workers):
-            assert len(view.workers) >= self.target, "a needed worker leaves"
+            left = state.leaving.intersection(before.workers)
+            retired = all(map(state.retires, left))
+            assert retired or len(view.workers) >= self.target, "a needed worker leaves"
+            assert len(view.workers) >= state.size.min_workers, "too many workers leave"
         self._short_steps = self._long_steps = 0
 
     def commit(self, view: View, members: list[Worker]) -> None:
@@ -308,6 +314,7 @@ def test_the_simulation_covers_every_fault_at_every_moment() -> None:
         "not started",
         "lost with its host",
         "a host came back",
+        "a host retires",
     }
     assert not (faults | others) - seen.keys()
     assert seen["joined"] > 200

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from lockstep.supervisor.events import (
     FailureReported,
     HostJoined,
     HostLost,
+    HostRetires,
     PositionMissed,
     ScaleRequested,
     StateArrived,
@@ -120,6 +122,14 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
         StateGiven,
     ),
     (r"a worker is started by hand", WorkerArrived),
+    (r"host (?P<host>\d+) retires", lambda host: HostRetires(host, f"host {host} retires")),
+    (r"host (?P<host>\d+) is lost", lambda host: HostLost(host, f"host {host} was lost")),
+    (r"the state reaches host (?P<host>\d+) in view (?P<view>\d+)", StateArrived),
+    (
+        r"the chief of view (?P<view>\d+) on host (?P<host>\d+) gives the (?P<whole>state|position)",
+        StateGiven,
+    ),
+    (r"host (?P<name>\S+) joins with (?P<workers>\d+) workers?", partial(HostJoined, cores=1)),
     (r"scale to (?P<workers>\d+)", ScaleRequested),
     (r"stop by (?P<signal>\d+)", StopRequested),
     (r"the script keeps checkpoints", lambda: CheckpointsConfigured("kept")),
@@ -145,6 +155,8 @@ CONVERT: dict[str, Callable[[str], Any]] = {
     "what": str,
     "whole": lambda text: text in ("to be let in", "state"),
     "view": int,
+    "host": int,
+    "name": str,
     "failure": lambda text: text or "",
 }
 
@@ -200,6 +212,11 @@ def trace(scenario: str) -> str:
             view = place(int(match[3] or count), tuple(range(count)))
             size = JobSize.of(count, int(match[1]), int(match[2]))
             state = replace(state, size=size, view=view)
+        elif match := re.fullmatch(r"hosts of ([\d ]+)", line):
+            ids = iter(range(len(state.running)))
+            hosts = tuple(tuple(islice(ids, int(number))) for number in match[1].split())
+            view = place_on_hosts(state.view.replicas, hosts, 1)
+            state = replace(State.of(view, state.limits, state.size), distributes=True)
         elif line == "workers are started by hand":
             state = replace(state, size=JobSize(len(state.running), by_hand=True))
         elif line == "nothing is distributed yet":
@@ -494,6 +511,7 @@ changes = st.one_of(
     st.builds(WorkerExited, others, st.sampled_from([1, -9])),
     st.builds(FailureReported, others, st.just(1), st.just("E"), st.just(False)),
     st.builds(ViewFailed, st.just("no memory")),
+    st.builds(HostRetires, st.integers(0, 3), st.just("host b retires")),
     st.builds(HostLost, st.integers(0, 3), st.just("host b was lost")),
     st.builds(HostJoined, st.just("c"), st.integers(1, 3), st.integers(1, 4)),
 )
@@ -512,8 +530,9 @@ def is_possible(state: State, event: Event) -> bool:
         return event.worker in state.running
     if isinstance(event, PositionMissed):
         return event.worker in state.workers
-    if isinstance(event, HostLost):
-        return event.host in state.hosts
+    if isinstance(event, HostLost | HostRetires):
+        known = event.host < len(state.slots)
+        return known and (event.host not in state.lost_hosts or isinstance(event, HostRetires))
     if isinstance(event, ViewFailed):
         return state.stage is Stage.RUNNING
     return not isinstance(event, ScaleRequested) or not refusal(state, event.workers)

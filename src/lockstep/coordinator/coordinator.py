@@ -48,6 +48,7 @@ from lockstep.protocol.host import (
     FetchState,
     HostEnded,
     HostReport,
+    HostRetiring,
     Instruction,
     KeepAlive,
     KeepRecord,
@@ -652,6 +653,8 @@ class Coordinator:
                 self._decide(run_events.WorkerExited(worker, -number))
             case ProcessArrived():
                 self._decide(job_events.WorkerArrived(host))
+            case HostRetiring(reason):
+                self._decide(job_events.HostRetires(host, f"host {agent.name} retires: {reason}"))
             case NotUnderstood(worker, error):
                 self.events.publish(run_events.MessageMisunderstood(worker, error))
             case ConnectedLate(address, view):

@@ -38,6 +38,7 @@ from lockstep.protocol.host import (
     HostFacts,
     HostOffer,
     HostReport,
+    HostRetiring,
     Instruction,
     KeepAlive,
     Prepare,
@@ -290,7 +291,7 @@ class AgentProcess:
         agent = start_agent(local, spec.run_dir.name, session, loop, late=late, hold=spec.hold, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
         running = partial(self._offer, session, prepare, begin)
-        leaves = math.inf
+        leaves, retires = math.inf, False
         with (
             contextlib.closing(agent),
             self._take_place(prepare.job) as place,
@@ -299,6 +300,8 @@ class AgentProcess:
             while not agent.ended:
                 loop.turn(contact.serve())
                 now = self.clock.now()
+                if self.engine is not None and self.engine.retires and not retires:
+                    retires = session.send(HostRetiring(self.engine.retires))
                 match self.command.receive():
                     case None:
                         pass

@@ -11,6 +11,7 @@ from lockstep.protocol.engine import (
     CoordinatorMoved,
     EngineCommand,
     EngineReport,
+    Retire,
     StartAgent,
     StartCoordinator,
     WorkersFound,
@@ -39,6 +40,7 @@ class EngineLink:
         key: of the job.
         coordinator: HOST:PORT of the coordinator, as far as the engine has said it.
         found: the number of workers that fit on the hosts of the engine.
+        retires: why this host will go soon; empty if it stays, as far as the engine has said it.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class EngineLink:
         self.key = JobKey.parse(start.key, "the message of the engine")
         self.coordinator = start.coordinator if isinstance(start, StartAgent) else ""
         self.found = 0
+        self.retires = ""
         self._channel = channel
 
     @classmethod
@@ -83,6 +86,8 @@ class EngineLink:
                         self.coordinator = address
                     case WorkersFound(workers):
                         self.found = workers
+                    case Retire(reason):
+                        self.retires = reason
                     case PeerGone():
                         # The lifeline ends this process.
                         loop.unwatch(self._channel.fileno())

@@ -56,11 +56,21 @@ class CoordinatorMoved(msgspec.Struct, frozen=True, tag="moved"):
     address: str
 
 
+class Retire(msgspec.Struct, frozen=True, tag="retire"):
+    """The host of this agent will go soon, so its workers leave at the end of a step.
+
+    Attributes:
+        reason: why, for the user.
+    """
+
+    reason: str
+
+
 class CoordinatorListens(msgspec.Struct, frozen=True, tag="listens"):
     """The coordinator listens for agents at this address: HOST:PORT."""
 
     address: str
 
 
-EngineCommand = StartCoordinator | WorkersFound | StartAgent | CoordinatorMoved
+EngineCommand = StartCoordinator | WorkersFound | StartAgent | CoordinatorMoved | Retire
 EngineReport = CoordinatorListens

@@ -429,6 +429,12 @@ class ProcessArrived(msgspec.Struct, frozen=True, tag="arrived"):
     """A user has started a process by hand, which waits to become a worker."""
 
 
+class HostRetiring(msgspec.Struct, frozen=True, tag="retiring"):
+    """The host will go soon, for `reason`."""
+
+    reason: str
+
+
 class WorkerSaid(msgspec.Struct, frozen=True, tag="said"):
     """A worker sent a message."""
 
@@ -579,6 +585,7 @@ HostReport = (
     | StartFailed
     | StartCancelled
     | ProcessArrived
+    | HostRetiring
     | WorkerSaid
     | NotUnderstood
     | StateHeld

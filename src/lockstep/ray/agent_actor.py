@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 from lockstep.hosts.engine_process import EngineProcess
-from lockstep.protocol.engine import CoordinatorMoved, StartAgent
+from lockstep.protocol.engine import CoordinatorMoved, Retire, StartAgent
 from lockstep.ray.sealing import Opener, Sealed, seal
 
 _UNUSED = 60.0
@@ -21,6 +21,7 @@ class AgentActor:
         self._opener = Opener()
         self._key = ""
         self._agent: EngineProcess | None = None
+        self._retires = ""
         self._used = time.monotonic()
         threading.Thread(target=self._end_unused, daemon=True).start()
 
@@ -53,6 +54,14 @@ class AgentActor:
         start = StartAgent(self._key, coordinator, workers, address)
         self._agent = EngineProcess(["agent"], start, folder or str(Path.cwd()), environment)
         self._begun = workers, folder, environment
+        if self._retires:
+            self.retire(self._retires)
+
+    def retire(self, reason: str) -> None:
+        """Tell the agent that this node will go soon, for `reason`."""
+        self._retires = reason
+        if self._agent is not None:
+            self._agent.send(Retire(reason))
 
     def follow(self, coordinator: str) -> None:
         """Tell the agent where the coordinator is now; start another agent if it has ended."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ray._private.state import state as ray_state
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -89,12 +90,14 @@ class _Node:
         workers: how many it offers.
         key: the answer to the question for its public key, until the agent has begun.
         begun: whether the agent has begun.
+        retires: whether the agent was told that its node will go soon.
     """
 
     actor: Any
     workers: int
     key: Any = None
     begun: bool = False
+    retires: bool = False
 
 
 @dataclass
@@ -257,8 +260,9 @@ class CoordinatorActor:
         alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
         for name in [name for name in self._nodes if name not in alive]:
             del self._nodes[name]
-        room = {name: needs.fit(node["Resources"]) for name, node in alive.items()}
-        there = {name: node.workers for name, node in self._nodes.items()}
+        draining = ray_state.get_draining_nodes()
+        room = {name: 0 if name in draining else needs.fit(node["Resources"]) for name, node in alive.items()}
+        there = {name: node.workers for name, node in self._nodes.items() if name not in draining}
         for name, workers in places(job.workers, room, there).items():
             actor: Any = (
                 ray.remote(AgentActor)
@@ -275,6 +279,9 @@ class CoordinatorActor:
             self._nodes[name] = _Node(actor, workers, actor.public_key.remote())
         for name, node in list(self._nodes.items()):
             self._tend(name, node)
+            if name in draining and node.begun and not node.retires:
+                node.retires = True
+                node.actor.retire.remote("Ray drains its node")
         begun = sum(node.workers for node in self._nodes.values() if node.begun)
         waits = any(not node.begun for node in self._nodes.values())
         waits = waits and time.monotonic() - self._begun < _SETTLED

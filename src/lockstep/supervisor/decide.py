@@ -11,6 +11,9 @@ and reports that it is ready. Then the members leave their view at the end of a 
 sends the state, and the next view begins with the joiner. If the joiner is on another host, the state travels
 there first. A joiner that it does not reach is killed, and replaced like any other that is lost.
 
+Members on a host that retires leave at the end of a step, while others start elsewhere. This costs no
+restart, and no step is computed again.
+
 When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
 
 `decide` has one case per event, in the order of `Event`; consequences that several events share come last.
@@ -56,6 +59,7 @@ from lockstep.supervisor.events import (
     FailureReported,
     HostJoined,
     HostLost,
+    HostRetires,
     PositionMissed,
     ScaleRequested,
     StateArrived,
@@ -123,6 +127,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _wait_reported(state, event, now)
         case ViewBroken():
             decision = _view_broken(state, event, now)
+        case HostRetires():
+            decision = _host_retires(state, event, now)
         case HostLost():
             decision = _host_lost(state, event, now)
         case HostJoined():
@@ -254,10 +260,36 @@ def _view_broken(state: State, event: ViewBroken, now: float) -> Decision:
     return _next_view(replace(state, size=replace(state.size, restarts_left=left)), how, now)
 
 
+def _host_retires(state: State, event: HostRetires, now: float) -> Decision:
+    """Let the workers of a host leave before it goes."""
+    if event.host in state.lost_hosts | state.retiring or not state.active:
+        return Decision(state, reason=f"{event.reason}; this is known, or the job is already ending")
+    if state.size.by_hand:
+        return Decision(state, reason=f"{event.reason}; its workers are started by hand, and stay")
+    dropped = tuple(worker for worker in state.joiners if state.workers[worker].host == event.host)
+    state, kills = _without_joiners(replace(state, retiring=state.retiring | {event.host}), dropped)
+    there = tuple(worker for worker in state.staying if state.workers[worker].host == event.host)
+    reason = event.reason
+    if there and state.outgoing:
+        reason += f"; {name_workers(there)} leave{'s' * (len(there) == 1)} at the end of a step"
+    elif there:
+        reason += f"; {name_workers(there)} stay{'s' * (len(there) == 1)} until enough others have joined"
+    if state.size.closed:
+        state = replace(
+            state, size=replace(state.size, wanted=max(len(state.staying) - len(state.outgoing), 1))
+        )
+    elif state.filled < state.size.wanted and state.roomiest_host() is None:
+        reason += "; others start when a host joins"
+    reported = Decision(state, (ShowMessage(reason),), reason)
+    return (_admit(state, now, reason) if state.admission.given else reported).after(*kills)
+
+
 def _host_lost(state: State, event: HostLost, now: float) -> Decision:
     """Continue without the workers of a host, which are not replaced until a host has room."""
     gone = tuple(sorted(worker for worker in state.running if state.workers[worker].host == event.host))
     how = f"{event.reason}; lost {name_workers(gone)}" if gone else event.reason
+    if event.host in state.retiring and state.leaving.issuperset(gone):
+        how = f"{event.reason}, as announced; its workers had left"
     saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.given
     members = state.present.intersection(gone)
     state = replace(state, lost_hosts=state.lost_hosts | {event.host})
@@ -284,7 +316,7 @@ def _with_missing(state: State, lost: int) -> State:
     """Note that a lost host had workers, and how they may come back."""
     size, admission = state.size, state.admission
     arrivals = tuple(host for host in admission.arrivals if host != lost)
-    there, then = len(state.present) + len(state.joiners) + len(arrivals), ""
+    there, then = state.filled + len(arrivals), ""
     if size.by_hand and there < size.wanted:
         size, then = replace(size, wanted=max(there, 1)), _no_more(size)
     elif there < size.wanted and state.roomiest_host() is None:
@@ -395,13 +427,19 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     state = _unstuck(state) if event.whole else state
     if event.failure:
         # Joiners would wait for a state that never comes.
-        staying, least = len(state.staying), state.size.min_workers
+        least = state.size.min_workers
         reason = f"no worker can join: {event.failure}"
+        state, kills = _without_joiners(state, state.joiners)
+        size = replace(state.size, min_workers=1, restarts_left=0, closed=True)
+        state = replace(state, size=size, admission=replace(state.admission, backoff_until=None))
+        outgoing = state.outgoing
+        staying = len(state.staying) - len(outgoing)
         if staying < least:
             reason += f"; training continues with fewer than {least} workers (--min-workers)"
-        state, kills = _without_joiners(state, state.joiners)
-        size = replace(state.size, wanted=max(staying, 1), min_workers=1, restarts_left=0, closed=True)
-        state = replace(state, size=size, admission=replace(state.admission, backoff_until=None))
+        state = replace(state, size=replace(size, wanted=max(staying, 1)))
+        if event.whole:
+            # The members are at the end of a step, and no state is needed for some to leave.
+            state = state.with_phase(Phase.LEAVING, *outgoing)
         reported = Decision(state, (ShowMessage(reason),), reason)
         return (_next_view(state, reason, now) if event.whole else reported).after(*kills)
     locating = sorted(state.within(Phase.LOCATING))
@@ -442,8 +480,8 @@ def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decisio
     """Aim for another number of workers, with a fresh budget of restarts."""
     size = replace(state.size, wanted=event.workers, restarts_left=state.size.max_restarts, closed=False)
     admission = replace(state.admission, young_losses=0, backoff_until=None)
-    free = max(event.workers - len(state.staying), 0)
-    dropped = state.joiners[free:]
+    lasting = [worker for worker in state.staying if not state.retires(worker)]
+    dropped = state.joiners[max(event.workers - len(lasting), 0) :]
     state = replace(state, size=size, admission=admission).with_slots(event.workers)
     state, kills = _without_joiners(state, dropped)
     reason = f"the job now wants {count(event.workers, 'worker')}"
@@ -651,11 +689,12 @@ def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) ->
 def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
     """Decide whether a lost worker will be replaced, and when."""
     size, limits, admission = state.size, state.limits, state.admission
-    if state.finished or len(state.present) + len(state.joiners) >= size.wanted:
+    if state.finished or state.filled >= size.wanted:
         return state
     if not size.restarts_left:
         # The job now wants one worker less; users see this number.
-        size = replace(size, wanted=max(size.wanted - 1, 1))
+        # If only members on hosts that retire are left, they stay: no others start in their place.
+        size = replace(size, wanted=max(size.wanted - 1, 1), closed=size.closed or size.wanted == 1)
         return replace(state, size=size, admission=replace(admission, unreported=_no_more(size)))
     size, losses = replace(size, restarts_left=size.restarts_left - 1), admission.young_losses
     if lost.started_at is None or now - lost.started_at >= limits.young:
@@ -705,8 +744,11 @@ def _next_view(state: State, how: str, now: float) -> Decision:
 def _admit(state: State, now: float, how: str) -> Decision:
     """Begin a view with the ready joiners, or wait for more workers; the members wait for it."""
     why, size = _why(state, how), state.size
-    staying, ready = state.staying, state.ready
-    workers = (*staying, *ready)[: max(size.wanted or len(staying), 1)]
+    staying, ready, outgoing = state.staying, state.ready, state.outgoing
+    # Members whose hosts retire come last, also if they have to stay.
+    lasting = sorted((*staying, *ready), key=lambda worker: worker in staying and state.retires(worker))
+    chosen = set(lasting[: max(size.wanted or len(staying), 1)]).difference(outgoing)
+    workers = tuple(worker for worker in (*staying, *ready) if worker in chosen)
     if len(workers) < (least := size.min_workers):
         if size.wanted < least:
             message = f"too few workers remain: {len(workers)} of at least {least} (--min-workers)"
@@ -778,7 +820,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     if state.finished:
         return _admission_closed(decision)
     actions: tuple[Action, ...] = ()
-    missing = size.wanted - len(state.present) - len(state.joiners)
+    missing = size.wanted - state.filled
     paused = admission.backoff_until is not None and now < admission.backoff_until
     # Perhaps the script raises on all workers, and no other worker is needed.
     unsure = state.failures and state.shutdown.deadline is not None
@@ -793,7 +835,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
         admission = replace(admission, backoff_until=None)
     if not admission.given:
         members, notice = len(state.staying), Notice.NOTHING
-        if state.ready or members > size.wanted or members < size.min_workers:
+        if state.ready or state.outgoing or members > size.wanted or members < size.min_workers:
             notice = Notice.CHANGE
         elif state.within(Phase.LOCATING):
             notice = Notice.POSITION

@@ -130,6 +130,14 @@ class HostJoined:
 
 
 @dataclass(frozen=True)
+class HostRetires:
+    """The host at index `host` will go soon, for `reason`; it may come twice, or for a lost host."""
+
+    host: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class HostLost:
     """The agent of a host, the one at index `host`, has ended or is silent, for `reason`."""
 
@@ -161,6 +169,7 @@ Event = (
     | ScaleRequested
     | WaitReported
     | ViewBroken
+    | HostRetires
     | HostLost
     | HostJoined
     | ViewFailed

@@ -254,6 +254,7 @@ class State:
         slots: for each host, the number of workers that it should have.
         cores: for each host, the number of its cores; only their ratios matter.
         lost_hosts: the indices of hosts that are lost for good; a host that comes back has a new index.
+        retiring: the indices of hosts that will go, or have gone, as announced; they get no more workers.
         workers: every worker that was ever started, by id.
         limits: the time limits.
         size: how many workers there should be.
@@ -282,6 +283,7 @@ class State:
     idle_until: float | None = None
     reported_late: tuple[tuple[tuple[int, ...], float], ...] = ()
     lost_hosts: frozenset[int] = frozenset()
+    retiring: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -371,6 +373,25 @@ class State:
         return tuple(sorted(staying, key=lambda worker: (self.workers[worker].member_since, worker)))
 
     @property
+    def outgoing(self) -> tuple[int, ...]:
+        """The members that leave with the next view because their hosts retire; none if too few would remain.
+
+        Those who remain may all be new.
+        """
+        outgoing = tuple(worker for worker in self.staying if self.retires(worker))
+        remain = len(self.staying) - len(outgoing) + len(self.ready)
+        return outgoing if remain >= self.size.min_workers else ()
+
+    @property
+    def filled(self) -> int:
+        """How many of the wanted workers there are, without members whose hosts retire.
+
+        If no worker can join in their place, they count until they leave.
+        """
+        there = [w for w in self.present if self.size.closed or not self.retires(w)]
+        return len(there) + len(self.joiners)
+
+    @property
     def failures(self) -> dict[int, JobOutcome]:
         """How the job would end because of each failed worker, the first failure first."""
         failed = [(one.failure, worker) for worker, one in self.workers.items() if one.failure is not None]
@@ -386,6 +407,10 @@ class State:
         """Return the workers that are in one of `phases`."""
         return frozenset(worker for worker, record in self.workers.items() if record.phase in phases)
 
+    def retires(self, worker: int) -> bool:
+        """Return whether the host of a worker retires."""
+        return self.workers[worker].host in self.retiring
+
     def next_view(self, workers: tuple[int, ...]) -> View:
         """Return the next view, with `workers`, the longest-serving first."""
         hosts: dict[int, tuple[int, ...]] = {}
@@ -396,8 +421,9 @@ class State:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The hosts that are not lost."""
-        return tuple(host for host in range(len(self.slots)) if host not in self.lost_hosts)
+        """The hosts that take workers: they are not lost, and do not retire."""
+        gone = self.lost_hosts | self.retiring
+        return tuple(host for host in range(len(self.slots)) if host not in gone)
 
     def roomiest_host(self) -> int | None:
         """Return the host that lacks most workers, the first of several; None if none lacks any."""
@@ -407,13 +433,16 @@ class State:
         return roomiest if roomiest is not None and lacks[roomiest] > 0 else None
 
     def with_slots(self, workers: int) -> "State":
-        """Return the state whose hosts have slots for `workers`, more where each gets most cores."""
+        """Return the state whose hosts have slots for `workers`, more where each gets most cores.
+
+        Without a host that takes workers, it is the same.
+        """
         slots = list(self.slots)
 
         def share(host: int) -> float:
             return self.cores[host] / (slots[host] + 1)
 
-        for _ in range(sum(slots[host] for host in self.hosts), workers):
+        for _ in range(sum(slots[host] for host in self.hosts), workers if self.hosts else 0):
             slots[max(self.hosts, key=share)] += 1
         return replace(self, slots=tuple(slots))
 
