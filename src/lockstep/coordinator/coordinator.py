@@ -775,8 +775,10 @@ class Coordinator:
                 self.console.say(f"checkpoint {path}")
                 self._decide(event)
             case run_events.TrainingResumed(where, step) if worker == self.state.view.chief:
-                self._tally.before = step
-                self.console.say(f"training resumed after {where}")
+                if self.state.workers[worker].started_at is None:
+                    # Otherwise it has joined, and is the chief because the hosts of all others retire.
+                    self._tally.before = step
+                    self.console.say(f"training resumed after {where}")
 
     def _note_progress(self, worker: int, what: str) -> None:
         if self._progress is not None:
