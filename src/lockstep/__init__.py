@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep import callbacks, cluster_resolver
+    from lockstep import ray as ray
     from lockstep.cluster.spec import ClusterSpec
     from lockstep.data.input_context import InputContext
     from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
@@ -82,7 +83,8 @@ _HOMES = {
     "load_checkpoint": "lockstep.keras.state.loading",
     "show_input": "lockstep.keras.input.show_input",
 }
-_MODULES = ("callbacks", "cluster_resolver")
+# `ray` is not in `__all__`: `from lockstep import *` must not replace the `ray` of a program.
+_MODULES = ("callbacks", "cluster_resolver", "ray")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@
     |   |-- NetworkError       a connection to another host fails, or is refused
     |   |   `-- UnreachableError   the host cannot be reached at all
     |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or belongs to another model
-    |-- JobError               the job of `lockstep.launch` ended without a result
+    |-- JobError               the job of a function ended without a result
     `-- InternalError          a bug in Lockstep
 
 Errors of other libraries are mapped to these where they enter.
@@ -104,7 +104,7 @@ class CheckpointError(UnfitError):
 
 
 class JobError(LockstepError):
-    """The job that `lockstep.launch` started ended without a result.
+    """The job of `lockstep.launch` or `lockstep.ray.fit` ended without a result.
 
     Attributes:
         worker: id of the worker that caused it; None if none did.

@@ -45,7 +45,8 @@ class LocalEngine:
         for file in (HERE / "stepping.py", CHAOS / "chaos_steps.py", CHAOS / "chaos_faults.py"):
             shutil.copy(file, folder)
         self.folder, self._steps = folder, steps
-        job = f"run --on ray --backend jax --replicas {REPLICAS} --timeout 60 {options} stepping.py {steps}"
+        place = "--on ray --run-dir runs/job"
+        job = f"run {place} --backend jax --replicas {REPLICAS} --timeout 60 {options} stepping.py {steps}"
         self._words = (*job.split(), *faults)
         self._variables = variables
         self.key = JobKey.generate().text
@@ -54,12 +55,12 @@ class LocalEngine:
         self.coordinator: EngineProcess | None = None
         self.address = ""
 
-    def coordinate(self, workers: int) -> None:
-        """Start the coordinator, or another one."""
+    def coordinate(self, workers: int, lease: float | None = None) -> None:
+        """Start the coordinator, or another one; for `lease`, see `LeaseRenewed`."""
         again = self.coordinator is not None
         if self.coordinator is not None:
             self.coordinator.end()
-        start = StartCoordinator(self.key, f"{_ADDRESS}:0", again)
+        start = StartCoordinator(self.key, f"{_ADDRESS}:0", again, lease)
         show: Callable[[int, bytes], None] = lambda _, data: self.shown.extend(data)  # noqa: E731
         made = EngineProcess(self._words, start, str(self.folder), self._variables, show)
         self.coordinator = made
@@ -103,7 +104,16 @@ class LocalEngine:
 
     def steps(self, worker: int, what: str = "made") -> int:
         """The number of steps that a worker has made, or "computes", as all run folders have it."""
-        return sum(log.read_text().count(f"{what} ") for log in self._logs(worker))
+        return len(self.lines(worker, what))
+
+    def lines(self, worker: int, what: str) -> list[str]:
+        """What a worker has written of steps that it has made, or "computes"."""
+        return [
+            line
+            for log in self._logs(worker)
+            for line in log.read_text().splitlines()
+            if line.startswith(f"{what} ")
+        ]
 
     def hurry(self) -> None:
         """End the paces of the script."""

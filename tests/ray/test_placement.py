@@ -1,9 +1,15 @@
 """Which nodes of a cluster run how many workers."""
 
+import re
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.ray.placement import WorkerNeeds, places
+from lockstep.cli.main import cli
+from lockstep.errors import ConfigError
+from lockstep.ray.placement import WorkerNeeds, parse_resources, places, worker_needs
 
 ROOM = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 6))
 
@@ -41,3 +47,41 @@ def test_no_node_gets_more_than_fits_and_no_job_more_than_it_wants(
         default=99,
     )
     assert all(count <= lowest + 1 for count in given_.values())
+
+
+def test_what_workers_need() -> None:
+    assert worker_needs(2, 0.5, parse_resources(["tpu=4", "fast disk=0.1"])) == {
+        "CPU": 2,
+        "GPU": 0.5,
+        "tpu": 4.0,
+        "fast disk": 0.1,
+    }
+    assert worker_needs(0, 0, {"tpu": 1}) == {"CPU": 0, "GPU": 0, "tpu": 1}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "custom", "error"),
+    [
+        (-1, {}, "resources per worker: -1 is no amount of CPU"),
+        ("one", {}, "resources per worker: 'one' is no amount of CPU"),
+        (1, {"tpu": float("nan")}, "resources per worker: nan is no amount of tpu"),
+        (1, {"GPU": 1}, "GPU is no custom resource; give cpus or gpus per worker"),
+        (0, {"tpu": 0}, "resources per worker: a worker must reserve something; give it a CPU"),
+    ],
+)
+def test_needs_that_are_refused(cpus: Any, custom: dict[str, float], error: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(error)}$"):
+        worker_needs(cpus, 0, custom)
+
+
+@pytest.mark.parametrize("text", ["tpu", "tpu=", "=1", "tpu=many"])
+def test_resources_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--resource-per-worker {text}: give NAME=AMOUNT, such as tpu=2$"):
+        cli(["run", "--on", "ray", "-n", "1", "--resource-per-worker", text, __file__], standalone_mode=False)
+
+
+def test_resources_without_an_engine_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--resource-per-worker is what workers need of an engine; give --on too$"
+    ):
+        cli(["run", "--resource-per-worker", "tpu=1", __file__], standalone_mode=False)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ from lockstep.system.paths import RunPaths
 from lockstep.system.process_limits import check_limits
 from lockstep.system.run_folder import (
     claim_folder,
+    claim_when_free,
     empty_folder,
     fresh_folder,
     gone_if_refused,
@@ -71,7 +73,7 @@ PARTS = click.IntRange(min=1, max=4096)
 """The range of the number of workers or replicas."""
 PLACING = (
     *("workers", "hosts", "listen", "here", "tf_config", "slurm", "devices"),
-    *("engine", "cpus", "gpus", "detached"),
+    *("engine", "cpus", "gpus", "resources", "detached"),
 )
 """The parameters of `run` that say where workers run; `lockstep export` sets them itself."""
 _TIMES = 10**9
@@ -177,6 +179,13 @@ class _Folder(click.Path):
     type=click.FloatRange(min=0, max=4096),
     metavar="G",
     help="With --on, GPUs of Ray for each worker.  [default: 0]",
+)
+@click.option(
+    "--resource-per-worker",
+    "resources",
+    multiple=True,
+    metavar="NAME=AMOUNT",
+    help="With --on, a custom resource of Ray for each worker; can be repeated.",
 )
 @click.option(
     "--detach",
@@ -329,8 +338,12 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         if folder is not None and not existed:
             claim_folder(folder, *_OF_CHECKPOINTS)
         with gone_if_refused(options["run_dir"]):
-            spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
-            claim_folder(spec.run_dir)
+            if link is not None:
+                run_dir = claim_when_free(options["run_dir"])
+            else:
+                run_dir = options["run_dir"] or _fresh_folder(options)
+                claim_folder(run_dir)
+            spec = replace(spec, run_dir=run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
 
     def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
@@ -364,14 +377,19 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     sys.exit(status)
 
 
-def given(context: click.Context) -> list[str]:
-    """Return the words of the options that the user has given, except those that say where workers run."""
+def given(context: click.Context, *without: str) -> list[str]:
+    """Return the words of the options that the user has given, except those that say where workers run.
+
+    Args:
+        context: of `run`.
+        without: other parameters to leave out.
+    """
     words = []
     for param in run.params:
         assert param.name is not None
         source = context.get_parameter_source(param.name)
         asked = isinstance(param, click.Option) and source is click.core.ParameterSource.COMMANDLINE
-        if asked and param.name not in PLACING:
+        if asked and param.name not in (*PLACING, *without):
             words.append(max(param.opts, key=len))
             words += [] if getattr(param, "is_flag", False) else [str(context.params[param.name])]
     return words
@@ -391,12 +409,17 @@ def _engine_link(options: dict[str, Any]) -> "EngineLink | None":
     link = EngineLink.inherited(StartCoordinator)
     if link is None:
         from lockstep.ray.command import run_on_ray
+        from lockstep.ray.placement import parse_resources, worker_needs
 
         context, workers = click.get_current_context(), options["workers"]
-        place = ("run", "--on", "ray", "-n", str(workers))
-        words = (*place, *given(context), "--", options["script"], *options["arguments"])
-        needs = {"CPU": options["cpus"] or 1.0, "GPU": options["gpus"] or 0.0}
-        sys.exit(run_on_ray(options["engine"], words, workers, needs, options["detached"]))
+        # The same folder for all coordinators of the job, on whatever node.
+        name = f"{_script_name(options)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        place = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or f"runs/{name}")
+        words = (*map(str, place), *given(context, "run_dir"), "--", options["script"], *options["arguments"])
+        needs = worker_needs(
+            options["cpus"] or 1, options["gpus"] or 0, parse_resources(options["resources"])
+        )
+        sys.exit(run_on_ray(options["engine"], name, words, workers, needs, options["detached"]))
     assert isinstance(link.start, StartCoordinator)
     options["listen"] = link.start.address
     return link
@@ -420,6 +443,8 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
     for name in ("cpus", "gpus"):
         if options[name] is not None and not options["engine"]:
             raise ConfigError(f"--{name}-per-worker is what workers need of an engine; give --on too")
+    if options["resources"] and not options["engine"]:
+        raise ConfigError("--resource-per-worker is what workers need of an engine; give --on too")
     if ways and options["devices"] is not None:
         raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
     if options["here"] is not None and not (options["listen"] or options["tf_config"]):
@@ -487,8 +512,11 @@ def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:
-    name = options["script"] if options["module"] else Path(options["script"]).stem
-    return fresh_folder(Path("runs"), name, time.time())
+    return fresh_folder(Path("runs"), _script_name(options), time.time())
+
+
+def _script_name(options: Mapping[str, Any]) -> str:
+    return options["script"] if options["module"] else Path(options["script"]).stem
 
 
 def _backend(options: Mapping[str, Any], past: str | None) -> Choice:

@@ -93,6 +93,7 @@ class AgentOptions:
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
         engine: that has started this agent; None for none.
+        inherited: see `StartedWorkers`.
     """
 
     coordinator: str
@@ -105,6 +106,7 @@ class AgentOptions:
     quiet: bool = False
     grace: float | None = None
     engine: EngineLink | None = None
+    inherited: tuple[int, ...] = ()
 
 
 def run_for_engine(engine: EngineLink) -> int:
@@ -112,7 +114,10 @@ def run_for_engine(engine: EngineLink) -> int:
     start = engine.start
     assert isinstance(start, StartAgent)
     own = join_address((start.address, 0))
-    return join_and_run(AgentOptions(start.coordinator, start.workers, own, quiet=True, engine=engine))
+    options = AgentOptions(
+        start.coordinator, start.workers, own, quiet=True, engine=engine, inherited=start.inherited
+    )
+    return join_and_run(options)
 
 
 def join_and_run(options: AgentOptions) -> int:
@@ -173,13 +178,13 @@ def _join(
         def listen(prepare: Prepare) -> HostListener:
             return HostListener.open(own, credentials, note, loop=loop, clock=clock)
 
-        return AgentProcess(
+        process = AgentProcess(
             channel,
             command,
             loop,
             clock,
             listen,
-            StartedWorkers(folder, loop, options.shows),
+            StartedWorkers(folder, loop, options.shows, options.inherited),
             folder,
             joined=True,
             say=say,
@@ -187,7 +192,14 @@ def _join(
             waits=lambda what: say(f"joined {options.coordinator}; waiting for {what}"),
             address=address,
             engine=engine,
-        ).run()
+        )
+        try:
+            return process.run()
+        except CoordinatorGone as gone:
+            if engine is not None and channel.received and not process.begun:
+                # The engine starts another coordinator, but no other agent.
+                raise LeftBehind(str(gone)) from None
+            raise
 
 
 def _connect(

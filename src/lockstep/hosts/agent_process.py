@@ -32,6 +32,7 @@ from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
+    LEFT_OUT,
     SILENCE,
     BeginJob,
     CheckpointPart,
@@ -80,7 +81,7 @@ class CoordinatorGone(Exception):
 
 
 class LeftBehind(CoordinatorGone):
-    """The job has continued without this host, which may join it again as a new one."""
+    """The job has continued, or begins, without this host, which may join it as a new one."""
 
 
 class LeftOut(ConfigError):
@@ -108,11 +109,13 @@ class StartedWorkers:
         folder: for what the workers of this host share; exists.
         loop: serves the terminal.
         shows: whether the terminal of this process shows their output too.
+        inherited: descriptors that they inherit; they get the numbers as last arguments.
     """
 
     folder: Path
     loop: EventLoop
     shows: bool = False
+    inherited: tuple[int, ...] = ()
 
     def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
         """Take the environment and the folder of the job, and return the facts of this host."""
@@ -132,7 +135,13 @@ class StartedWorkers:
         """Return a starter of processes."""
         name, here = begin.here
         first = begin.first_slot
-        spec = replace(begin.spec, run_dir=self.folder, devices=spread(visible_gpus(), here))
+        spec = replace(
+            begin.spec,
+            run_dir=self.folder,
+            devices=spread(visible_gpus(), here),
+            inherited=self.inherited,
+            arguments=(*begin.spec.arguments, *map(str, self.inherited)),
+        )
         paths = RunPaths(self.folder)
         empty_folder(paths.sources)
         launcher = LocalLauncher(ForkServerPlan.of(spec))
@@ -311,6 +320,8 @@ class AgentProcess:
                         leaves = now
                 if now >= leaves:
                     raise CoordinatorGone("this agent was stopped")
+            if self.engine is not None and agent.status != LEFT_OUT:
+                self.engine.tell_end(agent.status)
             if output.console is not None:
                 output.console.end_lines()
                 output.console.flush()

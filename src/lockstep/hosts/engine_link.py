@@ -1,7 +1,9 @@
 """The end of an engine's socket in a process that it has started: an agent, or the coordinator of a job."""
 
+import math
+import os
 import socket
-from collections.abc import Callable
+import time
 from typing import TypeVar
 
 from lockstep.errors import UnfitError
@@ -9,15 +11,22 @@ from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.engine import (
     CoordinatorListens,
     CoordinatorMoved,
+    EndKnown,
     EngineCommand,
     EngineReport,
+    LeaseOver,
+    LeaseRenewed,
     Retire,
     StartAgent,
     StartCoordinator,
     WorkersFound,
 )
+from lockstep.protocol.host import LEFT_OUT
+from lockstep.system.descendants import LinuxDescendants
 from lockstep.system.environment import take_engine
 from lockstep.system.event_loop import EventLoop, wait_for
+from lockstep.system.notes import note
+from lockstep.system.prctl import die_with
 from lockstep.transport.keys import JobKey
 from lockstep.transport.packet_channel import PacketChannel
 
@@ -51,6 +60,8 @@ class EngineLink:
         self.coordinator = start.coordinator if isinstance(start, StartAgent) else ""
         self.found = 0
         self.retires = ""
+        lease = start.lease if isinstance(start, StartCoordinator) else None
+        self._lease = math.inf if lease is None else lease
         self._channel = channel
 
     @classmethod
@@ -63,6 +74,8 @@ class EngineLink:
         descriptor = take_engine()
         if descriptor is None:
             return None
+        # The lifeline does not end a process that is stopped.
+        die_with(os.getppid())
         channel: PacketChannel[EngineReport, EngineCommand] = PacketChannel(
             socket.socket(fileno=descriptor), EngineCommand
         )
@@ -76,8 +89,12 @@ class EngineLink:
         """Tell the engine where the coordinator, this process, listens."""
         self._channel.send(CoordinatorListens(address))
 
-    def watch(self, loop: EventLoop, changed: Callable[[], None] = lambda: None) -> None:
-        """Let `loop` take what the engine tells; `changed` is called after each message."""
+    def tell_end(self, status: int) -> None:
+        """Tell the engine that the job has ended with this exit status."""
+        self._channel.send(EndKnown(status))
+
+    def watch(self, loop: EventLoop) -> None:
+        """Let `loop` take what the engine tells; it ends this process when its lease is over."""
 
         def hear() -> None:
             while (message := self._channel.receive()) is not None:
@@ -88,10 +105,34 @@ class EngineLink:
                         self.found = workers
                     case Retire(reason):
                         self.retires = reason
+                    case LeaseRenewed(until):
+                        self._lease = until
                     case PeerGone():
                         # The lifeline ends this process.
                         loop.unwatch(self._channel.fileno())
                         return
-                changed()
+
+        def left() -> float:
+            """Return the seconds of the lease."""
+            if time.monotonic() > self._lease:
+                # It may have been renewed before now.
+                hear()
+            if (seconds := self._lease - time.monotonic()) < 0:
+                self._give_up()
+            return seconds
 
         loop.watch(self._channel.fileno(), hear)
+        if self._lease < math.inf:
+            loop.before_each_wait(left)
+            # The engine may have started another coordinator while this process was stopped.
+            loop.before_each_handler(left)
+
+    def _give_up(self) -> None:
+        """End this process, without another word to the agents: they wait for another coordinator."""
+        note(
+            "the cluster's control store does not answer: the coordinator ends, and hosts pause until it does"
+        )
+        # A process of the coordinator that outlives its connections would take all hosts for lost.
+        LinuxDescendants().end(grace=0)
+        self._channel.send(LeaseOver())
+        os._exit(LEFT_OUT)

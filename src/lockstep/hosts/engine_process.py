@@ -32,6 +32,8 @@ class EngineProcess:
         environment: the variables of the user that can change what a script computes.
         show: called in threads with what it writes: 1 for stdout and 2 for stderr, and the bytes; None to
             write to the streams of this process.
+        inherited: descriptors that it inherits with the same numbers.
+        program: the module that it runs; its arguments are the words.
 
     Raises:
         OSError: it cannot be started.
@@ -44,6 +46,8 @@ class EngineProcess:
         folder: str,
         environment: dict[str, str],
         show: Callable[[int, bytes], None] | None = None,
+        inherited: Sequence[int] = (),
+        program: str = "lockstep",
     ) -> None:
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel: PacketChannel[EngineCommand, EngineReport] = PacketChannel(own, EngineReport)
@@ -54,11 +58,11 @@ class EngineProcess:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep", *words],
+                [sys.executable, "-m", program, *words],
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=stream,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *inherited),
                 env=for_engine_process(environment) | {ENGINE: str(theirs.fileno())},
                 cwd=folder,
                 start_new_session=True,
@@ -89,6 +93,11 @@ class EngineProcess:
         if status is None or any(reader.is_alive() for reader in self._readers):
             return None
         return status if status >= 0 else 128 - status
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the process has ended, but not on its own."""
+        return self.process.returncode is not None and self.process.returncode < 0
 
     def signal(self, number: int) -> None:
         """Pass a signal on."""

@@ -19,7 +19,7 @@ from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.event_loop import wait_for
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
 from lockstep.system.notes import note
-from lockstep.system.prctl import adopt_orphans
+from lockstep.system.prctl import adopt_orphans, die_with
 from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.packet_channel import PacketChannel
 
@@ -51,12 +51,16 @@ def run_in_job_process(serve: Serve, grace: float, lifeline: int | None = None) 
     adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flush_streams()
+    parent = os.getpid()
     try:
         process = os.fork()
     except OSError as error:
         raise UnfitError(f"no process can be started: {error.strerror}") from None
     if process == 0:
         mine.close()
+        if lifeline is not None:
+            # Also if it is stopped, it ends with this process.
+            die_with(parent)
         _become_job_process(PacketChannel(theirs, Stop), serve)
     theirs.close()
     with mine:

@@ -1,8 +1,9 @@
-"""The program that `lockstep.launch` starts: `lockstep run`, bound to the life of its caller.
+"""The command `lockstep`, started to run a function, whose caller gets its errors.
 
-    python -m lockstep.notebook.command CALLER CALL RESULT OPTIONS...
+    python -m lockstep.notebook.command CALLER INHERITED RESULT WORDS...
 
-CALLER is a process id, CALL and RESULT are descriptors, and the options are those of `lockstep run`.
+CALLER is the id of the process with which this one ends, or 0. INHERITED are descriptors for the workers,
+with commas between them, and RESULT is one for errors. The words are those of `lockstep`.
 """
 
 import sys
@@ -12,21 +13,18 @@ import click
 
 from lockstep.cli.main import cli
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.notebook.transport import Giver, ResultBox
+from lockstep.functions.transport import Giver, ResultBox
 from lockstep.system.prctl import die_with
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command; its errors go to the caller instead of a result."""
-    caller, call_file, result, *options = arguments
-    die_with(int(caller))
+    caller, inherited, result, *words = arguments
+    if int(caller):
+        die_with(int(caller))
+    descriptors = tuple(map(int, filter(None, inherited.split(","))))
     try:
-        cli(
-            ["run", *options, "-m", "lockstep.notebook.worker", call_file, result],
-            prog_name="lockstep",
-            standalone_mode=False,
-            obj=(int(call_file), int(result)),
-        )
+        cli(words, prog_name="lockstep", standalone_mode=False, obj=descriptors)
     except click.ClickException as error:
         refused: LockstepError = ConfigError(error.format_message())
     except LockstepError as error:

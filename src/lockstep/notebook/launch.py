@@ -1,8 +1,6 @@
 """Runs a function on several workers from a notebook or any other program."""
 
-import codecs
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -13,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.errors import ConfigError, JobError
-from lockstep.notebook.transport import Giver, ResultBox, pack
-from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import fresh_folder
+from lockstep.errors import ConfigError
+from lockstep.functions.caller_streams import CallerStreams
+from lockstep.functions.history import RunHistory
+from lockstep.functions.options import command_options
+from lockstep.functions.transport import Giver, ResultBox, pack
+from lockstep.functions.worker import WORKER
+from lockstep.system.run_folder import fresh_folder, remove_where_empty
 from lockstep.worker import job
 
 Result = TypeVar("Result")
@@ -78,11 +79,12 @@ def launch(
     if job.is_worker():
         raise ConfigError("lockstep.launch cannot be called in a worker: it starts a job of its own")
     numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
-    texts = {"backend": backend, "checkpoint": checkpoint, "input": input}
-    given = _options({**numbers, **texts}, accept_changes)
-    _refuse_null_characters(*given, f"--run-dir={run_dir}")
+    others = {"backend": backend, "checkpoint": checkpoint, "input": input, "accept-changes": accept_changes}
+    given = command_options("lockstep.launch", {**numbers, **others, "run-dir": run_dir})
     with contextlib.ExitStack() as closing:
-        call_file = pack(function, args, kwargs or {})
+        parts = {f"args[{at}]": value for at, value in enumerate(args)}
+        parts |= {f"kwargs[{name!r}]": value for name, value in (kwargs or {}).items()}
+        call_file = pack("lockstep.launch", function, args, kwargs or {}, parts)
         closing.callback(os.close, call_file)
         box = ResultBox.create()
         closing.callback(box.close)
@@ -90,42 +92,25 @@ def launch(
         if own is None:
             name = str(getattr(function, "__name__", "function")).strip("<>")
             own = fresh_folder(Path("runs"), name, time.time())
-            closing.callback(_remove_where_empty, own)
+            given.append(f"--run-dir={own}")
+            closing.callback(remove_where_empty, own)
         folder = Path(own)
-        history = _History(RunPaths(folder).events)
-        status = _run(call_file, box, [*given, f"--run-dir={os.fspath(own)}"])
-        giver, result = box.take()
-    if giver is Giver.COMMAND:
-        raise result
-    if status != 0 or giver is Giver.NONE:
-        raise history.error(status, folder)
-    return result  # type: ignore[no-any-return]
-
-
-def _options(values: Mapping[str, object], accept_changes: bool) -> list[str]:
-    """Return the options of `lockstep run`; None values are omitted."""
-    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
-    return [*options, "--accept-changes"] if accept_changes else options
-
-
-def _refuse_null_characters(*options: str) -> None:
-    """Raise ConfigError for an option with a null character, which a command line cannot contain."""
-    for option in options:
-        if "\0" in option:
-            raise ConfigError(f"lockstep.launch, {option!r}: it contains a null character")
-
-
-def _remove_where_empty(folder: Path) -> None:
-    """Remove an empty folder: a rejected call leaves nothing behind."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-        folder.parent.rmdir()
+        history = RunHistory(folder)
+        status = _run(call_file, box, given)
+        returned = box.take()
+    if returned.giver is Giver.COMMAND:
+        raise returned.value
+    if status != 0 or returned.giver is Giver.NONE:
+        raise history.error(status)
+    return returned.value  # type: ignore[no-any-return]
 
 
 def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
     """Run the command, show its output, and return its exit status."""
     descriptors = (call_file, box.descriptor)
-    arguments = [str(os.getpid()), *map(str, descriptors), *options]
+    inherited = [str(descriptor) for descriptor in descriptors]
+    words = ["run", *options, "-m", WORKER, *inherited]
+    arguments = [str(os.getpid()), ",".join(inherited), str(box.descriptor), *words]
     process = subprocess.Popen(
         # -P: the current folder must not hide modules that Lockstep needs.
         [sys.executable, "-P", "-m", "lockstep.notebook.command", *arguments],
@@ -151,14 +136,14 @@ def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
 
 
 class _Relay:
-    """Copies the pipes of a process to `sys.stdout` and `sys.stderr`, also if these are replaced."""
+    """Copies the pipes of a process to the streams of this one."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._selector = selectors.DefaultSelector()
-        for pipe, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):
+        self._streams = CallerStreams()
+        for number, pipe in ((1, process.stdout), (2, process.stderr)):
             assert pipe is not None
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            self._selector.register(pipe, selectors.EVENT_READ, (name, decoder))
+            self._selector.register(pipe, selectors.EVENT_READ, number)
 
     def __enter__(self) -> "_Relay":
         return self
@@ -174,39 +159,7 @@ class _Relay:
             if patience is not None and patience <= 0:
                 return
             for key, _ in self._selector.select(patience):
-                name, decoder = key.data
                 data = os.read(key.fd, _PIECE)
                 if not data:
                     self._selector.unregister(key.fileobj)
-                stream = getattr(sys, name)
-                stream.write(decoder.decode(data, not data))
-                stream.flush()
-
-
-class _History:
-    """The events of a run: those added to the file after the creation of this object."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._start = path.stat().st_size if path.exists() else 0
-
-    def error(self, status: int, folder: Path) -> JobError:
-        """Return the error for a job without a result."""
-        events = self._read()
-        end = next((event for event in reversed(events) if event["event"] == "finished"), None)
-        if end is None:
-            return JobError(f"the job's command exited with status {status}; see its output above")
-        if end["status"] == 0:
-            return JobError(f"no worker returned a result: the function called sys.exit; logs in {folder}")
-        worker = end["workers"][0] if end["workers"] else None
-        where = f"log: {RunPaths(folder).log(worker)}" if worker is not None else f"logs in {folder}"
-        tracebacks = [
-            event["traceback"] for event in events if event["event"] == "failed" and event["worker"] == worker
-        ]
-        return JobError(f"{end['message']}; {where}", worker, tracebacks[0] if tracebacks else "")
-
-    def _read(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        lines = self._path.read_bytes()[self._start :].splitlines()
-        return [json.loads(line) for line in lines]
+                self._streams.write(key.data, data)

@@ -17,11 +17,23 @@ class StartCoordinator(msgspec.Struct, frozen=True, tag="start_coordinator"):
         key: of the job.
         address: HOST:PORT to listen at; port 0 means any free one.
         again: whether the engine has started a coordinator of this job before, so that agents may run it.
+        lease: see `LeaseRenewed`; None for a coordinator that is the only one as long as it lives.
     """
 
     key: str
     address: str
     again: bool
+    lease: float | None = None
+
+
+class LeaseRenewed(msgspec.Struct, frozen=True, tag="lease_renewed"):
+    """The engine starts no other coordinator for now.
+
+    Attributes:
+        until: when this coordinator must have stopped to coordinate, by the monotonic clock of the machine.
+    """
+
+    until: float
 
 
 class WorkersFound(msgspec.Struct, frozen=True, tag="workers_found"):
@@ -42,12 +54,14 @@ class StartAgent(msgspec.Struct, frozen=True, tag="start_agent"):
         coordinator: HOST:PORT of the coordinator.
         workers: the number of workers that this host offers.
         address: of this host, where the workers of others connect.
+        inherited: descriptors of the agent that its workers inherit; they get the numbers as last arguments.
     """
 
     key: str
     coordinator: str
     workers: int
     address: str
+    inherited: tuple[int, ...] = ()
 
 
 class CoordinatorMoved(msgspec.Struct, frozen=True, tag="moved"):
@@ -72,5 +86,15 @@ class CoordinatorListens(msgspec.Struct, frozen=True, tag="listens"):
     address: str
 
 
-EngineCommand = StartCoordinator | WorkersFound | StartAgent | CoordinatorMoved | Retire
-EngineReport = CoordinatorListens
+class LeaseOver(msgspec.Struct, frozen=True, tag="lease_over"):
+    """The coordinator ends because its lease is over; the job does not end."""
+
+
+class EndKnown(msgspec.Struct, frozen=True, tag="end_known"):
+    """The coordinator has told an agent that the job ends, with this exit status."""
+
+    status: int
+
+
+EngineCommand = StartCoordinator | LeaseRenewed | WorkersFound | StartAgent | CoordinatorMoved | Retire
+EngineReport = CoordinatorListens | LeaseOver | EndKnown

@@ -4,25 +4,52 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import ray
+from lockstep.functions.transport import Giver, ResultBox, hold
 from lockstep.hosts.engine_process import EngineProcess
-from lockstep.protocol.engine import CoordinatorMoved, Retire, StartAgent
+from lockstep.protocol.engine import CoordinatorMoved, EndKnown, Retire, StartAgent
+from lockstep.ray.node import end_with_raylet
 from lockstep.ray.sealing import Opener, Sealed, seal
 
-_UNUSED = 60.0
-"""Seconds without an agent after which this actor ends: there is no coordinator that needs it."""
+_UNUSED = 600.0
+"""Seconds without a call of a coordinator's actor after which this one ends, and the agent with it. Ray needs
+less to start another coordinator."""
+
+
+class AgentState(NamedTuple):
+    """What a coordinator's actor that was started again learns from the actor of an agent.
+
+    Attributes:
+        workers: how many the agent offers; 0 if none has begun.
+        key: of the job, sealed; None if no agent has begun.
+        status: the exit status of the job, if the agent knows that it has ended; None otherwise.
+    """
+
+    workers: int
+    key: Sealed | None
+    status: int | None
 
 
 class AgentActor:
-    """Starts an agent on its node, and the next one if that ends."""
+    """Starts an agent on its node, and the next one if that ends.
 
-    def __init__(self) -> None:
+    Args:
+        call: of the function that workers run, in bytes; None if they run a script.
+    """
+
+    def __init__(self, call: bytes | None = None) -> None:
+        self._box = ResultBox.create()
+        # All workers of this node inherit the memory of the call and of the result, whenever they start.
+        self._inherited = (hold(call), self._box.descriptor) if call is not None else ()
         self._opener = Opener()
         self._key = ""
         self._agent: EngineProcess | None = None
         self._retires = ""
+        self._status: int | None = None
         self._used = time.monotonic()
+        end_with_raylet()
         threading.Thread(target=self._end_unused, daemon=True).start()
 
     def public_key(self) -> bytes:
@@ -51,8 +78,10 @@ class AgentActor:
         if self._agent is not None:
             self._agent.end()
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        start = StartAgent(self._key, coordinator, workers, address)
-        self._agent = EngineProcess(["agent"], start, folder or str(Path.cwd()), environment)
+        start = StartAgent(self._key, coordinator, workers, address, self._inherited)
+        self._agent = EngineProcess(
+            ["agent"], start, folder or str(Path.cwd()), environment, inherited=self._inherited
+        )
         self._begun = workers, folder, environment
         if self._retires:
             self.retire(self._retires)
@@ -64,30 +93,48 @@ class AgentActor:
             self._agent.send(Retire(reason))
 
     def follow(self, coordinator: str) -> None:
-        """Tell the agent where the coordinator is now; start another agent if it has ended."""
-        self._used = time.monotonic()
+        """Tell the agent where the coordinator is now; start another agent if it has ended before the job."""
+        self._hear()
         if self._agent is not None and self._agent.status is None:
             self._agent.send(CoordinatorMoved(coordinator))
-        elif self._agent is not None:
+        elif self._agent is not None and self._status is None:
             self._start(coordinator, *self._begun)
 
-    def workers(self) -> int:
-        """Return how many workers the agent offers; 0 if there is none."""
-        return self._begun[0] if self._agent is not None else 0
+    def known_end(self) -> int | None:
+        """Return the exit status of the job, if the agent knows that it has ended; None otherwise."""
+        self._hear()
+        return self._status
 
-    def sealed_key(self, public: bytes) -> Sealed | None:
-        """Return the key of the job for a coordinator that was started again; None without a key."""
-        return seal(self._key, public) if self._key else None
+    def state(self, public: bytes) -> AgentState:
+        """Return what another coordinator needs; `public` is the key for which it gets the job's."""
+        self._hear()
+        if self._agent is None:
+            return AgentState(0, None, None)
+        return AgentState(self._begun[0], seal(self._key, public), self._status)
+
+    def giver(self) -> Giver:
+        """Return which worker of this node has written the function's result."""
+        return self._box.giver
+
+    def result(self) -> bytes:
+        """Return the result of the function, packed."""
+        return self._box.packed()
 
     def end(self) -> None:
-        """End the agent and its workers."""
+        """End the agent and its workers, and this actor."""
         if self._agent is not None:
             self._agent.end()
+        os._exit(0)
+
+    def _hear(self) -> None:
+        self._used = time.monotonic()
+        while self._agent is not None and (report := self._agent.receive(0.0)) is not None:
+            if isinstance(report, EndKnown):
+                self._status = report.status
 
     def _end_unused(self) -> None:
         while True:
             time.sleep(1.0)
-            if self._agent is not None and self._agent.status is None:
-                self._used = time.monotonic()
-            elif time.monotonic() - self._used > _UNUSED:
+            if time.monotonic() - self._used > _UNUSED:
+                # Processes of the agent end with this one.
                 os._exit(0)

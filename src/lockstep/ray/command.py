@@ -1,36 +1,46 @@
-"""`lockstep run --on ray` in a terminal: has a cluster run the job, and shows what it writes."""
+"""Has a cluster run a job, and shows what it writes: in a terminal, for `lockstep run --on ray`."""
 
 import contextlib
 import logging
+import math
 import os
-import secrets
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.system.environment import shared_variables
 from lockstep.system.notes import note
 
-_PATIENCE = 60.0
-"""Seconds for Ray to start the coordinator's actor again, on another node too."""
+if TYPE_CHECKING:
+    from lockstep.ray.function_run import SentFunction
+
+_PATIENCE = 600.0
+"""Seconds for Ray to start the coordinator's actor again; minutes if the control store is lost too."""
+_DIED = 60.0
+"""The same if Ray says that it does not."""
+_NOTED = 10.0
+"""Seconds until a note about that."""
+_CALL = 60.0
 _PAUSE = 0.5
+_MEMORY = 1 << 20
+"""Bytes that the coordinator's actor asks for. Ray puts an actor without any need on a random node."""
 _HEAD = "node:__internal_head__"
 """The resource that only the head node has."""
 
 
 def run_on_ray(
-    address: str, words: Sequence[str], workers: int, resources: dict[str, float], detached: bool
+    address: str, name: str, words: Sequence[str], workers: int, resources: dict[str, float], detached: bool
 ) -> int:
     """Have a cluster run a job, and return the exit status of the job.
 
     Args:
         address: "ray" for the cluster of this machine or of the Ray job that this process belongs to, or that
             of a Ray client: ray://HOST:PORT.
+        name: of the job, unique in the cluster.
         words: the arguments of `lockstep` for the coordinator.
         workers: number of workers.
         resources: what each worker needs, by Ray's name for it.
@@ -40,52 +50,113 @@ def run_on_ray(
         ConfigError: there is no such cluster.
         UnfitError: Ray is not installed, or the cluster is lost.
     """
+    advice = "start one with ray start --head, or give --on ray://HOST:PORT"
+    connect("--on ray", address, advice)
+    import ray
+
+    actor = submit(name, words, workers, resources, detached=detached)
+    if detached:
+        ray.get(actor.show.remote("", 0))
+        note(f"the job {name} runs on the cluster; lockstep list on its nodes shows it")
+        return 0
+    follower = Follower(actor, _write)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: follower.stop(number))
+    # Ray prints what its own processes report of each loss, which the job reports too.
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        try:
+            status = follower.run()
+        finally:
+            ray.shutdown()
+    assert status is not None
+    return status
+
+
+def require_ray(user: str) -> Any:
+    """Return the module `ray`, which `user` needs.
+
+    Raises:
+        UnfitError: it is not installed.
+    """
     try:
         import ray
     except ImportError:
-        raise UnfitError("--on ray needs the package ray: pip install 'keras-lockstep[ray]'") from None
-    from lockstep.ray.coordinator_actor import NAMESPACE, CoordinatorActor, RayJob
-    from lockstep.ray.placement import WorkerNeeds
+        raise UnfitError(f"{user} needs the package ray: pip install 'keras-lockstep[ray]'") from None
+    return ray
 
+
+def connect(user: str, address: str, advice: str) -> None:
+    """Connect this process to a cluster.
+
+    Args:
+        user: what needs the cluster, for messages.
+        address: see `run_on_ray`.
+        advice: how to get another one, for messages.
+
+    Raises:
+        ConfigError: there is no such cluster.
+        UnfitError: Ray is not installed.
+    """
+    ray = require_ray(user)
     where = "auto" if address == "ray" else address
     try:
-        ray.init(where, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(where, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        raise ConfigError(
-            f"no Ray cluster can be reached at {address} ({error}); start one with ray start --head, or give "
-            "--on ray://HOST:PORT"
-        ) from None
+        raise ConfigError(f"no Ray cluster can be reached at {address} ({error}); {advice}") from None
+
+
+def submit(
+    name: str,
+    words: Sequence[str],
+    workers: int,
+    resources: dict[str, float],
+    *,
+    detached: bool = False,
+    function: "SentFunction | None" = None,
+) -> Any:
+    """Start a job on the cluster that this process is connected to; return the actor of its coordinator.
+
+    Args:
+        name: see `run_on_ray`, as the words.
+        words: with which coordinators are started.
+        workers: number of workers.
+        resources: what each worker needs.
+        detached: whether the job continues without this process.
+        function: that workers run; None for a script.
+    """
+    import ray
+    from lockstep.ray.control_store import NAMESPACE
+    from lockstep.ray.coordinator_actor import CoordinatorActor, RayJob
+    from lockstep.ray.placement import WorkerNeeds
+
     # A runtime environment, such as that of `ray job submit --working-dir`, has its own folder on each node.
     uploaded = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     job = RayJob(
-        name=f"{_name(words)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+        name=name,
         words=tuple(words),
         workers=workers,
         needs=WorkerNeeds(resources),
         folder=None if uploaded else str(Path.cwd()),
         environment=shared_variables(),
         detached=detached,
+        function=function,
     )
     actor: Any = (
         ray.remote(CoordinatorActor)
         .options(
             name=job.actor("coordinator"),
+            namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=8,
             num_cpus=0,
+            memory=_MEMORY,
             scheduling_strategy=_on_head(ray),
         )
         .remote(job)
     )
-    if detached:
-        ray.get(actor.show.remote("", 0))
-        note(f"the job {job.name} runs on the cluster; lockstep list on its nodes shows it")
-        return 0
-    # Ray prints what its own processes report of each loss, which the job reports too.
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        return _Follower(ray, actor).run()
+    return actor
 
 
 def _on_head(ray: Any) -> Any:
@@ -98,52 +169,64 @@ def _on_head(ray: Any) -> Any:
     return strategies.NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
 
 
-def _name(words: Sequence[str]) -> str:
-    script = words[words.index("--") + 1]
-    return Path(script).stem
+class Follower:
+    """Shows what the coordinator of a job writes, and passes signals on.
 
+    Args:
+        actor: of the coordinator.
+        show: called with 1 for stdout or 2 for stderr, and what was written there.
+    """
 
-class _Follower:
-    """Shows what the coordinator writes, and passes signals on, until the job ends."""
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self._actor = ray, actor
+    def __init__(self, actor: Any, show: Callable[[int, bytes], None]) -> None:
+        self._actor, self._show = actor, show
         self._signals: list[int] = []
+        self._run, self._position = "", 0
 
-    def run(self) -> int:
-        """Return the exit status of the job.
+    def stop(self, number: int) -> None:
+        """Pass a signal on, as soon as `run` does."""
+        self._signals.append(number)
+
+    def run(self, patience: float = math.inf) -> int | None:
+        """Return the exit status of the job; None if it has not ended within `patience` seconds.
 
         Raises:
             UnfitError: the cluster is lost.
         """
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._take)
-        run, position, lost = "", 0, 0.0
-        errors = self._ray.exceptions
-        while True:
+        import ray
+
+        errors, lost, noted = ray.exceptions, 0.0, False
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
             try:
                 while self._signals:
-                    self._ray.get(self._actor.stop.remote(self._signals[0]), timeout=_PATIENCE)
+                    ray.get(self._actor.stop.remote(self._signals[0]), timeout=_CALL)
                     self._signals.pop(0)
-                shown = self._ray.get(self._actor.show.remote(run, position), timeout=_PATIENCE)
+                shown = ray.get(self._actor.show.remote(self._run, self._position), timeout=_CALL)
             except (errors.ActorUnavailableError, errors.GetTimeoutError, errors.ActorDiedError) as error:
                 # Ray starts the actor again.
                 lost = lost or time.monotonic()
-                if time.monotonic() - lost > _PATIENCE:
+                missing = time.monotonic() - lost
+                if missing > (_DIED if isinstance(error, errors.ActorDiedError) else _PATIENCE):
                     raise UnfitError(f"the cluster has lost the coordinator of the job: {error}") from None
+                if len(self._signals) > 1:
+                    # Without its command, the job stops when its coordinator is back.
+                    return 128 + self._signals[0]
+                if missing > _NOTED and not noted:
+                    noted = True
+                    self._show(
+                        2, b"lockstep: the coordinator is lost; waiting for Ray to start another one\n"
+                    )
                 time.sleep(_PAUSE)
                 continue
-            lost, run, position = 0.0, shown.run, shown.position
+            lost, noted, self._run, self._position = 0.0, False, shown.run, shown.position
             for number, data in shown.output:
-                with contextlib.suppress(BrokenPipeError):
-                    _write(number, data)
+                self._show(number, data)
             if shown.status is not None:
                 return int(shown.status)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
+        return None
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(descriptor, data) :]

@@ -6,33 +6,48 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ray._private.state import state as ray_state
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray
+from lockstep.errors import UnfitError
 from lockstep.hosts.engine_process import EngineProcess
-from lockstep.protocol.engine import CoordinatorListens, StartCoordinator, WorkersFound
-from lockstep.ray.agent_actor import AgentActor
+from lockstep.protocol.engine import (
+    CoordinatorListens,
+    LeaseOver,
+    LeaseRenewed,
+    StartCoordinator,
+    WorkersFound,
+)
+from lockstep.ray.agent_actor import AgentActor, AgentState
+from lockstep.ray.control_store import NAMESPACE, ControlStore
+from lockstep.ray.function_run import FunctionRun, Outcome, SentFunction
+from lockstep.ray.node import end_with_raylet
 from lockstep.ray.placement import WorkerNeeds, places
 from lockstep.ray.sealing import Opener, Sealed, seal
+from lockstep.system.prose import count
 from lockstep.transport.keys import JobKey
 
-NAMESPACE = "lockstep"
 LEASE = 5.0
-"""Seconds without contact to the cluster's control store after which the coordinator is killed: agents pause
-after `HOLD`, and Ray starts this actor elsewhere only after both."""
+"""Seconds without contact to the cluster's control store after which the coordinator ends: agents pause after
+`HOLD`, and Ray starts this actor elsewhere only after both."""
 _LOOK_EVERY = 0.5
+_LOOK_FIRST = 0.1
+_NOTICED = 20.0
+"""Seconds from the loss of an agent until Ray has noticed if its node is dead."""
 _SETTLED = 10.0
 """Seconds for the agents of the first nodes to start, after which a job begins with those that there are."""
 _PATIENCE = 5.0
-_LISTENS = 60.0
+_ANSWERS = 20.0
+"""Seconds for agents to answer a coordinator that was started again; one that does not is given up."""
 _FOLLOWED = 15.0
 """Seconds without a call of the command after which the job stops."""
+_LAST_WORDS = 10.0
+"""Seconds for a coordinator to end after an agent has heard that the job is over."""
 _FAREWELL = 30.0
 """Seconds for the command to take the last output."""
 _MOST_OUTPUT = 8 << 20
@@ -50,6 +65,7 @@ class RayJob:
         folder: of the script on all nodes; None for that of each actor, which a runtime environment sets.
         environment: the variables of the user that can change what a script computes.
         detached: whether the job continues without its command.
+        function: that workers run; None if they run a script.
     """
 
     name: str
@@ -59,6 +75,7 @@ class RayJob:
     folder: str | None
     environment: dict[str, str]
     detached: bool = False
+    function: SentFunction | None = None
 
     def actor(self, part: str) -> str:
         """Return the name of an actor of this job."""
@@ -91,6 +108,8 @@ class _Node:
         key: the answer to the question for its public key, until the agent has begun.
         begun: whether the agent has begun.
         retires: whether the agent was told that its node will go soon.
+        asked: when its actor was submitted.
+        noted: whether the user knows that it waits.
     """
 
     actor: Any
@@ -98,6 +117,8 @@ class _Node:
     key: Any = None
     begun: bool = False
     retires: bool = False
+    asked: float = field(default_factory=time.monotonic)
+    noted: bool = False
 
 
 @dataclass
@@ -136,23 +157,28 @@ class CoordinatorActor:
     def __init__(self, job: RayJob) -> None:
         self._job = job
         self._run = secrets.token_hex(8)
-        self._again = ray.get_runtime_context().was_current_actor_reconstructed
         self._output = _Output()
         self._coordinator: EngineProcess | None = None
         self._address = ""
+        self._gave_up = False
         self._key = ""
         self._nodes: dict[str, _Node] = {}
+        self._lost: dict[str, float] = {}
+        self._over: tuple[int, float] | None = None
         self._status: int | None = None
+        self._forgotten = False
+        self._ending = threading.RLock()
         self._stops: list[int] = []
         self._told = 0
-        self._begun = self._reached = self._followed = time.monotonic()
-        _internal_kv_put(self._fence, self._run.encode(), overwrite=True, namespace=NAMESPACE.encode())
-        for work in (self._lead, self._guard):
+        self._store = ControlStore(job.name, self._run)
+        self._begun = self._followed = time.monotonic()
+        end_with_raylet()
+        self._again = self._store.take()
+        folder = job.folder or str(Path.cwd())
+        self._function = FunctionRun(job.function, folder, self._again) if job.function is not None else None
+        self._lease = self._begun + LEASE
+        for work in (self._lead, self._hold_lease):
             threading.Thread(target=work, daemon=True).start()
-
-    @property
-    def _fence(self) -> bytes:
-        return f"lockstep/{self._job.name}".encode()
 
     # What the command calls.
 
@@ -170,100 +196,160 @@ class CoordinatorActor:
         if self._coordinator is not None:
             self._coordinator.signal(number)
 
+    def outcome(self) -> Outcome:
+        """Return how the job of a function has ended, once `show` has returned a status."""
+        assert self._function is not None
+        return self._function.outcome
+
+    def _say(self, text: str) -> None:
+        self._output.add(2, f"lockstep: {text}\n".encode())
+
     # The coordinator.
 
     def _lead(self) -> None:
         """Run the job to its end."""
         try:
-            self._key = self._known_key() if self._again else JobKey.generate().text
+            if self._again:
+                self._retried(self._find_agents)
+                if (status := self._store.status()) is not None:
+                    self._finish(status)
+            self._key = self._key or JobKey.generate().text
             while self._status is None:
-                self._renew()
-                self._look()
-                time.sleep(_LOOK_EVERY)
+                self._retried(self._look)
+                time.sleep(_LOOK_FIRST if self._is_starting() else _LOOK_EVERY)
+            self._end()
+        except UnfitError as error:
+            self._fail(str(error), forgotten=True)
         except BaseException as error:
-            self._output.add(2, f"lockstep: the actor of the coordinator failed: {error!r}\n".encode())
-            self._status = self._status or 1
-        self._end()
+            self._fail(f"the actor of the coordinator failed: {error!r}")
 
-    def _known_key(self) -> str:
-        """Return the key of the job, which its agents have; a new one if none has it."""
-        prefix = self._job.actor("agent/")
-        for named in ray.util.list_named_actors():
-            if not named.startswith(prefix):
-                continue
-            opener = Opener()
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                actor = ray.get_actor(named)
-                workers: Any = ray.get(actor.workers.remote(), timeout=_PATIENCE)
-                sealed = ray.get(actor.sealed_key.remote(opener.public), timeout=_PATIENCE)
-                if sealed is not None:
-                    self._nodes[named.removeprefix(prefix).partition("/")[0]] = _Node(
-                        actor, workers, begun=True
-                    )
-                    self._key = opener.open(Sealed(*sealed))
-        return self._key or JobKey.generate().text
+    def _is_starting(self) -> bool:
+        """Whether the coordinator, or agents of the first nodes, are about to begin."""
+        begun = all(node.begun for node in self._nodes.values())
+        return not self._address or (not begun and time.monotonic() - self._begun < _SETTLED)
 
-    def _renew(self) -> None:
-        """Ask the cluster's control store whether this is the newest coordinator."""
-        holder = _internal_kv_get(self._fence, namespace=NAMESPACE.encode())
-        if holder != self._run.encode():
-            os._exit(1)
-        self._reached = time.monotonic()
+    def _retried(self, act: Callable[[], None]) -> None:
+        """Do something, again if the control store is out of reach; `_hold_lease` says so."""
+        while True:
+            try:
+                return act()
+            except ray.exceptions.RayError:
+                time.sleep(_LOOK_EVERY)
 
-    def _guard(self) -> None:
-        """Kill the coordinator when the control store is out of reach."""
-        while self._status is None:
-            time.sleep(_LOOK_EVERY)
-            coordinator = self._coordinator
-            if coordinator is not None and time.monotonic() - self._reached > LEASE:
-                self._coordinator = None
-                coordinator.end()
+    def _hold_lease(self) -> None:
+        """Let the coordinator live as long as this is the newest process of this actor.
+
+        The control store may be out of reach: then, the coordinator ends on its own.
+        """
+        try:
+            while self._status is None:
+                asked = time.monotonic()
+                if not self._store.is_newest():
+                    os._exit(1)
+                self._lease = asked + LEASE
+                if (coordinator := self._coordinator) is not None:
+                    coordinator.send(LeaseRenewed(self._lease))
+                time.sleep(_LOOK_EVERY)
+        except UnfitError as error:
+            self._fail(str(error), forgotten=True)
 
     def _look(self) -> None:
         """Start what is missing, and see what has ended."""
-        coordinator = self._coordinator
-        if coordinator is None:
+        if self._coordinator is None:
             self._start()
-        elif coordinator.status is not None:
-            self._status = coordinator.status
+        elif (status := self._coordinator.status) is not None:
+            self._hear(self._coordinator)
+            if not self._gave_up and not self._coordinator.was_killed:
+                self._finish(status)
+                return
+            self._coordinator.end()
+            self._coordinator = None
+        elif self._over is not None and time.monotonic() - self._over[1] > _LAST_WORDS:
+            # This coordinator was started when another one had ended the job.
+            self._finish(self._over[0])
             return
+        else:
+            self._hear(self._coordinator)
         self._place_agents()
         if not self._job.detached and time.monotonic() - self._followed > _FOLLOWED and not self._stops:
-            self._output.add(2, b"lockstep: the command was lost, so the job stops\n")
+            self._say("the command was lost, so the job stops")
             self.stop(signal.SIGTERM)
 
     def _start(self) -> None:
+        while time.monotonic() > self._lease:
+            # Without contact to the control store, a coordinator would end at once.
+            time.sleep(_LOOK_EVERY)
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        start = StartCoordinator(self._key, f"{address}:0", self._again)
+        start = StartCoordinator(self._key, f"{address}:0", self._again, self._lease)
         folder = self._job.folder or str(Path.cwd())
-        made = EngineProcess(self._job.words, start, folder, self._job.environment, self._output.add)
-        self._again, self._told = True, 0
-        until = time.monotonic() + _LISTENS
-        while made.process.poll() is None and time.monotonic() < until:
-            self._renew()
-            report = made.receive(_LOOK_EVERY)
-            if isinstance(report, CoordinatorListens):
-                self._address = report.address
-                for node in self._nodes.values():
-                    if node.begun:
-                        node.actor.follow.remote(self._address)
-                break
-        self._coordinator = made
+        begin = self._function.start if self._function is not None else EngineProcess
+        made = begin(self._job.words, start, folder, self._job.environment, self._output.add)
+        self._coordinator, self._again, self._gave_up = made, True, False
+        self._address, self._told = "", 0
         for number in self._stops:
             made.signal(number)
+
+    def _hear(self, coordinator: EngineProcess) -> None:
+        """Take what the coordinator reports."""
+        while (report := coordinator.receive(0.0)) is not None:
+            match report:
+                case CoordinatorListens(address):
+                    self._address = address
+                    for node in self._nodes.values():
+                        if node.begun:
+                            node.actor.follow.remote(address)
+                case LeaseOver():
+                    self._gave_up = True
+
+    # Agents that a process of this actor before has started.
+
+    def _find_agents(self) -> None:
+        """Take over the agents that live, and the key of the job; learn whether they know of its end."""
+        prefix = self._job.actor("agent/")
+        asked: dict[Any, tuple[str, Any, Opener]] = {}
+        for found in ray.util.list_named_actors(all_namespaces=True):
+            named = found["name"]
+            if found["namespace"] == NAMESPACE and named.startswith(prefix):
+                opener = Opener()
+                with contextlib.suppress(ValueError):
+                    actor = ray.get_actor(named, NAMESPACE)
+                    asked[actor.state.remote(opener.public)] = named, actor, opener
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWERS) if asked else ([], [])
+        for question, (named, actor, opener) in asked.items():
+            state = AgentState(0, None, None)
+            if question in answered:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    state = AgentState(*ray.get(question))
+            if state.key is None:
+                # It is lost, or has nothing that is worth keeping.
+                _kill(actor)
+                continue
+            self._key = opener.open(Sealed(*state.key))
+            node = named.removeprefix(prefix).partition("/")[0]
+            self._nodes[node] = _Node(actor, state.workers, begun=True)
+            if state.status is not None:
+                self._store.record_end(state.status)
 
     # The agents.
 
     def _place_agents(self) -> None:
         needs, job = self._job.needs, self._job
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
-        for name in [name for name in self._nodes if name not in alive]:
+        nodes = self._store.nodes()
+        for name in [name for name in self._nodes if name not in nodes]:
             del self._nodes[name]
-        draining = ray_state.get_draining_nodes()
-        room = {name: 0 if name in draining else needs.fit(node["Resources"]) for name, node in alive.items()}
-        there = {name: node.workers for name, node in self._nodes.items() if name not in draining}
-        for name, workers in places(job.workers, room, there).items():
+        draining = self._store.draining()
+        room = {name: 0 if name in draining else needs.fit(had) for name, had in nodes.items()}
+        lost = {name for name, when in self._lost.items() if time.monotonic() - when < _NOTICED}
+        there = {
+            name: node.workers
+            for name, node in self._nodes.items()
+            if name not in draining and (node.begun or name not in lost)
+        }
+        given = places(job.workers, {name: room[name] for name in room if name not in lost}, there)
+        # If no other node has room, the agent may be all that this one has lost.
+        again = {name: room[name] for name in room if name in lost and name not in self._nodes}
+        given |= places(job.workers, again, there | given)
+        for name, workers in given.items():
             actor: Any = (
                 ray.remote(AgentActor)
                 .options(
@@ -274,7 +360,7 @@ class CoordinatorActor:
                     scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False),
                     **_options(needs.of(workers)),
                 )
-                .remote()
+                .remote(job.function.call if job.function is not None else None)
             )
             self._nodes[name] = _Node(actor, workers, actor.public_key.remote())
         for name, node in list(self._nodes.items()):
@@ -283,8 +369,15 @@ class CoordinatorActor:
                 node.retires = True
                 node.actor.retire.remote("Ray drains its node")
         begun = sum(node.workers for node in self._nodes.values() if node.begun)
-        waits = any(not node.begun for node in self._nodes.values())
-        waits = waits and time.monotonic() - self._begun < _SETTLED
+        waits, now = False, time.monotonic()
+        for name, node in self._nodes.items():
+            if node.begun:
+                continue
+            waits = waits or now - self._begun < _SETTLED
+            if now - node.asked > _SETTLED and not node.noted:
+                node.noted = True
+                missing = count(node.workers, "worker")
+                self._say(f"node {name} is not free for {missing} yet; the job uses it when it is")
         found = begun if begun >= job.workers or not waits else 0
         if found != self._told and self._coordinator is not None:
             self._told = found
@@ -294,9 +387,10 @@ class CoordinatorActor:
         """Let the agent of a node begin, or follow this coordinator; forget it if its actor is lost."""
         try:
             if node.begun:
-                if not ray.wait([answer := node.actor.workers.remote()], timeout=0.2)[0]:
+                if not ray.wait([answer := node.actor.known_end.remote()], timeout=0.2)[0]:
                     return
-                ray.get(answer)
+                if (status := ray.get(answer)) is not None and self._over is None:
+                    self._over = status, time.monotonic()
                 return
             if not self._address or not ray.wait([node.key], timeout=0.0)[0]:
                 return
@@ -311,24 +405,50 @@ class CoordinatorActor:
             return
         except ray.exceptions.RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
-                self._output.add(2, f"lockstep: no agent on node {name}: {error.cause}\n".encode())
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(node.actor, no_restart=True)
+                self._say(f"no agent on node {name}: {error.cause}")
+            _kill(node.actor)
             self._nodes.pop(name, None)
+            self._lost[name] = time.monotonic()
 
     # The end.
 
+    def _finish(self, status: int) -> None:
+        """Note that the job has ended, also for this actor if it is started again."""
+        self._store.record_end(status)
+        if self._function is not None:
+            self._function.conclude(status, [node.actor for node in self._nodes.values()])
+        self._status = status
+
+    def _fail(self, why: str, forgotten: bool = False) -> None:
+        with self._ending:
+            if self._status is None:
+                self._say(why)
+                self._forgotten, self._status = forgotten, 1
+        self._end()
+
     def _end(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.end()
-        for node in self._nodes.values():
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(node.actor, no_restart=True)
-        until = time.monotonic() + (_FAREWELL if not self._job.detached else 0.0)
-        while time.monotonic() < min(until, self._followed + _FOLLOWED):
-            time.sleep(_LOOK_EVERY)
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(ray.get_actor(self._job.actor("coordinator"), NAMESPACE), no_restart=True)
+        """End all processes of the job, then this actor, when the command has taken the status."""
+        with self._ending:
+            if self._coordinator is not None:
+                self._coordinator.end()
+            ends = [node.actor.end.remote() for node in self._nodes.values()]
+            if ends:
+                ray.wait(ends, num_returns=len(ends), timeout=_PATIENCE)
+            # A control store that has lost its data knows no actor; Ray aborts a process that names one.
+            for node in self._nodes.values() if not self._forgotten else ():
+                _kill(node.actor)
+            until = time.monotonic() + (_FAREWELL if not self._job.detached else 0.0)
+            while time.monotonic() < min(until, self._followed + _FOLLOWED):
+                time.sleep(_LOOK_EVERY)
+            if not self._forgotten:
+                with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                    _kill(ray.get_actor(self._job.actor("coordinator"), NAMESPACE))
+            os._exit(0)
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.kill(actor, no_restart=True)
 
 
 def _options(needs: dict[str, float]) -> dict[str, Any]:

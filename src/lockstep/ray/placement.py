@@ -1,7 +1,11 @@
 """Which nodes of a cluster run how many workers. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+
+_OWN = ("CPU", "GPU")
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,47 @@ class WorkerNeeds:
     def of(self, workers: int) -> dict[str, float]:
         """Return what so many workers need."""
         return {name: amount * workers for name, amount in self.resources.items() if amount > 0}
+
+
+def worker_needs(cpus: float, gpus: float, custom: Mapping[str, float]) -> dict[str, float]:
+    """Return what each worker needs, by Ray's names.
+
+    Args:
+        cpus: number of CPUs.
+        gpus: number of GPUs.
+        custom: amounts of the user's resources.
+
+    Raises:
+        ConfigError: an amount is no number, or negative, or all are 0.
+    """
+    for name in _OWN:
+        if name in custom:
+            raise ConfigError(f"{name} is no custom resource; give cpus or gpus per worker")
+    needs = {"CPU": cpus, "GPU": gpus, **custom}
+    for name, amount in needs.items():
+        if not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+            raise ConfigError(f"resources per worker: {amount!r} is no amount of {name}")
+    if not any(needs.values()):
+        raise ConfigError("resources per worker: a worker must reserve something; give it a CPU")
+    return needs
+
+
+def parse_resources(texts: Sequence[str]) -> dict[str, float]:
+    """Return amounts of custom resources from texts such as "tpu=2".
+
+    Raises:
+        ConfigError: a text is wrong.
+    """
+    found = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ConfigError(f"--resource-per-worker {text}: give NAME=AMOUNT, such as tpu=2")
+    return found
 
 
 def places(wanted: int, room: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:

@@ -35,10 +35,15 @@ class EventLoop:
     def __init__(self) -> None:
         self._selector = selectors.PollSelector()
         self._before: list[Callable[[], float | None]] = []
+        self._check: Callable[[], object] = lambda: None
 
     def before_each_wait(self, call: Callable[[], float | None]) -> None:
         """Call `call` at the beginning of each turn; the turn waits at most the seconds that it returns."""
         self._before.append(call)
+
+    def before_each_handler(self, check: Callable[[], object]) -> None:
+        """Call `check` before each handler: this process may have been stopped since the last one."""
+        self._check = check
 
     def watch(self, descriptor: int, call: Callable[[], object], *, writes: bool = False) -> None:
         """Call `call` when a descriptor is readable, or writable if `writes`, until it is unwatched."""
@@ -70,6 +75,7 @@ class EventLoop:
         for key, _ in self._selector.select(seconds):
             # An earlier handler of this turn may have unwatched it.
             if key.fd in self._selector.get_map():
+                self._check()
                 key.data()
 
     def close(self) -> None:

@@ -20,9 +20,15 @@ _HOLDER = ".lockstep-job"
 """The name of a file with the id of the job over hosts that holds the lock of a folder."""
 _SIGNS_WITHIN = 2.0
 _LOOK_EVERY = 0.05
+_LETS_GO = 4.0
+"""Seconds in which a process that has lost its lifeline ends."""
 _TEMPORARY = "lockstep-agent-"
 _RECORD = re.compile("[0-9a-f]{32}")
 """File names of the records of saved models; see `lockstep.keras.shared_saves`."""
+
+
+class FolderInUse(ConfigError):
+    """Another active run uses a folder."""
 
 
 def fresh_folder(base: Path, name: str, wall: float) -> Path:
@@ -45,6 +51,13 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
     raise AssertionError("numbers have no end")
 
 
+def remove_where_empty(folder: Path) -> None:
+    """Remove an empty folder, then the one above if that is empty: a rejected call leaves nothing behind."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
 def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--run-dir") -> int:
     """Lock a folder for this run; create it if it does not exist.
 
@@ -65,8 +78,32 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
     except OSError as error:
         raise _unusable(what, folder, option, error) from None
     if descriptor is None:
-        raise ConfigError(f"another run uses {folder}; wait for it to end, or give another {option}")
+        raise FolderInUse(f"another run uses {folder}; wait for it to end, or give another {option}")
     return descriptor
+
+
+def claim_when_free(folder: Path) -> Path:
+    """Lock the folder of a job, or, if a process of it does not let go, one of its own; return which.
+
+    Several coordinators of a job use its folder, one after the other. One that was lost may still be ending,
+    or may be stopped.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    for number in itertools.count(1):
+        one = folder.with_name(folder.name + (f"-{number}" if number > 1 else ""))
+        give_up = time.monotonic() + _LETS_GO
+        while True:
+            try:
+                claim_folder(one)
+            except FolderInUse:
+                if time.monotonic() >= give_up:
+                    break
+                time.sleep(_LOOK_EVERY)
+            else:
+                return one
+    raise AssertionError("numbers have no end")
 
 
 def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:

@@ -158,7 +158,7 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     own = (
         str(Path(__file__)),
         str(package / "launcher" / "worker_main.py"),
-        str(package / "notebook" / "worker.py"),
+        str(package / "functions" / "worker.py"),
     )
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next

@@ -14,6 +14,7 @@ import msgspec
 from lockstep.checkpoint.values import pack
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import CheckpointError
+from lockstep.keras.state.report_callback import ReportCallback
 from lockstep.system.notes import note
 
 KEPT: Mapping[type, tuple[str, ...]] = {
@@ -32,6 +33,7 @@ KEPT: Mapping[type, tuple[str, ...]] = {
         "best",
     ),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    ReportCallback: ("metrics", "report"),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.TensorBoard: (
         "_global_test_batch",
@@ -40,7 +42,7 @@ KEPT: Mapping[type, tuple[str, ...]] = {
         "_train_accumulated_time",
     ),
 }
-"""The attributes of Keras's own callbacks that change in training; `rows` is one of `ChiefCSVLogger`."""
+"""The attributes of callbacks of Keras and Lockstep that training changes; `rows` is of `ChiefCSVLogger`."""
 
 _PER_PROCESS: Mapping[type, tuple[str, ...]] = {
     keras.callbacks.Callback: ("_model", "model", "_params", "params"),

@@ -1,6 +1,7 @@
 """A function for other processes, and its result, in anonymous memory that only they inherit.
 
-This is the only module that pickles, and only for processes that this one or its parent starts.
+This is the only module that pickles: for processes that this one or its parent starts, or for the actors of a
+Ray cluster, where Ray passes pickled functions around anyway.
 """
 
 import dis
@@ -17,7 +18,7 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import InputError, UnfitError
 
@@ -35,17 +36,47 @@ class Giver(IntEnum):
     COMMAND = 3
 
 
-def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+class Returned(NamedTuple):
+    """What a function returned.
+
+    Attributes:
+        giver: the process that wrote it.
+        value: of the function; of the command, an error.
+        metrics: the last that the function's callbacks reported.
+    """
+
+    giver: Giver
+    value: Any
+    metrics: dict[str, float]
+
+
+NOTHING = Returned(Giver.NONE, None, {})
+
+
+def pack(
+    caller: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> int:
     """Return a descriptor of sealed memory with a call.
 
     The memory also contains the module search path of this process and the source of code that is in no file,
     such as a notebook's cells.
 
+    Args:
+        caller: the public function that sends the call, for messages.
+        function: to call.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        given: the arguments again, or parts of them, by their names in messages.
+
     Raises:
         InputError: something cannot be pickled; the message names it.
         UnfitError: cloudpickle is not installed.
     """
-    cloudpickle = _cloudpickle()
+    cloudpickle = _cloudpickle(caller)
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     descriptor = os.memfd_create("lockstep-call", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -55,18 +86,34 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except _PICKLING_FAILS as error:
         os.close(descriptor)
-        culprit = name_culprit(function, args, kwargs, partial(_why_not, cloudpickle))
-        raise InputError(f"lockstep.launch cannot send this to its workers: {culprit or error}") from error
+        culprit = name_culprit(function, given, partial(_why_not, cloudpickle))
+        raise InputError(f"{caller} cannot send this to its workers: {culprit or error}") from error
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
+def hold(call: bytes) -> int:
+    """Return a descriptor of sealed memory with a call, as `pack` does, from the bytes of that memory."""
+    descriptor = os.memfd_create("lockstep-call", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(call)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+def held(descriptor: int) -> bytes:
+    """Return the bytes of the memory of a descriptor."""
+    return Path(f"/proc/self/fd/{descriptor}").read_bytes()
+
+
 def unpack(descriptor: int) -> Callable[[], Any]:
-    """Return the call in the memory of a descriptor; apply the module search path of its packer."""
+    """Return the call in the memory of a descriptor; search modules where its packer does, then elsewhere."""
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
-        sys.path[:], sources = pickle.load(memory)
+        path, sources = pickle.load(memory)
+        # On another host, packages may lie elsewhere. The first entry is the folder of the job.
+        sys.path[:] = [*path, *(entry for entry in sys.path[1:] if entry not in path)]
         linecache.cache.update(sources)
         try:
             function, args, kwargs, variables = pickle.load(memory)
@@ -98,10 +145,15 @@ class ResultBox:
         os.ftruncate(descriptor, _HEADER.size)
         return cls(descriptor)
 
-    def put(self, result: Any, giver: Giver) -> None:
+    def put(self, value: Any, giver: Giver, metrics: Mapping[str, float] | None = None) -> None:
         """Write a result; a worker writes only if there is none.
 
         The old result stays valid until the new one is complete, even if this process is killed.
+
+        Args:
+            value: see `Returned`.
+            giver: this process.
+            metrics: see `Returned`; None for none.
 
         Raises:
             InputError: the result cannot be pickled.
@@ -113,24 +165,34 @@ class ResultBox:
                 return
             start = file.seek(0, os.SEEK_END)
             try:
-                _cloudpickle().dump(result, file)
+                _cloudpickle("a worker").dump((value, dict(metrics or {})), file)
             except _PICKLING_FAILS as error:
                 raise InputError(
-                    f"the function returned {type(result).__name__}, which cannot be sent back "
+                    f"the function returned {type(value).__name__}, which cannot be sent back "
                     f"({error}); return arrays, numbers, strings, or lists and dicts of them"
                 ) from None
             length = file.tell() - start
             file.flush()
             os.pwrite(self.descriptor, _HEADER.pack(start, length, giver), 0)
 
-    def take(self) -> tuple[Giver, Any]:
-        """Return the writer of the current result, and the result."""
+    def take(self) -> Returned:
+        """Return the current result."""
         start, _, giver = self._header()
         if giver == Giver.NONE:
-            return Giver.NONE, None
+            return NOTHING
         with mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ) as memory:
             memory.seek(start)
-            return Giver(giver), pickle.load(memory)
+            return Returned(Giver(giver), *pickle.load(memory))
+
+    @property
+    def giver(self) -> Giver:
+        """The process that wrote the current result."""
+        return Giver(self._header()[2])
+
+    def packed(self) -> bytes:
+        """Return the current result, if there is one, as a program on another host can unpack it."""
+        start, length, giver = self._header()
+        return bytes([giver]) + os.pread(self.descriptor, length, start)
 
     def close(self) -> None:
         """Close the memory, which is freed once all processes have closed it."""
@@ -141,12 +203,17 @@ class ResultBox:
         return start, length, giver
 
 
-def _cloudpickle() -> ModuleType:
+def unpack_result(packed: bytes) -> Returned:
+    """Return the result in what `ResultBox.packed` has returned."""
+    return Returned(Giver(packed[0]), *pickle.loads(memoryview(packed)[1:])) if packed[0] else NOTHING
+
+
+def _cloudpickle(caller: str) -> ModuleType:
     try:
         import cloudpickle
     except ImportError:
         raise UnfitError(
-            "lockstep.launch sends functions to its workers with cloudpickle, which is not installed: "
+            f"{caller} sends functions and results with cloudpickle, which is not installed: "
             "pip install 'keras-lockstep[notebook]'"
         ) from None
     module: ModuleType = cloudpickle
@@ -166,11 +233,9 @@ Why = Callable[[Any], str]
 """Returns why a value cannot be pickled; empty if it can."""
 
 
-def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], why: Why) -> str:
+def name_culprit(function: Any, given: Mapping[str, Any], why: Why) -> str:
     """Return which part of a function or its arguments cannot be pickled, and why; empty if none is found."""
-    given = [(f"args[{at}]", value) for at, value in enumerate(args)]
-    given += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
-    for name, value in given:
+    for name, value in given.items():
         if reason := why(value):
             return f"{name}, of type {type(value).__name__} ({reason}); pass what it is made from"
     if not why(function):

@@ -1,6 +1,6 @@
-"""The script of the workers of `lockstep.launch`: runs a function that it gets in inherited memory.
+"""The script of workers that run a function, which they get in inherited memory.
 
-    python -m lockstep.notebook.worker CALL RESULT
+    python -m lockstep.functions.worker CALL RESULT
 
 CALL and RESULT are descriptors.
 """
@@ -8,8 +8,11 @@ CALL and RESULT are descriptors.
 import sys
 from collections.abc import Sequence
 
-from lockstep.notebook.transport import Giver, ResultBox, unpack
-from lockstep.worker import job
+from lockstep.functions.transport import Giver, ResultBox, unpack
+from lockstep.worker import job, reports
+
+WORKER = "lockstep.functions.worker"
+"""The name of this module."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -19,7 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     del sys.argv[1:]
     call = unpack(call_file)
     value = call()
-    ResultBox(result).put(value, Giver.CHIEF if job.is_chief() else Giver.WORKER)
+    ResultBox(result).put(value, Giver.CHIEF if job.is_chief() else Giver.WORKER, reports.latest())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""The callback that reports metrics to the caller of a function."""
+
+from typing import Any
+
+import keras
+
+from lockstep.worker import reports
+
+
+class ReportCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Reports the metrics of each epoch of a `fit`: `lockstep.ray.fit` returns the last ones.
+
+    It takes the place of Ray Train's `ReportCheckpointCallback` in training functions. It saves nothing:
+    checkpoints are those of `lockstep.ray.fit(..., checkpoint=...)`.
+
+    Attributes:
+        metrics: those of the last epoch, with its validation; empty before.
+        report: how many reports all of these callbacks had made then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[str, float] = {}
+        self.report = 0
+        reports.add(self)
+
+    def set_model(self, model: Any) -> None:
+        """Ignore the model: this callback lives to the end of the process, the model may not."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Report the metrics of an epoch."""
+        self.metrics = {name: float(value) for name, value in (logs or {}).items()}
+        self.report = reports.count() + 1

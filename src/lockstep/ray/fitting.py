@@ -1,0 +1,172 @@
+"""Runs a function of a Ray program on the workers of a job on its cluster."""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lockstep.errors import ConfigError
+from lockstep.functions.caller_streams import CallerStreams
+from lockstep.functions.options import command_options
+from lockstep.functions.transport import held, pack, unpack_result
+from lockstep.functions.worker import WORKER
+from lockstep.ray.command import Follower, connect, require_ray, submit
+from lockstep.ray.placement import worker_needs
+from lockstep.worker import job
+
+Value = TypeVar("Value")
+
+_NAME = "lockstep.ray.fit"
+_END_PATIENCE = 10.0
+_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What each worker reserves of its node.
+
+    Attributes:
+        cpus_per_worker: CPUs of Ray.
+        gpus_per_worker: GPUs of Ray.
+        resources_per_worker: amounts of custom resources, by their names.
+    """
+
+    cpus_per_worker: float = 1
+    gpus_per_worker: float = 0
+    resources_per_worker: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FitResult(Generic[Value]):
+    """What `fit` returns.
+
+    Attributes:
+        value: what the function returned on the chief.
+        metrics: the last that a `ReportCallback` reported there; empty without one.
+        checkpoint: the folder of checkpoints; None if none was given.
+        path: the run folder, with logs and events.
+        node: the address of the node that has the run folder.
+    """
+
+    value: Value
+    metrics: dict[str, float]
+    checkpoint: Path | None
+    path: Path
+    node: str
+
+
+def fit(
+    function: Callable[..., Value],
+    config: Any = None,
+    *,
+    workers: int = 2,
+    scaling: Scaling | None = None,
+    min_workers: int | None = None,
+    replicas: int | None = None,
+    threads_per_worker: int | None = None,
+    backend: str | None = None,
+    seed: int | None = None,
+    timeout: float | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    accept_changes: bool = False,
+    input: str | None = None,
+    tf_distribute: bool = False,
+) -> FitResult[Value]:
+    """Run `function(config)`, or `function()` without a config, on the workers of a Ray cluster.
+
+    It runs a function as `lockstep run --on ray` runs a script, with the same bits: every worker is a new
+    process that runs the whole function, which creates its own strategy, model and data. The output of the
+    chief appears here while it trains; Ctrl-C, or interrupting the cell, ends the job. If this process is not
+    connected to a cluster, it connects to the one of this machine, or that of `RAY_ADDRESS`.
+
+    The function, the config and the value are pickled with cloudpickle, and pass through Ray; see
+    `lockstep.launch` for what they can be.
+
+    Args:
+        function: defined anywhere, including in a notebook cell.
+        config: its argument.
+        workers: number of worker processes; does not affect the result. The job begins with those for which
+            the cluster has room, and grows when nodes join.
+        scaling: what each worker reserves; a CPU by default.
+        min_workers: below this number, training waits for workers to join; 1 by default.
+        replicas: number of parts that each batch is split into; by default the number of workers.
+        threads_per_worker: threads per replica computation; affects the result. By default, from the cores.
+        backend: sets `KERAS_BACKEND` for the workers.
+        seed: of all random numbers; 0 by default.
+        timeout: seconds that other workers wait for a worker before it is killed as stuck; 600 by default.
+        run_dir: folder for the logs and events of the run, on the node of the coordinator;
+            `runs/<function>-<time>` by default.
+        checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
+        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ from those
+            of the checkpoint.
+        input: "divided", the default, or "joint": each worker reads everything of a dataset.
+        tf_distribute: replace the strategies in `tf.distribute` with Lockstep's, on every backend.
+
+    Raises:
+        ConfigError: an argument is wrong, there is no cluster, or this process is itself a worker.
+        InputError: what the function needs cannot be pickled; the message names it.
+        UnfitError: Ray or cloudpickle is not installed, or the cluster is lost.
+        JobError: the function raised on a worker, or the job ended for another reason.
+    """
+    if job.is_worker():
+        raise ConfigError(f"{_NAME} cannot be called in a worker: it starts a job of its own")
+    scaling = scaling or Scaling()
+    needs = worker_needs(scaling.cpus_per_worker, scaling.gpus_per_worker, scaling.resources_per_worker)
+    values = {
+        "workers": workers,
+        "min-workers": min_workers,
+        "replicas": replicas,
+        "threads-per-worker": threads_per_worker,
+        "backend": backend,
+        "seed": seed,
+        "timeout": timeout,
+        "checkpoint": checkpoint,
+        "accept-changes": accept_changes,
+        "input": input,
+        "tf-distribute": tf_distribute,
+    }
+    function_name = str(getattr(function, "__name__", "function")).strip("<>")
+    name = f"{function_name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    folder = f"runs/{name}" if run_dir is None else os.fspath(run_dir)
+    options = command_options(_NAME, {**values, "run-dir": folder})
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"{_NAME}, workers={workers!r}: give a whole number, 1 or more")
+    ray = require_ray(_NAME)
+    from lockstep.ray.function_run import SentFunction
+
+    sent = SentFunction(_packed(function, config), folder)
+    if not ray.is_initialized():
+        connect(_NAME, "ray", "start one with ray start --head, or call ray.init() before")
+    words = ("run", "--on", "ray", *options, "-m", "--", WORKER)
+    actor = submit(name, words, workers, needs, function=sent)
+    follower = Follower(actor, CallerStreams().write)
+    try:
+        follower.run()
+    except BaseException:
+        follower.stop(signal.SIGINT)
+        follower.run(_END_PATIENCE)
+        raise
+    outcome = ray.get(actor.outcome.remote(), timeout=_PATIENCE)
+    if outcome.error is not None:
+        raise outcome.error
+    returned = unpack_result(outcome.result)
+    saved = None if checkpoint is None else Path(checkpoint)
+    return FitResult(returned.value, returned.metrics, saved, Path(outcome.folder), outcome.node)
+
+
+def _packed(function: Callable[..., Any], config: Any) -> bytes:
+    args = () if config is None else (config,)
+    if isinstance(config, Mapping):
+        parts = {f"config[{name!r}]": value for name, value in config.items()}
+    else:
+        parts = {"config": config}
+    descriptor = pack(_NAME, function, args, {}, parts)
+    try:
+        return held(descriptor)
+    finally:
+        os.close(descriptor)

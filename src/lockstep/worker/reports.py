@@ -1,0 +1,34 @@
+"""The metrics that callbacks in this process report to the caller of a function."""
+
+from typing import Protocol
+
+
+class Reporter(Protocol):
+    """Reports metrics.
+
+    Attributes:
+        metrics: the last that it has reported; empty before.
+        report: its number among those of all reporters, from 1; 0 before.
+    """
+
+    metrics: dict[str, float]
+    report: int
+
+
+_reporters: list[Reporter] = []
+
+
+def add(reporter: Reporter) -> None:
+    """Add a reporter to those of this process."""
+    _reporters.append(reporter)
+
+
+def count() -> int:
+    """Return how many reports the reporters have made; those that another worker has made count."""
+    return max((reporter.report for reporter in _reporters), default=0)
+
+
+def latest() -> dict[str, float]:
+    """Return the metrics that were reported last; empty without any."""
+    last = max(_reporters, key=lambda reporter: reporter.report, default=None)
+    return last.metrics if last is not None else {}
