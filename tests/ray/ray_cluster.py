@@ -2,7 +2,7 @@
 
     kill NODE               kills the processes of a node
     drain NODE              announces that a node will be preempted
-    add                     starts another node
+    add [RESOURCE]          starts another node, with one of a resource
     raylet NODE SIGNAL      signals the raylet of a node
     gcs SIGNAL              signals the control store
     gcs start               starts it again
@@ -145,8 +145,8 @@ def _serve(nodes: int, cpus: int) -> None:
                 cluster.remove_node(made[int(number)], allow_graceful=False)
             case ["drain", number]:
                 _drain(cluster.address, made[int(number)].node_id)
-            case ["add"]:
-                made.append(cluster.add_node(**node))
+            case ["add", *resources]:
+                made.append(cluster.add_node(**node, resources=dict.fromkeys(resources, 1)))
                 raylets.append(made[-1].all_processes["raylet"][0].process)
             case ["raylet", number, name]:
                 raylets[int(number)].send_signal(getattr(signal, name))

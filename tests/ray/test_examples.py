@@ -5,11 +5,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
+from ray_cluster import RayCluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE = 600.0
@@ -17,14 +17,10 @@ OPTIONS = {"mnist": ("--smoke-test",), "regression": (), "autoencoder": ()}
 
 
 @pytest.fixture(scope="module")
-def variables() -> Iterator[dict[str, str]]:
+def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of programs that use a cluster."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-        cluster: Any = Cluster(initialize_head=True, head_node_args=node)
+    with closing(RayCluster(1, tmp_path_factory.mktemp("cluster"), cpus=2)) as cluster:
         yield os.environ | {"RAY_ADDRESS": cluster.address}
-        cluster.shutdown()
 
 
 @pytest.mark.slow

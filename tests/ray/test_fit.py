@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from ray.cluster_utils import Cluster
+from ray_cluster import RayCluster
 
 import lockstep
 import ray
@@ -30,21 +31,18 @@ import chaos_steps
 
 REPLICAS, STEPS = 5, 600
 PATIENCE = 240.0
-NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture(scope="module")
-def _cluster() -> Iterator[None]:
+def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Two nodes; the second one has a resource of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("KERAS_BACKEND", "jax")
-        cluster: Any = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-        cluster.add_node(**NODE, resources={"special": 1})
-        ray.init(cluster.address, namespace="of the program", log_to_driver=False)
-        yield
-        ray.shutdown()
-        cluster.shutdown()
+        with closing(RayCluster(1, tmp_path_factory.mktemp("cluster"))) as cluster:
+            cluster.tell("add special")
+            ray.init(cluster.address, namespace="of the program", log_to_driver=False)
+            yield
+            ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
