@@ -8,7 +8,14 @@ import msgspec
 
 from lockstep.coordinator.job_report import JobSummary
 from lockstep.coordinator.provenance import provenance
-from lockstep.observability.events import FORMAT, RUN_EVENTS, WORKER_EVENTS, JobFinished, JobStarted
+from lockstep.observability.events import (
+    FORMAT,
+    MEASUREMENTS,
+    RUN_EVENTS,
+    WORKER_EVENTS,
+    JobFinished,
+    JobStarted,
+)
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.worker.script import Script
 
@@ -29,9 +36,11 @@ def defined(kinds: tuple[type, ...]) -> dict[str, set[str]]:
 
 
 def test_every_event_is_described_with_its_fields() -> None:
-    of_agents, of_workers = PAGE.read_text().split("Workers report these events;")
+    of_agents, rest = PAGE.read_text().split("Workers report these events;")
+    of_workers, measured = rest.split("## measurements.jsonl")
     assert described(of_agents) == defined(tuple(kind for kind in RUN_EVENTS if kind not in WORKER_EVENTS))
     assert described(of_workers) == defined(WORKER_EVENTS)
+    assert described(measured) == defined(MEASUREMENTS)
 
 
 def test_the_first_and_the_last_event_describe_the_whole_job() -> None:

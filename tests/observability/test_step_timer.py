@@ -49,7 +49,7 @@ def step(clock: Peers, timer: StepTimer, call: str, number: int) -> None:
     clock.advance(16)
     timer.lap("update")
     clock.advance(32)
-    timer.end(number, {"loss": 0.5})
+    timer.end(number, {"loss": 0.5}, trained=10 * number, examples=64, replicas=2)
 
 
 def ended(
@@ -58,6 +58,9 @@ def ended(
     return StepEnded(
         call=call,
         number=number,
+        trained=10 * number,
+        examples=64,
+        replicas=2,
         seconds=seconds,
         input=input_,
         compute=2,

@@ -25,6 +25,7 @@ from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
+from lockstep.observability.step_parts import CallTimes
 from lockstep.protocol.admin import (
     AdminRequest,
     Refused,
@@ -183,6 +184,7 @@ class Coordinator:
     _downloads: dict[str, float] = field(default_factory=dict)
     _chief_writes: tuple[str, ...] = ()
     _tally: JobSummary = field(default_factory=JobSummary)
+    _call_times: CallTimes = field(default_factory=CallTimes)
     _begun: float = 0.0
     _since: float = 0.0
     _cut_off: bool = False
@@ -725,7 +727,10 @@ class Coordinator:
                 self._note_progress(worker, RUNNING)
             case EventReport(event):
                 self.events.publish(event, worker)
-                self._take_event(worker, event)
+                if isinstance(event, run_events.StepsMeasured):
+                    self._call_times.measured(worker, event)
+                elif not isinstance(event, run_events.MetricsRecorded):
+                    self._take_event(worker, event)
             case JoinRequest(whole):
                 self._publish_and_decide(run_events.JoinRequested(worker, whole))
             case WaitReport(what, workers, seconds):
@@ -760,6 +765,9 @@ class Coordinator:
             case run_events.CallStarted(name):
                 self._doing = name
                 self._note_progress(worker, first_step(name))
+            case run_events.CallEnded(name):
+                if line := self._call_times.ended(name, worker, self.state.members):
+                    self.console.say(line)
             case run_events.FirstStepEnded() if self._progress is not None:
                 self._progress.end()
             case run_events.ChiefWrites(paths):

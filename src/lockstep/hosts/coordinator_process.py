@@ -23,8 +23,7 @@ from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
 from lockstep.errors import LockstepError, UnfitError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.observability.event_log import EventLog
-from lockstep.observability.events import RUN_EVENTS
+from lockstep.observability.event_log import recorded
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -206,8 +205,7 @@ class CoordinatorProcess:
         console = Console(Sink(1), Sink(2), spec.tee, record.state.view.chief)
         user, command = LocalChannel.pair()
         events = Bus(clock, complain=console.say)
-        with EventLog.open(paths.events, console.say) as log:
-            events.subscribe(log.append, *RUN_EVENTS)
+        with recorded(events, paths, console.say):
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,

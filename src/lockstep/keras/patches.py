@@ -35,7 +35,7 @@ _AT_COMPILE, _SAVING = f"{__name__}.compile", f"{__name__}.saving"
 _installed: list[ModelMethods] = []
 
 
-def _nothing() -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
 
 
@@ -66,6 +66,7 @@ def install(job: Job) -> ModelMethods:
             _around(name, silent=functools.partial(_is_silent, name, methods))
         _around("on_epoch_end", before=methods.steps_ended)
         _around("on_train_begin", after=methods.train_begun)
+        _around("on_epoch_end", after=methods.epoch_ended)
         for name in _DECISIONS:
             _around(name, after=functools.partial(methods.decide, name))
         if keras.backend.backend() == "tensorflow":
@@ -157,10 +158,13 @@ def _around(
     name: str,
     *,
     before: Callable[[], None] = _nothing,
-    after: Callable[[], None] = _nothing,
+    after: Callable[..., None] = _nothing,
     silent: Callable[[], bool] = _never,
 ) -> None:
-    """Call `before` and `after` around the callbacks' processing of an event, which `silent` suppresses."""
+    """Call `before` and `after` around the callbacks' processing of an event, which `silent` suppresses.
+
+    `after` gets the arguments of the event.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -168,7 +172,7 @@ def _around(
             before()
             if not silent():
                 original(self, *args, **kwargs)
-            after()
+            after(*args, **kwargs)
 
         return replacement
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import WORKER_EVENTS, SourceChanged
+from lockstep.observability.events import WORKER_EVENTS, WORKER_MEASUREMENTS, SourceChanged
+from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
@@ -52,8 +53,11 @@ def main(arguments: Sequence[str]) -> None:
     client = AgentClient(PacketChannel(socket.socket(fileno=config.control), AgentMessage))
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
-    events = Bus(SystemClock(), config.worker)
-    events.subscribe(client.report, *WORKER_EVENTS)
+    clock = SystemClock()
+    events = Bus(clock, config.worker)
+    # Before the client: the measurements of a call precede the event of its end.
+    StepRecorder(events, clock, _is_chief)
+    events.subscribe(client.report, *WORKER_EVENTS, *WORKER_MEASUREMENTS)
     try:
         _enter_job(config, client, events)
     except PeerLostError as over:
@@ -121,6 +125,12 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     if config.adopts:
         when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=job.become_alone)
+
+
+def _is_chief() -> bool:
+    from lockstep.worker import job
+
+    return job.is_chief()
 
 
 def _adopt(_: object) -> None:

@@ -15,8 +15,7 @@ from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.observability.event_log import EventLog
-from lockstep.observability.events import RUN_EVENTS
+from lockstep.observability.event_log import recorded
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.host import HostReport, Instruction, PeerAddress, Stop
 from lockstep.protocol.job_spec import JobSpec
@@ -124,8 +123,7 @@ def run_job(
     """
     clock = SystemClock()
     events = Bus(clock, complain=console.say)
-    with EventLog.open(paths.events, console.say) as log:
-        events.subscribe(log.append, *RUN_EVENTS)
+    with recorded(events, paths, console.say):
         to_agent, to_coordinator = LocalChannel.pair()
         with closing(start_agent(local, paths.root.name, to_coordinator, loop)):
             coordinator = Coordinator(

@@ -1,14 +1,27 @@
-"""The subscriber that writes `events.jsonl`: one JSON object per line, as docs/run-folder.md describes."""
+"""Writes `events.jsonl` and `measurements.jsonl`: a JSON object per line, as docs/run-folder.md describes."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.bus import Bus, PublishedEvent
+from lockstep.observability.events import MEASUREMENTS, RUN_EVENTS
 from lockstep.system.files import AppendFile, Complain
+from lockstep.system.paths import RunPaths
+
+
+@contextmanager
+def recorded(events: Bus, paths: RunPaths, complain: Complain) -> Iterator[None]:
+    """Write the events and measurements of a run to its folder during the block."""
+    with EventLog.open(paths.events, complain) as log, EventLog.open(paths.measurements, complain) as figures:
+        events.subscribe(log.append, *RUN_EVENTS)
+        events.subscribe(figures.append, *MEASUREMENTS)
+        yield
 
 
 class EventLog:

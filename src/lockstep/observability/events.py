@@ -342,6 +342,12 @@ class TrainingEnded(_Event, frozen=True, tag="trained"):
     digest: str = ""
 
 
+class CallEnded(_Event, frozen=True, tag="call ended"):
+    """A distributed call of the script returns; the worker has published the measurements of its steps."""
+
+    name: str
+
+
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """A worker completed a step of `fit`, `evaluate` or `train_on_batch` that several replicas compute.
 
@@ -350,8 +356,11 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     result, usually the next `compute`.
 
     Attributes:
-        call: such as `fit 1`.
+        call: such as `fit 1`, or the method of a call of one step, such as `train_on_batch`.
         number: of the step in its call, from 1.
+        trained: number of training steps of the job so far, in all calls.
+        examples: number of examples of the global batch.
+        replicas: number of replicas that this worker executes.
         seconds: from the end of the previous step; in the first step of a call, or after a validation, from
             when its batch is read.
         input: reading the batch and this worker's rows.
@@ -365,6 +374,9 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
 
     call: str
     number: int
+    trained: int
+    examples: int
+    replicas: int
     seconds: float
     input: float
     compute: float
@@ -373,6 +385,135 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     update: float
     other: float
     logs: Mapping[str, Any] | None = None
+
+
+class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
+    """Sums over consecutive steps of one call on a worker; the parts are those of `StepEnded`.
+
+    The first step of a call, which compiles, is measured alone.
+
+    Attributes:
+        call: as in `StepEnded`; the validations of a `fit` have one name, such as `validation within fit 1`.
+        number: of the last of the steps in its call, from 1.
+        trained: number of training steps of the job after the last of them.
+        count: number of steps.
+        began: when the first of them began, in seconds since 1970.
+        examples: number of examples of their global batches.
+        replicas: number of replicas that this worker executes.
+        seconds: sum of their durations; also the sum of the parts.
+        singles: some of the steps of a call that trains, the same on all workers: all of its first 1024
+            steps, then windows of 16 steps with growing gaps. For each, the number in the call, the start in
+            microseconds after `began`, and the parts in microseconds in the order of `STEP_PARTS`.
+    """
+
+    call: str
+    number: int
+    trained: int
+    count: int
+    began: float
+    examples: int
+    replicas: int
+    seconds: float
+    input: float
+    compute: float
+    wait: float
+    exchange: float
+    update: float
+    other: float
+    singles: tuple[tuple[int, ...], ...] = ()
+
+
+STEP_PARTS = ("input", "compute", "wait", "exchange", "update", "other")
+"""The parts of a step."""
+
+
+class MetricsRecorded(_Event, frozen=True, kw_only=True, tag="metrics"):
+    """Metrics that the chief's `fit` has reported: at the end of an epoch, and about once a second within.
+
+    The chief that follows a lost one may record an epoch again.
+
+    Attributes:
+        call: such as `fit 1`.
+        epoch: that has ended, from 1; None within an epoch, where the metrics cover its steps so far.
+        trained: number of training steps of the job so far, in all calls.
+        values: by name, as Keras reports them; None for a value that is not a finite number.
+    """
+
+    call: str
+    epoch: int | None
+    trained: int
+    values: dict[str, float | None]
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's process uses of its host.
+
+    Attributes:
+        worker: its id.
+        cores: the cores that its threads use, on average since the last measurement.
+        delayed: seconds per second in which its threads were ready to run and had no core: above 0.2 per
+            thread in use, other processes use its cores.
+        memory: resident memory in bytes, with memory that it shares.
+        faults: page faults per second that read from the disk: memory that was swapped out, or files.
+    """
+
+    worker: int
+    cores: float
+    delayed: float
+    memory: int
+    faults: float
+
+
+class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of a GPU; None for what the driver does not report.
+
+    Attributes:
+        index: on its host.
+        name: of the model.
+        utilization: percent of the time in which it computed.
+        memory_used: bytes.
+        memory_total: bytes.
+        temperature: degrees Celsius.
+        power: watts.
+        throttled: why its clock is lowered, such as `thermal`; empty if it is not.
+        processes: process id and bytes of memory of each process that uses it.
+    """
+
+    index: int
+    name: str
+    utilization: int | None
+    memory_used: int | None
+    memory_total: int | None
+    temperature: int | None
+    power: float | None
+    throttled: str = ""
+    processes: tuple[tuple[int, int | None], ...] = ()
+
+
+class LoadMeasured(_Event, frozen=True, kw_only=True, tag="load"):
+    """What a host and its workers use, measured by its agent every few seconds.
+
+    Attributes:
+        host: its name.
+        cores: number of cores that the run may use there.
+        busy: cores in use on the host by all processes, on average since the last measurement.
+        memory_used: bytes in use on the host, or in the container that limits the run.
+        memory_total: bytes of the host, or that the container may use.
+        swapping: bytes per second that the host reads from and writes to swap.
+        throttled: seconds per second in which the container's CPU quota stopped its processes.
+        workers: on this host.
+        gpus: of this host.
+    """
+
+    host: str
+    cores: int
+    busy: float
+    memory_used: int
+    memory_total: int
+    swapping: float
+    throttled: float
+    workers: tuple[WorkerLoad, ...]
+    gpus: tuple[GpuLoad, ...] = ()
 
 
 CoordinatorEvent = (
@@ -417,10 +558,17 @@ WorkerEvent = (
     | TrainingResumed
     | LastStepEnded
     | TrainingEnded
+    | CallEnded
 )
 """Events that a worker publishes; the coordinator publishes them again."""
 
-Event = CoordinatorEvent | WorkerEvent | StepEnded
+WorkerMeasurement = StepsMeasured | MetricsRecorded
+"""Measurements that a worker publishes; the coordinator publishes them again."""
+
+Measurement = WorkerMeasurement | LoadMeasured
+"""Figures of a run. They decide nothing, and may be lost when a process is slow or killed."""
+
+Event = CoordinatorEvent | WorkerEvent | Measurement | StepEnded
 """All events. `StepEnded` stays in its worker."""
 
 WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)
@@ -428,3 +576,9 @@ WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)
 
 RUN_EVENTS: tuple[type[Event], ...] = get_args(CoordinatorEvent | WorkerEvent)
 """The events in `events.jsonl`."""
+
+WORKER_MEASUREMENTS: tuple[type[Event], ...] = get_args(WorkerMeasurement)
+"""The measurements that a worker sends to its agent."""
+
+MEASUREMENTS: tuple[type[Event], ...] = (*WORKER_MEASUREMENTS, LoadMeasured)
+"""The events in `measurements.jsonl`."""

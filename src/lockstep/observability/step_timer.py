@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import StepEnded
+from lockstep.observability.events import STEP_PARTS, StepEnded
 
 Part = Literal["input", "compute", "wait", "exchange", "update", "other"]
 
@@ -82,19 +82,42 @@ class StepTimer:
 
         return timed
 
-    def end(self, number: int, logs: Mapping[str, Any] | None) -> None:
-        """Publish step `number` of the call; the time since the previous lap counts for `other`."""
+    def end(
+        self,
+        number: int,
+        logs: Mapping[str, Any] | None = None,
+        *,
+        trained: int = 0,
+        examples: int = 0,
+        replicas: int = 0,
+    ) -> None:
+        """Publish step `number` of the call; the time since the previous lap counts for `other`.
+
+        Args:
+            number: of the step in its call, from 1.
+            logs: the results of the step.
+            trained: number of training steps of the job so far.
+            examples: number of examples of the global batch.
+            replicas: number of replicas that this worker executes.
+        """
         if self._call is None:
             return
         self.lap("other")
         self._events.publish(
             StepEnded(
-                call=self._call, number=number, seconds=self._last - self._start, logs=logs, **self._parts
+                call=self._call,
+                number=number,
+                trained=trained,
+                examples=examples,
+                replicas=replicas,
+                seconds=self._last - self._start,
+                logs=logs,
+                **self._parts,
             )
         )
         self._reset(self._last)
 
     def _reset(self, now: float) -> None:
-        self._parts = dict.fromkeys(("input", "compute", "wait", "exchange", "update", "other"), 0.0)
+        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
         self._start = self._last = now
         self._charged = 0.0

@@ -25,6 +25,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def measurements(self) -> Path:
+        """Figures of steps, metrics and load, one JSON object per line."""
+        return self.root / "measurements.jsonl"
+
+    @property
     def sources(self) -> Path:
         """The source files of the script and its modules that the workers run."""
         return self.root / "sources"

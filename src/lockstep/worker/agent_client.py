@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.errors import InternalError
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import WorkerEvent
+from lockstep.observability.events import WorkerEvent, WorkerMeasurement
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AgentMessage,
@@ -45,9 +45,13 @@ class AgentClient:
         self._channel.send(Started(), _PATIENCE)
 
     def report(self, published: PublishedEvent) -> None:
-        """Forward an event of this worker, which the coordinator publishes on the bus of the run."""
-        assert isinstance(published.event, WorkerEvent)
-        self._channel.send(EventReport(published.event), _PATIENCE)
+        """Forward an event of this worker, which the coordinator publishes on the bus of the run.
+
+        A measurement is dropped if the agent is slow: training does not wait for it.
+        """
+        event = published.event
+        assert isinstance(event, WorkerEvent | WorkerMeasurement)
+        self._channel.send(EventReport(event), 0.0 if isinstance(event, WorkerMeasurement) else _PATIENCE)
 
     def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
         """Report the workers for which this one waits; dropped if the agent is slow, as others follow."""

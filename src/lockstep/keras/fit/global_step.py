@@ -81,12 +81,20 @@ class GlobalStep:
             if call.steps < call.skipped:
                 return {}, state
             return self._snapshots.restore(self._model, self._program, state)
-        self._timer.begin(call.name)
+        label, number = call.name, call.steps + 1
+        if call.at_end:
+            # The time between two calls of one step belongs to the script.
+            self._timer.stop()
+            label, _, count = call.name.partition(" ")
+            number = int(count.partition(" ")[0])
+        self._timer.begin(label)
         data = self._read(state, batch)
         self._timer.lap("input")
         logs, state = self._step(state, data)
         self._next_step(logs, state)
-        self._timer.end(call.steps, logs)
+        owned = len(self._job.view.replicas_of(self._job.worker))
+        trained = self._calls.taken
+        self._timer.end(number, logs, trained=trained, examples=data.examples, replicas=owned)
         return logs, state
 
     def _join_job(self, state: Any, batch: GlobalBatch) -> Any:

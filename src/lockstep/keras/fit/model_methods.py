@@ -50,7 +50,8 @@ from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
 from lockstep.keras.worker_exchange import Facts, agree, chiefs_decision, setting_facts, state_facts
-from lockstep.observability.events import CallStarted, ChiefWrites, TrainingEnded
+from lockstep.observability.events import CallEnded, CallStarted, ChiefWrites, MetricsRecorded, TrainingEnded
+from lockstep.observability.step_recorder import finite_values
 from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
@@ -190,7 +191,20 @@ class ModelMethods:
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
 
-    def train_begun(self) -> None:
+    def epoch_ended(self, epoch: int, logs: Any = None) -> None:
+        """Record the metrics of an epoch, from 0, on the chief."""
+        call = self._calls.current
+        if call.model is None or self._resumable.catches_up or self.forwarding:
+            return
+        recorded = MetricsRecorded(
+            call=call.name,
+            epoch=epoch + 1,
+            trained=self._calls.taken + self._plain_steps,
+            values=finite_values(logs or {}),
+        )
+        self._job.as_chief(lambda: self._job.events.publish(recorded))
+
+    def train_begun(self, logs: Any = None) -> None:
         """Note that the callbacks of a `fit` have processed `on_train_begin`."""
         call = self._calls.current
         if call.callback_hashes:
@@ -210,7 +224,7 @@ class ModelMethods:
                 lambda: self._snapshots.take(True, call.model, call.logs, held, callbacks_done=True)
             )
 
-    def decide(self, event: str) -> None:
+    def decide(self, event: str, *_: Any, **__: Any) -> None:
         """Let the chief decide whether the training stops, after callbacks have processed `event`."""
         self._timer.lap("other")
         call = self._calls.current
@@ -467,8 +481,11 @@ class ModelMethods:
 
     def _finish(self, result: Any) -> Any:
         """Record the result of a top-level call."""
+        call = self._calls.current
         if len(self._calls.stack) == 2:
             self._resumable.finish(result)
+            if not call.at_end:
+                self._job.events.publish(CallEnded(call.name))
         return result
 
     def _verbose(self, verbose: Any) -> Any:

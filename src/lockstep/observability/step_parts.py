@@ -1,0 +1,151 @@
+"""Where the time of steps goes: sums over the workers of a call, and one line about them. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lockstep.observability.events import STEP_PARTS, StepsMeasured
+
+SHORTEST = 1.0
+"""Seconds of measured steps below which a call gets no line."""
+_LARGE = 0.4
+_SLOWER = 1.2
+
+_ADVICE = {
+    "input": "reading takes the most time: cache or prefetch the data, or cheapen what is done per example "
+    "(docs/input.md)",
+    "exchange": "the exchange takes the most time: larger batches make it rarer",
+    "update": "the update takes the most time, and every worker applies it: larger batches make it rarer",
+    "other": "callbacks and Keras's loop take the most time: do less in callbacks, or use larger batches",
+}
+
+
+@dataclass
+class WorkerTimes:
+    """Sums over steps of one worker in one call, without its first step, which compiles.
+
+    Attributes:
+        steps: their number.
+        examples: of their global batches.
+        replicas: sum over steps of the replicas that the worker executed.
+        parts: seconds by part.
+    """
+
+    steps: int = 0
+    examples: int = 0
+    replicas: int = 0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+
+    def add(self, measured: StepsMeasured) -> None:
+        """Add a measurement."""
+        self.steps += measured.count
+        self.examples += measured.examples
+        self.replicas += measured.replicas * measured.count
+        for part in STEP_PARTS:
+            self.parts[part] += getattr(measured, part)
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the steps."""
+        return sum(self.parts.values())
+
+    @property
+    def pace(self) -> float:
+        """Seconds per replica that it executes, without waiting and summing."""
+        busy = self.seconds - self.parts["wait"] - self.parts["exchange"]
+        return busy / self.replicas if self.replicas else 0.0
+
+
+def is_first(measured: StepsMeasured) -> bool:
+    """Whether a measurement is that of the first step of a call, which compiles."""
+    return measured.number == 1 and measured.count == 1
+
+
+def shares(workers: Iterable[WorkerTimes]) -> dict[str, float]:
+    """Return the share of each part in the time of all workers, between 0 and 1; empty without any time."""
+    sums = dict.fromkeys(STEP_PARTS, 0.0)
+    for worker in workers:
+        for part, seconds in worker.parts.items():
+            sums[part] += seconds
+    total = sum(sums.values())
+    return {part: seconds / total for part, seconds in sums.items()} if total else {}
+
+
+def scores(workers: Mapping[int, WorkerTimes]) -> dict[int, float]:
+    """Return the pace of each worker relative to the fastest: 1.0 is the fastest, 0.5 takes twice as long."""
+    paces = {worker: times.pace for worker, times in workers.items() if times.pace > 0}
+    return {worker: min(paces.values()) / pace for worker, pace in paces.items()}
+
+
+@dataclass
+class CallTimes:
+    """The times of the call in progress, on all workers.
+
+    A line about a call is due when all members have ended it.
+    """
+
+    _call: str = ""
+    _workers: dict[int, WorkerTimes] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+
+    def measured(self, worker: int, measured: StepsMeasured) -> None:
+        """Add a measurement of a worker."""
+        if measured.call.startswith("fit"):
+            self._begin(measured.call)
+            if not is_first(measured):
+                self._workers.setdefault(worker, WorkerTimes()).add(measured)
+
+    def ended(self, call: str, worker: int, members: Iterable[int]) -> str:
+        """Note that a worker has ended a call; return the line about it if it is due, or an empty text."""
+        if call != self._call:
+            return ""
+        self._ended.add(worker)
+        if not self._ended.issuperset(members):
+            return ""
+        line = describe(call, {one: self._workers[one] for one in members if one in self._workers})
+        self._begin("")
+        return line
+
+    def _begin(self, call: str) -> None:
+        if call != self._call:
+            self._call, self._workers, self._ended = call, {}, set()
+
+
+def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
+    """Return a line such as `fit 1: 2,304 examples/s with 2 workers; input 61 %, ...`, with advice.
+
+    It is empty if the steps of the slowest worker took less than a second.
+    """
+    longest = max(workers.values(), key=lambda times: times.seconds, default=WorkerTimes())
+    if longest.seconds < SHORTEST:
+        return ""
+    rate = longest.examples / longest.seconds
+    count = f"{len(workers)} worker" + "s" * (len(workers) > 1)
+    found = shares(workers.values())
+    listed = ", ".join(
+        f"{part} {found[part]:.0%}".replace("%", " %")
+        for part in STEP_PARTS
+        if part != "other" or found[part] >= 0.005
+    )
+    advice = advise(found, workers)
+    return f"{call}: {rate:,.0f} examples/s with {count}; {listed}" + (f"; {advice}" if advice else "")
+
+
+def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:
+    """Return what to change if one part dominates; empty if computing does, or no part."""
+    largest = max(found, key=lambda part: found[part])
+    if found[largest] < _LARGE or largest == "compute":
+        return ""
+    if largest != "wait":
+        return _ADVICE[largest]
+    paces = {worker: times.pace for worker, times in workers.items()}
+    slowest = max(paces, key=lambda worker: paces[worker])
+    fastest = min(paces, key=lambda worker: paces[worker])
+    if paces[slowest] < _SLOWER * paces[fastest]:
+        return (
+            "waiting takes the most time although the workers are equally fast: other processes may use "
+            "their cores"
+        )
+    behind = {part: workers[slowest].parts[part] / workers[slowest].steps for part in ("input", "compute")}
+    ahead = {part: workers[fastest].parts[part] / workers[fastest].steps for part in ("input", "compute")}
+    part = max(behind, key=lambda part: behind[part] - ahead[part])
+    return f"waiting for worker {slowest} takes the most time: its {part} is slow (lockstep top shows why)"

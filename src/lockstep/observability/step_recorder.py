@@ -1,0 +1,157 @@
+"""Records the steps of a worker: sums of their parts, some of them one by one, and the chief's metrics.
+
+It makes one `StepsMeasured` of many `StepEnded`, so the rate of measurements does not depend on the rate of
+steps: at most one per second in the first hour of the process, later one per 1/3600 of its age. A run of a
+month has some 20,000 per worker.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.observability.bus import Bus, PublishedEvent
+from lockstep.observability.events import (
+    STEP_PARTS,
+    CallEnded,
+    MetricsRecorded,
+    StepEnded,
+    StepsMeasured,
+    TrainingEnded,
+)
+from lockstep.system.clock import Clock
+
+_EVERY = 1.0
+_SHARE = 1 / 3600
+_ALL_SINGLES = 1024
+_WINDOW = 16
+_MOST_SINGLES = 512
+"""The most single steps in one measurement: its message must fit in a packet."""
+_MICRO = 1e6
+_METHODS = frozenset({"train_on_batch", "test_on_batch"})
+"""The names of calls of one step, which share a measurement."""
+
+
+class StepRecorder:
+    """Subscribes to the steps of a bus, and publishes measurements on it.
+
+    Args:
+        events: the bus.
+        clock: for intervals.
+        is_chief: whether this worker is the chief now, which also records metrics.
+    """
+
+    def __init__(self, events: Bus, clock: Clock, is_chief: Callable[[], bool]) -> None:
+        self._events = events
+        self._clock = clock
+        self._is_chief = is_chief
+        self._born = self._due = clock.now()
+        self._calls: dict[str, _Sums] = {}
+        self._logs: Mapping[str, Any] | None = None
+        events.subscribe(self._add, StepEnded)
+        events.subscribe(self._end_call, CallEnded, TrainingEnded)
+
+    def _add(self, published: PublishedEvent) -> None:
+        step = published.event
+        assert isinstance(step, StepEnded)
+        call = _without_number(step.call)
+        first = call not in self._calls
+        sums = self._calls.setdefault(call, _Sums(call))
+        sums.add(step, published.time)
+        now = self._clock.now()
+        if first or now >= self._due or len(sums.singles) == _MOST_SINGLES:
+            self._due = now + max(_EVERY, (now - self._born) * _SHARE)
+            self._flush()
+            self._record_metrics(step)
+        self._logs = step.logs if _trains(step.call) else None
+
+    def _end_call(self, published: PublishedEvent) -> None:
+        self._flush()
+        self._calls = {call: sums for call, sums in self._calls.items() if call in _METHODS}
+
+    def _flush(self) -> None:
+        """Publish the steps since the last measurement."""
+        for sums in self._calls.values():
+            if sums.count:
+                self._events.publish(sums.taken())
+
+    def _record_metrics(self, step: StepEnded) -> None:
+        """Record the metrics of the step before: those of this one may still be computed."""
+        if self._logs and _trains(step.call) and step.number > 1 and self._is_chief():
+            values = finite_values(self._logs)
+            trained = step.trained - 1
+            self._events.publish(MetricsRecorded(call=step.call, epoch=None, trained=trained, values=values))
+
+
+class _Sums:
+    """Sums over steps of one call since the last measurement."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._clear()
+
+    def _clear(self) -> None:
+        self.count = 0
+        self.singles: list[tuple[int, ...]] = []
+        self._began = 0.0
+        self._examples = 0
+        self._parts = [0.0] * len(STEP_PARTS)
+
+    def add(self, step: StepEnded, ended: float) -> None:
+        """Add a step that ended at this time, in seconds since 1970."""
+        if not self.count:
+            self._began = ended - step.seconds
+        self.count += 1
+        self._last = step
+        self._examples += step.examples
+        parts = (step.input, step.compute, step.wait, step.exchange, step.update, step.other)
+        for at, seconds in enumerate(parts):
+            self._parts[at] += seconds
+        if _trains(self._call) and is_single(step.number):
+            start = ended - step.seconds - self._began
+            self.singles.append((step.number, *(round(part * _MICRO) for part in (start, *parts))))
+
+    def taken(self) -> StepsMeasured:
+        """Return the measurement of the steps, and begin the next one."""
+        last = self._last
+        parts = dict(zip(STEP_PARTS, (round(seconds, 6) for seconds in self._parts), strict=True))
+        measured = StepsMeasured(
+            call=self._call,
+            number=last.number,
+            trained=last.trained,
+            count=self.count,
+            began=round(self._began, 6),
+            examples=self._examples,
+            replicas=last.replicas,
+            seconds=round(sum(self._parts), 6),
+            singles=tuple(self.singles),
+            **parts,
+        )
+        self._clear()
+        return measured
+
+
+def is_single(number: int) -> bool:
+    """Whether the step with this number in its call, from 1, is recorded one by one."""
+    before = number - 1
+    return before < _ALL_SINGLES or (before // _WINDOW) % (1 << (before // _ALL_SINGLES).bit_length()) == 0
+
+
+def finite_values(logs: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the single numbers in Keras's logs, which may be arrays; None for one that is not finite."""
+    values: dict[str, float | None] = {}
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError, ValueError):
+            number = float(value)
+            values[str(name)] = number if math.isfinite(number) else None
+    return values
+
+
+def _trains(call: str) -> bool:
+    return call.startswith(("fit", "train_on_batch"))
+
+
+def _without_number(call: str) -> str:
+    """Return a name that all validations of a `fit` share: there may be thousands."""
+    inner, within, outer = call.partition(" within ")
+    return f"{inner.partition(' ')[0]}{within}{outer}" if within else call

@@ -1,0 +1,100 @@
+"""The line about where a call's time went."""
+
+import pytest
+
+from lockstep.observability.events import STEP_PARTS, StepsMeasured
+from lockstep.observability.step_parts import CallTimes, WorkerTimes, describe, scores
+
+
+def measured(
+    call: str = "fit 1", number: int = 100, count: int = 50, replicas: int = 1, **parts: float
+) -> StepsMeasured:
+    found = dict.fromkeys(STEP_PARTS, 0.0) | parts
+    return StepsMeasured(
+        call=call,
+        number=number,
+        trained=number,
+        count=count,
+        began=0.0,
+        examples=64 * count,
+        replicas=replicas,
+        seconds=sum(found.values()),
+        **found,
+    )
+
+
+def times(*several: StepsMeasured) -> WorkerTimes:
+    sums = WorkerTimes()
+    for one in several:
+        sums.add(one)
+    return sums
+
+
+def test_a_line_is_due_when_all_members_have_ended_the_call() -> None:
+    call = CallTimes()
+    for worker in (0, 1):
+        # The first step compiles, and does not count.
+        call.measured(worker, measured(number=1, count=1, compute=100.0))
+        call.measured(worker, measured(number=51, input=1.2, compute=0.6))
+        call.measured(worker, measured(number=101, wait=0.12, exchange=0.04, update=0.02, other=0.02))
+    assert call.ended("fit 1", 1, (0, 1)) == ""
+    assert call.ended("fit 1", 0, (0, 1)) == (
+        "fit 1: 3,200 examples/s with 2 workers; input 60 %, compute 30 %, wait 6 %, exchange 2 %, "
+        "update 1 %, other 1 %; reading takes the most time: cache or prefetch the data, or cheapen what is done per "
+        "example (docs/input.md)"
+    )
+    assert call.ended("fit 1", 0, (0, 1)) == ""
+
+
+def test_a_lost_worker_does_not_delay_the_line() -> None:
+    call = CallTimes()
+    for worker in (0, 1, 2):
+        call.measured(worker, measured(compute=2.0))
+    assert call.ended("fit 1", 2, (0, 2)) == ""
+    assert call.ended("fit 1", 0, (0, 2)).startswith("fit 1: 1,600 examples/s with 2 workers; input 0 %")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.4, 0.99])
+def test_short_calls_have_no_line(seconds: float) -> None:
+    call = CallTimes()
+    call.measured(0, measured(number=1, count=1, compute=100.0))
+    call.measured(0, measured(compute=seconds))
+    assert call.ended("fit 1", 0, (0,)) == ""
+
+
+def test_only_the_times_of_the_last_call_count() -> None:
+    call = CallTimes()
+    call.measured(0, measured(call="fit 1", input=50.0))
+    call.measured(0, measured(call="validation within fit 1", input=50.0))
+    call.measured(0, measured(call="fit 2", compute=2.0))
+    assert call.ended("fit 1", 0, (0,)) == ""
+    assert "compute 100 %" in call.ended("fit 2", 0, (0,))
+
+
+@pytest.mark.parametrize(
+    ("slow", "text"), [("input", "its input is slow"), ("compute", "its compute is slow")]
+)
+def test_the_slowest_worker_and_what_is_slow_are_named(slow: str, text: str) -> None:
+    fast = {"input": 0.5, "compute": 0.5}
+    workers = {
+        0: times(measured(**fast, wait=9.0)),
+        1: times(measured(**fast | {slow: 9.0}, wait=0.0)),
+        2: times(measured(**fast, wait=9.0)),
+    }
+    assert describe("fit 1", workers).endswith(
+        f"waiting for worker 1 takes the most time: {text} (lockstep top shows why)"
+    )
+
+
+def test_a_worker_with_more_replicas_is_not_slower() -> None:
+    workers = {
+        0: times(measured(replicas=2, compute=2.0)),
+        1: times(measured(replicas=1, compute=1.0, wait=1.0)),
+    }
+    assert scores(workers) == {0: 1.0, 1: 1.0}
+    assert "wait 25 %" in describe("fit 1", workers)
+
+
+def test_scores_are_relative_to_the_fastest() -> None:
+    workers = {0: times(measured(compute=2.0)), 1: times(measured(compute=1.0, wait=1.0)), 2: WorkerTimes()}
+    assert scores(workers) == {0: 0.5, 1: 1.0}

@@ -1,0 +1,143 @@
+"""Measurements of a worker's steps, on a clock that the test moves."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import (
+    STEP_PARTS,
+    WORKER_MEASUREMENTS,
+    CallEnded,
+    Event,
+    MetricsRecorded,
+    StepEnded,
+    StepsMeasured,
+    TrainingEnded,
+)
+from lockstep.observability.step_recorder import StepRecorder, finite_values, is_single
+from lockstep.system.clock import VirtualClock
+
+
+class Recorded:
+    """A recorder, and what it publishes."""
+
+    def __init__(self, chief: bool = True) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.bus = Bus(self.clock, worker=0)
+        self.events: list[Event] = []
+        StepRecorder(self.bus, self.clock, lambda: chief)
+        self.bus.subscribe(lambda entry: self.events.append(entry.event), *WORKER_MEASUREMENTS)
+        self.trained = 0
+
+    def step(self, call: str, number: int, seconds: float = 0.25, **logs: Any) -> None:
+        """Take a step whose time is all for reading and, a quarter of it, for computing."""
+        self.clock.advance(seconds)
+        self.trained += call.startswith(("fit", "train"))
+        parts = dict.fromkeys(STEP_PARTS, 0.0) | {"input": seconds * 0.75, "compute": seconds * 0.25}
+        self.bus.publish(
+            StepEnded(
+                call=call,
+                number=number,
+                trained=self.trained,
+                examples=64,
+                replicas=2,
+                seconds=seconds,
+                logs=logs or None,
+                **parts,
+            )
+        )
+
+    @property
+    def steps(self) -> list[StepsMeasured]:
+        return [event for event in self.events if isinstance(event, StepsMeasured)]
+
+    @property
+    def metrics(self) -> list[MetricsRecorded]:
+        return [event for event in self.events if isinstance(event, MetricsRecorded)]
+
+
+def test_the_first_step_of_a_call_is_measured_alone_and_later_ones_once_a_second() -> None:
+    recorded = Recorded()
+    for number in range(1, 11):
+        recorded.step("fit 1", number)
+    assert [(one.number, one.count) for one in recorded.steps] == [(1, 1), (5, 4), (9, 4)]
+    second = recorded.steps[1]
+    assert (second.began, second.seconds, second.input, second.compute) == (1000.25, 1.0, 0.75, 0.25)
+    assert (second.examples, second.replicas, second.trained) == (256, 2, 5)
+    assert second.singles == tuple(
+        (number, (number - 2) * 250_000, 187_500, 62_500, 0, 0, 0, 0) for number in range(2, 6)
+    )
+    recorded.bus.publish(CallEnded("fit 1"))
+    assert (recorded.steps[-1].number, recorded.steps[-1].count) == (10, 1)
+    recorded.bus.publish(CallEnded("fit 1"))
+    assert len(recorded.steps) == 4
+
+
+def test_every_step_is_in_one_measurement() -> None:
+    recorded = Recorded()
+    for epoch in range(200):
+        for number in range(1, 4):
+            recorded.step("fit 1", 3 * epoch + number, 0.001)
+        recorded.step(f"validation {epoch + 1} within fit 1", 1, 0.002)
+    for number in range(1, 6):
+        recorded.step("train_on_batch", number, 0.001)
+    recorded.bus.publish(TrainingEnded(605))
+    counts: dict[str, int] = {}
+    for one in recorded.steps:
+        counts[one.call] = counts.get(one.call, 0) + one.count
+    assert counts == {"fit 1": 600, "validation within fit 1": 200, "train_on_batch": 5}
+    # A measurement of each name for each name's first step, for the second that has passed, and at the end.
+    assert len(recorded.steps) <= 3 * 3
+
+
+def test_measurements_become_rarer_as_a_run_grows_older() -> None:
+    recorded = Recorded()
+    hours = 24 * 30
+    for number in range(1, 60 * hours + 1):
+        recorded.step("fit 1", number, 60.0)
+    # One per second or step in the first hour, later 3600 for each factor of e.
+    assert 60 + 3600 * math.log(hours / 60) * 0.9 < len(recorded.steps) < 60 * 60 + 3600 * math.log(hours)
+
+
+def test_single_steps_are_the_same_on_all_workers_and_become_rarer() -> None:
+    assert all(is_single(number) for number in range(1, 1025))
+    million = [number for number in range(1, 1_000_001) if is_single(number)]
+    assert 1024 + 9 * 512 <= len(million) <= 1024 + 10 * 512
+    later = [number for number in million if number > 1024]
+    assert all(is_single((number - 1) // 16 * 16 + 1 + at) for number in later[::97] for at in range(16))
+
+
+def test_metrics_are_those_of_an_earlier_step_so_nothing_is_waited_for() -> None:
+    recorded = Recorded()
+    for number in range(1, 10):
+        recorded.step("fit 1", number, loss=float(number), accuracy=0.5)
+    assert [(one.trained, one.values["loss"], one.epoch) for one in recorded.metrics] == [
+        (4, 4.0, None),
+        (8, 8.0, None),
+    ]
+
+
+def test_only_the_chief_records_metrics() -> None:
+    recorded = Recorded(chief=False)
+    for number in range(1, 10):
+        recorded.step("fit 1", number, loss=1.0)
+    assert recorded.steps
+    assert not recorded.metrics
+
+
+def test_metrics_of_evaluations_are_not_recorded_within_them() -> None:
+    recorded = Recorded()
+    for number in range(1, 10):
+        recorded.step("evaluate 1", number, loss=1.0)
+    assert recorded.steps
+    assert not recorded.metrics
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_become_none(value: float) -> None:
+    assert finite_values({"loss": value, "text": "a", "vector": [1, 2], "one": 1}) == {
+        "loss": None,
+        "one": 1.0,
+    }
