@@ -43,6 +43,10 @@ ALLOWED: dict[str, set[str]] = {
     "agent": {
         *("collectives", "errors", "launcher", "observability", "protocol", "system", "transport", "worker"),
     },
+    # It only reads what runs publish, and asks running jobs.
+    "monitoring": {
+        *("coordinator", "errors", "observability", "protocol", "supervisor", "system", "topology", "worker"),
+    },
     "local_job": {
         *("agent", "collectives", "coordinator", "errors", "observability", "protocol", "supervisor"),
         *("system", "transport"),
@@ -61,7 +65,17 @@ ALLOWED: dict[str, set[str]] = {
     "ray": {"errors", "functions", "hosts", "keras", "protocol", "system", "transport", "worker"},
     "cli": {
         *("agent", "checkpoint", "coordinator", "doctor", "errors", "hosts", "launcher", "local_job"),
-        *("observability", "protocol", "ray", "supervisor", "system", "topology", "transport", "worker"),
+        *(
+            "monitoring",
+            "observability",
+            "protocol",
+            "ray",
+            "supervisor",
+            "system",
+            "topology",
+            "transport",
+            "worker",
+        ),
     },
     "notebook": {"cli", "errors", "functions", "system", "worker"},
     "__main__": {"cli"},

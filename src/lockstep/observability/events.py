@@ -342,6 +342,19 @@ class TrainingEnded(_Event, frozen=True, tag="trained"):
     digest: str = ""
 
 
+class TrainingPaused(_Event, frozen=True, tag="paused"):
+    """The chief entered a view, and has completed the call of the exchange that the change interrupted.
+
+    Attributes:
+        number: of the view.
+        seconds: from when it saw that the workers change until the call was complete, with what it computed
+            for it again.
+    """
+
+    number: int
+    seconds: float
+
+
 class CallEnded(_Event, frozen=True, tag="call ended"):
     """A distributed call of the script returns; the worker has published the measurements of its steps."""
 
@@ -558,6 +571,7 @@ WorkerEvent = (
     | TrainingResumed
     | LastStepEnded
     | TrainingEnded
+    | TrainingPaused
     | CallEnded
 )
 """Events that a worker publishes; the coordinator publishes them again."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.system.files import open_own, open_regular
 
+_LOCKS = Path("/proc/locks")
 _POLL_SECONDS = 0.02
 _FLOCK = "hhqqi"
 """The kernel's struct flock: type, whence, start, length, process."""
@@ -61,6 +62,21 @@ def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] 
         os.close(descriptor)
         raise
     return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process of this machine holds the lock of `try_lock` on the file at `path`; takes none.
+
+    Raises:
+        OSError: the file exists and cannot be examined, or the system does not list its locks.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    holder = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    lines = _LOCKS.read_text().splitlines()
+    return any("FLOCK" in line and holder in line.split() for line in lines)
 
 
 def share_lock(path: Path) -> int:

@@ -1,5 +1,6 @@
 """One worker in its job: what it knows of the job, and the commands that move it from view to view."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, InternalError, PeerLostError
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet
+from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet, TrainingPaused
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
@@ -279,6 +280,7 @@ class Job:
             PeerLostError: the view is over, and so is the job.
             DisagreementError: workers differ with which the job began; raised on every worker.
         """
+        begun: float | None = None
         while True:
             try:
                 result = act(*self._place)
@@ -291,8 +293,11 @@ class Job:
                     self._enter_next(PeerLostError(str(differs)), catching_up)
                 # Otherwise the call ended in an earlier view, and the one without these workers has begun.
             except PeerLostError as lost:
+                begun = time.monotonic() if begun is None else begun
                 self._enter_next(lost, catching_up)
             else:
+                if begun is not None:
+                    self._tell_of_pause(begun)
                 self._undone.clear()
                 return result
 
@@ -313,6 +318,7 @@ class Job:
             self.membership.hand_over(take(False), whole=False)
             self.membership.prepare(take(True))
         elif notice is Notice.CHANGE:
+            begun = time.monotonic()
             lost, expected = PeerLostError("the workers change"), True
             try:
                 if self.is_chief:
@@ -323,6 +329,11 @@ class Job:
             except PeerLostError as over:
                 lost, expected = over, False
             self._enter(self.membership.next_place(lost, expected=expected))
+            self._tell_of_pause(begun)
+
+    def _tell_of_pause(self, begun: float) -> None:
+        if self.is_chief:
+            self.events.publish(TrainingPaused(self.view.number, round(time.monotonic() - begun, 6)))
 
     @contextmanager
     def detached(self) -> Iterator[None]:

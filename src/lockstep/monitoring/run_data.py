@@ -1,0 +1,485 @@
+"""What the folder of a run says about it, as one object that follows the files while they grow.
+
+`RunData` is a fold of the events and measurements in the order of the files. A folder may contain several
+runs, one after the other: the last one counts, but for metrics and steps, which continue.
+"""
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.observability.events import STEP_PARTS, GpuLoad, WorkerLoad
+from lockstep.system.paths import RunPaths
+
+_CHUNK = 4 * 1024 * 1024
+_MOST_EVENTS = 20_000
+_FIRST_CAPACITY = 256
+
+Phase = Literal[
+    "starting",
+    "running the script",
+    "compiling",
+    "training",
+    "joining",
+    "leaving",
+    "lost",
+    "failed",
+    "finished",
+    "ended",
+]
+
+
+STEP_COLUMNS = ("time", "call", "number", "trained", "count", "began", "examples", "replicas", *STEP_PARTS)
+"""Of `WorkerInfo.steps`: `call` is the index in `RunData.calls`, the others are those of `StepsMeasured`."""
+
+LOAD_COLUMNS = ("time", "cores", "delayed", "memory", "faults")
+"""Of `WorkerInfo.load`, as in `WorkerLoad`."""
+
+HOST_COLUMNS = ("time", "busy", "memory_used", "swapping", "throttled")
+"""Of `HostInfo.load`, as in `LoadMeasured`."""
+
+METRIC_COLUMNS = ("time", "trained", "value", "epoch")
+"""Of a metric: `value` is NaN if it was not finite; `epoch` is 0 within epochs."""
+
+
+class Columns:
+    """Numbers in named columns of equal length, which grow; float64."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self._size = 0
+        self._rows: npt.NDArray[np.float64] = np.empty((_FIRST_CAPACITY, len(names)))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, *values: float) -> None:
+        """Append a row, with a value for each column."""
+        if self._size == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+        self._rows[self._size] = values
+        self._size += 1
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """Return the values of a column, shape (length,); a view that later rows do not change."""
+        return self._rows[: self._size, self.names.index(name)]
+
+    def last(self) -> dict[str, float]:
+        """Return the last row by column; empty without rows."""
+        return (
+            dict(zip(self.names, map(float, self._rows[self._size - 1]), strict=True)) if self._size else {}
+        )
+
+
+@dataclass
+class WorkerInfo:
+    """A worker of the run.
+
+    Attributes:
+        worker: its id.
+        phase: what it does, or how it has ended.
+        pid: of its process; None until it has started.
+        host: the name of its host, once its load was measured; else empty.
+        began: when it was started, in seconds since 1970.
+        ended: when its process ended; None while it runs.
+        status: its exit status; None while it runs.
+        reason: why it was lost or left; empty otherwise.
+        call: the call in which its last steps were measured.
+        steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
+            own with count 1 and number 1.
+        load: its measured load, with the columns `LOAD_COLUMNS`.
+    """
+
+    worker: int
+    phase: Phase = "starting"
+    pid: int | None = None
+    host: str = ""
+    began: float = 0.0
+    ended: float | None = None
+    status: int | None = None
+    reason: str = ""
+    call: str = ""
+    steps: Columns = field(default_factory=lambda: Columns(*STEP_COLUMNS))
+    load: Columns = field(default_factory=lambda: Columns(*LOAD_COLUMNS))
+
+
+@dataclass
+class HostInfo:
+    """A host of the run: its load, with the columns `HOST_COLUMNS`, and the newest state of its GPUs."""
+
+    name: str
+    cores: int = 0
+    memory_total: int = 0
+    gpus: tuple[GpuLoad, ...] = ()
+    load: Columns = field(default_factory=lambda: Columns(*HOST_COLUMNS))
+
+
+@dataclass
+class CallInfo:
+    """A distributed call, such as `fit 1`: when it began and ended, in seconds since 1970."""
+
+    name: str
+    began: float
+    ended: float | None = None
+
+
+@dataclass
+class ViewInfo:
+    """A membership: when it began, its workers, why, and how long the training paused; None if unknown."""
+
+    number: int
+    time: float
+    workers: tuple[int, ...]
+    reason: str
+    pause: float | None = None
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event as in the file: when it was published, its name, its worker (None for the run), its fields."""
+
+    time: float
+    event: str
+    worker: int | None
+    fields: Mapping[str, Any]
+
+
+class RunData:
+    """What is known of a run; see the attributes.
+
+    Attributes:
+        job: the fields of the event `job`; empty before it.
+        began: when the run started, in seconds since 1970; 0 before that is known.
+        last: when something was last published.
+        workers: by id.
+        hosts: by name.
+        views: those that followed the first one, the newest last.
+        calls: the calls of the script in the order in which they began, validations apart.
+        metrics: by name, at the end of epochs; columns `METRIC_COLUMNS`.
+        batch_metrics: the same within epochs.
+        waits: the last report of each wait in progress, by the worker that waits.
+        events: the newest 20,000 events of all kinds but measurements.
+        checkpoints: `checkpoint` events.
+        finished: the fields of the event `finished`; None while the run has not ended.
+        skipped: number of lines that could not be read.
+    """
+
+    def __init__(self) -> None:
+        self.job: Mapping[str, Any] = {}
+        self.began = 0.0
+        self.last = 0.0
+        self.workers: dict[int, WorkerInfo] = {}
+        self.hosts: dict[str, HostInfo] = {}
+        self.views: list[ViewInfo] = []
+        self.calls: list[CallInfo] = []
+        self.metrics: dict[str, Columns] = {}
+        self.batch_metrics: dict[str, Columns] = {}
+        self.waits: dict[int, Happening] = {}
+        self.events: deque[Happening] = deque(maxlen=_MOST_EVENTS)
+        self.checkpoints: list[Happening] = []
+        self.finished: Mapping[str, Any] | None = None
+        self.skipped = 0
+        self._call_numbers: dict[str, int] = {}
+        self._epochs: set[tuple[str, int]] = set()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers of the newest view, the longest-serving first; as started before a second view."""
+        return self.views[-1].workers if self.views else tuple(range(int(self.job.get("workers", 0))))
+
+    @property
+    def trained(self) -> int:
+        """The number of training steps so far, as measured."""
+        return max((int(info.steps.last().get("trained", 0)) for info in self.workers.values()), default=0)
+
+    def add_event(self, happening: Happening) -> None:
+        """Take in a line of `events.jsonl`."""
+        self.last = max(self.last, happening.time)
+        self.events.append(happening)
+        act = _EVENTS.get(happening.event)
+        if act is not None:
+            act(self, happening)
+
+    def add_measurement(self, line: "MeasuredLine") -> None:
+        """Take in a line of `measurements.jsonl`."""
+        self.last = max(self.last, line.time)
+        match line:
+            case StepsLine():
+                self._add_steps(line)
+            case MetricsLine():
+                self._add_metrics(line)
+            case LoadLine():
+                self._add_load(line)
+
+    def _worker(self, worker: int | None) -> WorkerInfo:
+        at = -1 if worker is None else worker
+        return self.workers.setdefault(at, WorkerInfo(at))
+
+    def _call(self, name: str, time: float) -> int:
+        number = self._call_numbers.get(name)
+        if number is None:
+            number = self._call_numbers[name] = len(self.calls)
+            self.calls.append(CallInfo(name, time))
+        return number
+
+    def _add_steps(self, line: "StepsLine") -> None:
+        info = self._worker(line.worker)
+        info.call = line.call
+        if info.ended is None:
+            info.phase = "training"
+        self.waits.pop(line.worker, None)
+        parts = (line.input, line.compute, line.wait, line.exchange, line.update, line.other)
+        call = self._call(line.call, line.began)
+        sums = (line.number, line.trained, line.count, line.began, line.examples, line.replicas)
+        info.steps.add(line.time, call, *sums, *parts)
+
+    def _add_metrics(self, line: "MetricsLine") -> None:
+        if line.epoch is not None:
+            # The chief that follows a lost one may record an epoch again.
+            if (line.call, line.epoch) in self._epochs:
+                return
+            self._epochs.add((line.call, line.epoch))
+        found = self.batch_metrics if line.epoch is None else self.metrics
+        for name, value in line.values.items():
+            columns = found.setdefault(name, Columns(*METRIC_COLUMNS))
+            columns.add(line.time, line.trained, math.nan if value is None else value, line.epoch or 0)
+
+    def _add_load(self, line: "LoadLine") -> None:
+        host = self.hosts.setdefault(line.host, HostInfo(line.host))
+        host.cores, host.memory_total, host.gpus = line.cores, line.memory_total, line.gpus
+        host.load.add(line.time, line.busy, line.memory_used, line.swapping, line.throttled)
+        for load in line.workers:
+            info = self._worker(load.worker)
+            info.host = line.host
+            info.load.add(line.time, load.cores, load.delayed, load.memory, load.faults)
+
+    def _job(self, happening: Happening) -> None:
+        self.job, self.began, self.finished = happening.fields, happening.time, None
+        # Ids of workers and numbers of views and calls begin again.
+        for info in self.workers.values():
+            info.phase, info.status, info.reason, info.ended = "starting", None, "", None
+        self.views.clear()
+        self.waits.clear()
+        self._epochs.clear()
+        self._call_numbers.clear()
+
+    def _started(self, happening: Happening) -> None:
+        info = self._worker(happening.worker)
+        info.phase, info.pid, info.began = "starting", happening.fields.get("pid"), happening.time
+        info.ended, info.status, info.reason = None, None, ""
+
+    def _phase(self, happening: Happening, phase: Phase) -> None:
+        info = self._worker(happening.worker)
+        if info.ended is None:
+            info.phase = phase
+            info.reason = str(happening.fields.get("reason", ""))
+
+    def _exited(self, happening: Happening) -> None:
+        info = self._worker(happening.worker)
+        info.ended, info.status = happening.time, happening.fields.get("status")
+        if info.phase not in ("lost", "failed", "leaving", "finished"):
+            info.phase = "ended"
+        self.waits.pop(info.worker, None)
+
+    def _view(self, happening: Happening) -> None:
+        fields = happening.fields
+        workers = tuple(fields.get("workers", ()))
+        number, reason = int(fields.get("number", 0)), str(fields.get("reason", ""))
+        self.views.append(ViewInfo(number, happening.time, workers, reason))
+        self.waits.clear()
+
+    def _paused(self, happening: Happening) -> None:
+        for view in reversed(self.views):
+            if view.number == happening.fields.get("number"):
+                view.pause = happening.fields.get("seconds")
+                return
+
+    def _call_began(self, happening: Happening) -> None:
+        self._call(str(happening.fields.get("name", "")), happening.time)
+        self._phase(happening, "compiling")
+
+    def _call_ended(self, happening: Happening) -> None:
+        number = self._call_numbers.get(str(happening.fields.get("name", "")))
+        if number is not None:
+            self.calls[number].ended = happening.time
+        self._phase(happening, "running the script")
+
+    def _waits(self, happening: Happening) -> None:
+        if happening.worker is not None:
+            self.waits[happening.worker] = happening
+
+    def _checkpoint(self, happening: Happening) -> None:
+        self.checkpoints.append(happening)
+
+    def _finished(self, happening: Happening) -> None:
+        self.finished = happening.fields
+        self.waits.clear()
+
+
+_EVENTS: dict[str, Callable[[RunData, Happening], None]] = {
+    "job": RunData._job,
+    "started": RunData._started,
+    "ready": lambda data, happening: data._phase(happening, "running the script"),
+    "asks": lambda data, happening: data._phase(happening, "joining"),
+    "lost": lambda data, happening: data._phase(happening, "lost"),
+    "left": lambda data, happening: data._phase(happening, "leaving"),
+    "failed": lambda data, happening: data._phase(happening, "failed"),
+    "done": lambda data, happening: data._phase(happening, "finished"),
+    "exited": RunData._exited,
+    "view": RunData._view,
+    "paused": RunData._paused,
+    "call": RunData._call_began,
+    "call ended": RunData._call_ended,
+    "wait": RunData._waits,
+    "checkpoint": RunData._checkpoint,
+    "finished": RunData._finished,
+}
+
+
+class StepsLine(msgspec.Struct, tag_field="event", tag="steps", kw_only=True):
+    """A line of `StepsMeasured`, without its single steps."""
+
+    time: float
+    worker: int
+    call: str
+    number: int
+    trained: int
+    count: int
+    began: float
+    examples: int
+    replicas: int
+    input: float
+    compute: float
+    wait: float
+    exchange: float
+    update: float
+    other: float
+
+
+class MetricsLine(msgspec.Struct, tag_field="event", tag="metrics", kw_only=True):
+    """A line of `MetricsRecorded`."""
+
+    time: float
+    call: str
+    epoch: int | None
+    trained: int
+    values: dict[str, float | None]
+
+
+class LoadLine(msgspec.Struct, tag_field="event", tag="load", kw_only=True):
+    """A line of `LoadMeasured`."""
+
+    time: float
+    host: str
+    cores: int
+    busy: float
+    memory_used: int
+    memory_total: int
+    swapping: float
+    throttled: float
+    workers: tuple[WorkerLoad, ...]
+    gpus: tuple[GpuLoad, ...] = ()
+
+
+MeasuredLine = StepsLine | MetricsLine | LoadLine
+
+_measured: msgspec.json.Decoder[MeasuredLine] = msgspec.json.Decoder(MeasuredLine)
+
+
+class RunFolder:
+    """Follows the files of a run.
+
+    Args:
+        folder: the run folder; its files may appear later.
+
+    Attributes:
+        paths: of the folder.
+        data: what was read so far; another object after a file was replaced or shortened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder)
+        self._restart()
+
+    def update(self) -> bool:
+        """Read what the files have gained; return whether anything is new.
+
+        A line without its end is read when it is complete. One that cannot be read is skipped, and counted.
+
+        Raises:
+            OSError: a file exists and cannot be read.
+        """
+        if self._events.shrank() or self._measurements.shrank():
+            self._restart()
+        found = False
+        for line in self._events.lines():
+            found = True
+            if (happening := _happening(line)) is not None:
+                self.data.add_event(happening)
+            else:
+                self.data.skipped += 1
+        for line in self._measurements.lines():
+            found = True
+            try:
+                self.data.add_measurement(_measured.decode(line))
+            except msgspec.DecodeError:
+                self.data.skipped += 1
+        return found
+
+    def _restart(self) -> None:
+        self.data = RunData()
+        self._events = _GrowingFile(self.paths.events)
+        self._measurements = _GrowingFile(self.paths.measurements)
+
+
+class _GrowingFile:
+    """The lines of a file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode: int | None = None
+
+    def shrank(self) -> bool:
+        """Whether the file is another one, or shorter, than when it was last read."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return self._inode is not None
+        return found.st_size < self._offset or self._inode not in (None, found.st_ino)
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the complete lines since the last call."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            rest = b""
+            while chunk := file.read(_CHUNK):
+                *complete, rest = (rest + chunk).split(b"\n")
+                for line in complete:
+                    self._offset += len(line) + 1
+                    if line:
+                        yield line
+
+
+def _happening(line: bytes) -> Happening | None:
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        time, event, worker = float(fields.pop("time")), fields.pop("event"), fields.pop("worker", None)
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return None
+    if not isinstance(event, str) or not (worker is None or isinstance(worker, int)):
+        return None
+    return Happening(time, event, worker, fields)
