@@ -362,7 +362,9 @@ class CallEnded(_Event, frozen=True, tag="call ended"):
 
 
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
-    """A worker completed a step of `fit`, `evaluate` or `train_on_batch` that several replicas compute.
+    """A worker completed a step of `fit`, `evaluate`, `train_on_batch` or `strategy.steps`.
+
+    Several replicas compute it: Keras's own function takes the steps of a job with one replica.
 
     The parts are seconds of the worker's main thread; they do not overlap, and add up to `seconds`. A backend
     may return from an update before it is computed: the remaining time counts for the part that waits for the
@@ -372,7 +374,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         call: such as `fit 1`, or the method of a call of one step, such as `train_on_batch`.
         number: of the step in its call, from 1.
         trained: number of training steps of the job so far, in all calls.
-        examples: number of examples of the global batch.
+        examples: number of examples of the global batch; 0 if it is unknown, in a loop of the script.
         replicas: number of replicas that this worker executes.
         seconds: from the end of the previous step; in the first step of a call, or after a validation, from
             when its batch is read.
@@ -381,7 +383,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         wait: waiting for other workers, in the reduce and for a new view.
         exchange: publishing and summing in the reduce, without waiting.
         update: applying the total.
-        other: callbacks, Keras's own loop, comparing states and copying checkpoints.
+        other: callbacks, the loop of Keras or of the script, comparing states and copying checkpoints.
         logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
 

@@ -15,7 +15,7 @@ _ADVICE = {
     "(docs/input.md)",
     "exchange": "the exchange takes the most time: larger batches make it rarer",
     "update": "the update takes the most time, and every worker applies it: larger batches make it rarer",
-    "other": "callbacks and Keras's loop take the most time: do less in callbacks, or use larger batches",
+    "other": "callbacks and the loop itself take the most time: do less there, or use larger batches",
 }
 
 
@@ -89,7 +89,7 @@ class CallTimes:
 
     def measured(self, worker: int, measured: StepsMeasured) -> None:
         """Add a measurement of a worker."""
-        if measured.call.startswith("fit"):
+        if measured.call.startswith(("fit", "steps")):
             self._begin(measured.call)
             if not is_first(measured):
                 self._workers.setdefault(worker, WorkerTimes()).add(measured)
@@ -118,7 +118,8 @@ def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
     longest = max(workers.values(), key=lambda times: times.seconds, default=WorkerTimes())
     if longest.seconds < SHORTEST:
         return ""
-    rate = longest.examples / longest.seconds
+    unit = "examples" if longest.examples else "steps"
+    rate = (longest.examples or longest.steps) / longest.seconds
     count = f"{len(workers)} worker" + "s" * (len(workers) > 1)
     found = shares(workers.values())
     listed = ", ".join(
@@ -127,7 +128,7 @@ def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
         if part != "other" or found[part] >= 0.005
     )
     advice = advise(found, workers)
-    return f"{call}: {rate:,.0f} examples/s with {count}; {listed}" + (f"; {advice}" if advice else "")
+    return f"{call}: {rate:,.0f} {unit}/s with {count}; {listed}" + (f"; {advice}" if advice else "")
 
 
 def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:

@@ -148,7 +148,7 @@ def finite_values(logs: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _trains(call: str) -> bool:
-    return call.startswith(("fit", "train_on_batch"))
+    return call.startswith(("fit", "train_on_batch", "steps"))
 
 
 def _without_number(call: str) -> str:

@@ -71,7 +71,10 @@ class Strategy:
         _refuse_within_replica("run")
         self._job.note_distribution()
         with self._entered():
-            return self._runner.run(fn, args, kwargs or {})
+            self._job.timer.lap("other")
+            result = self._runner.run(fn, args, kwargs or {})
+            self._job.timer.lap("update")
+            return result
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
         """Yield the numbers of `count` steps of a loop that workers can join and leave, as in `fit`.

@@ -14,6 +14,7 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, InternalError, PeerLostError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet, TrainingPaused
+from lockstep.observability.step_timer import StepTimer
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
@@ -143,6 +144,7 @@ class Job:
         task: the type of this process's task in `TF_CONFIG`: "worker", also for a chief, or "evaluator",
             which does not belong to the workers' job.
         policy: as given.
+        timer: measures the steps of the main thread.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Job:
         self.checkpoints = checkpoints or WorkerCheckpoints()
         self.policy = policy or WaitPolicy()
         self.task = "worker"
+        self.timer = StepTimer(context.events, lambda: self.communicator.waited)
         self._context = context
         self._place = place
         self._joins = joins

@@ -33,7 +33,6 @@ from lockstep.keras.synchronization import (
     unpack,
 )
 from lockstep.keras.worker_exchange import CHECK_EVERY, agree, gather, state_facts
-from lockstep.observability.step_timer import StepTimer
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
@@ -53,7 +52,6 @@ class GlobalStep:
         kind: Kind,
         calls: NumberedCalls,
         snapshots: Snapshots,
-        timer: StepTimer,
     ) -> None:
         self._job = job
         self._backend = backend
@@ -65,7 +63,7 @@ class GlobalStep:
         self._model = model
         self._kind = kind
         self._snapshots = snapshots
-        self._timer = timer
+        self._timer = job.timer
 
     def take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step on a batch of Keras's loop; return (logs, state), or (outputs, state) to predict."""

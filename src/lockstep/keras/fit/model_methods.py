@@ -52,7 +52,6 @@ from lockstep.keras.variables import model_state
 from lockstep.keras.worker_exchange import Facts, agree, chiefs_decision, setting_facts, state_facts
 from lockstep.observability.events import CallEnded, CallStarted, ChiefWrites, MetricsRecorded, TrainingEnded
 from lockstep.observability.step_recorder import finite_values
-from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -89,7 +88,6 @@ class ModelMethods:
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
-        self._timer = StepTimer(job.events, lambda: job.communicator.waited)
         job.at_end(lambda: job.events.publish(self.trained()))
         if job.checkpoints.resumed is not None:
             self._resumable.begin(job.checkpoints.resumed)
@@ -226,7 +224,7 @@ class ModelMethods:
 
     def decide(self, event: str, *_: Any, **__: Any) -> None:
         """Let the chief decide whether the training stops, after callbacks have processed `event`."""
-        self._timer.lap("other")
+        self._job.timer.lap("other")
         call = self._calls.current
         if self._plain and call.model is not None and event == "on_train_batch_end":
             self._plain_steps += call.model.steps_per_execution
@@ -362,9 +360,7 @@ class ModelMethods:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            step = GlobalStep(
-                self._job, self._backend, model, kind, self._calls, self._snapshots, self._timer
-            )
+            step = GlobalStep(self._job, self._backend, model, kind, self._calls, self._snapshots)
             setattr(model, attribute, self._backend.function(model, step.take, kind))
         return getattr(model, attribute)
 

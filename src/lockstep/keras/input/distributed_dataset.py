@@ -11,6 +11,7 @@ from lockstep.keras.input.streams import Form
 from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import Values, ValueStore
 from lockstep.keras.replica_run.runner import Runner
+from lockstep.worker import job
 
 
 class ElementPosition(NamedTuple):
@@ -33,7 +34,7 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._dataset.distributed(*self._take())
+        return self._dataset.distributed(*job.current().timer.charging("input", self._take)())
 
     def get_next(self) -> Any:
         """Return the next element; at the end, raise the error of `next`."""

@@ -8,6 +8,7 @@ would be missing: such a loop ends.
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -80,7 +81,8 @@ class RunRounds:
             return xxhash.xxh3_128_digest(b"".join(parts))
 
         layout = None if like is None else PartialLayout.of(like)
-        return Round(what, compute, self.to_numpy, check, _ADVICE, layout=layout)
+        settle = partial(self._job.timer.lap, "compute")
+        return Round(what, compute, self.to_numpy, check, _ADVICE, layout=layout, settle=settle)
 
     def total(self, this: Round) -> Total:
         """Return the total of a round of a function, valid until the next call.
@@ -98,7 +100,11 @@ class RunRounds:
 
     def synchronize(self, this: Round) -> Total:
         """Return the total of any round; see `lockstep.keras.synchronization.Synchronization`."""
-        return self._synchronization.synchronize(this)
+        timer = self._job.timer
+        timer.lap("compute")
+        total = self._synchronization.synchronize(this)
+        timer.lap("exchange")
+        return total
 
     def agree(self, what: str, facts: Facts) -> None:
         """Check that every worker calls this with equal facts; see `lockstep.keras.worker_exchange.agree`."""

@@ -18,7 +18,7 @@ from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import named_arrays, refuse_misfits
 from lockstep.keras.worker_exchange import CHECK_EVERY, Facts, agree, setting_facts, state_facts
-from lockstep.observability.events import CallStarted
+from lockstep.observability.events import CallEnded, CallStarted
 from lockstep.worker.job import Job
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -91,11 +91,15 @@ class StepLoops:
                         settings = setting_facts(settings_of_parts(loop.parts))
                         self._compare(f"the beginning of {call.name}", loop, settings)
                     while call.steps < count:
+                        self._job.timer.begin(call.name)
                         yield call.steps
                         self._end_step(call, loop, count)
             except GeneratorExit:
                 self._resumable.finish(None)
                 raise
+            finally:
+                self._job.timer.stop()
+                self._job.events.publish(CallEnded(call.name))
             self._resumable.finish(None)
 
     def _replay(self, loop: "LoopState", past: Mapping[str, Any]) -> Iterator[int]:
@@ -114,6 +118,8 @@ class StepLoops:
             loop.skip_to(past["positions"])
 
     def _end_step(self, call: NumberedCall, loop: "LoopState", count: int) -> None:
+        # A graph of TensorFlow updates after the last total; other functions have returned long ago.
+        self._job.timer.lap("update" if keras.backend.backend() == "tensorflow" else "other")
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
@@ -123,6 +129,11 @@ class StepLoops:
             # joiners.
             self._job.exchange(lambda _, communicator: communicator.barrier(what=self._calls.where()))
         self._snapshots.end_step(lambda whole: self._snapshots.take(whole, None, None, loop))
+        self._job.timer.end(
+            call.steps,
+            trained=self._calls.taken,
+            replicas=len(self._job.view.replicas_of(self._job.worker)),
+        )
         if call.steps == count:
             self._snapshots.hold(lambda: self._snapshots.take(True, None, None, loop))
 
