@@ -21,6 +21,7 @@ import recovery
 import scaling
 import strangers
 import training
+import watching
 from models import COMPARED
 from programs import PEERS
 
@@ -55,6 +56,7 @@ def main() -> None:
         placement,
         scaling,
         overhead,
+        watching,
         events,
         recovery,
         joining,

@@ -56,6 +56,7 @@ def test_the_output_of_the_chief_is_shown_and_every_worker_has_a_log(lockstep: A
     ]
     assert sorted(path.name for path in done.folder.iterdir()) == [
         "events.jsonl",
+        "measurements.jsonl",
         "sources",
         "worker-0.log",
         "worker-1.log",
@@ -152,7 +153,7 @@ def test_output_does_not_reach_files_that_reuse_closed_descriptors(lockstep: Any
     assert done.returncode == 0
     files = [path for path in (lockstep.folder / "run").iterdir() if path.is_file()]
     contents = {path.name: path.read_text() for path in files}
-    events = contents.pop("events.jsonl")
+    events = contents.pop("events.jsonl") + contents.pop("measurements.jsonl")
     assert contents == {"worker-0.log": "out\n", "worker-1.log": "out\n"}
     assert {type(json.loads(line)) for line in events.splitlines()} == {dict}
 
@@ -274,7 +275,7 @@ def test_a_run_writes_its_events(lockstep: Any) -> None:
     }
     assert job["versions"].items() >= {"keras-lockstep": __version__, "keras": version("keras")}.items()
     left = {path.name for path in done.folder.iterdir()}
-    assert left == {"events.jsonl", "sources", "worker-0.log", "worker-1.log"}
+    assert left == {"events.jsonl", "measurements.jsonl", "sources", "worker-0.log", "worker-1.log"}
 
 
 def test_child_processes_of_a_script_are_not_workers(lockstep: Any) -> None:
