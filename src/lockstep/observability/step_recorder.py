@@ -8,6 +8,7 @@ month has some 20,000 per worker.
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from operator import add
 from typing import Any
 
 from lockstep.observability.bus import Bus, PublishedEvent
@@ -47,6 +48,7 @@ class StepRecorder:
         self._is_chief = is_chief
         self._born = self._due = clock.now()
         self._calls: dict[str, _Sums] = {}
+        self._sums: _Sums | None = None
         self._logs: Mapping[str, Any] | None = None
         events.subscribe(self._add, StepEnded)
         events.subscribe(self._end_call, CallEnded, TrainingEnded)
@@ -54,20 +56,23 @@ class StepRecorder:
     def _add(self, published: PublishedEvent) -> None:
         step = published.event
         assert isinstance(step, StepEnded)
-        call = _without_number(step.call)
-        first = call not in self._calls
-        sums = self._calls.setdefault(call, _Sums(call))
+        sums, first = self._sums, False
+        if sums is None or sums.last.call != step.call:
+            call = _without_number(step.call)
+            first = call not in self._calls
+            sums = self._sums = self._calls.setdefault(call, _Sums(call, step))
         sums.add(step, published.time)
         now = self._clock.now()
         if first or now >= self._due or len(sums.singles) == _MOST_SINGLES:
             self._due = now + max(_EVERY, (now - self._born) * _SHARE)
             self._flush()
             self._record_metrics(step)
-        self._logs = step.logs if _trains(step.call) else None
+        self._logs = step.logs if sums.trains else None
 
     def _end_call(self, published: PublishedEvent) -> None:
         self._flush()
         self._calls = {call: sums for call, sums in self._calls.items() if call in _METHODS}
+        self._sums = None
 
     def _flush(self) -> None:
         """Publish the steps since the last measurement."""
@@ -86,8 +91,10 @@ class StepRecorder:
 class _Sums:
     """Sums over steps of one call since the last measurement."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, first: StepEnded) -> None:
         self._call = call
+        self.last = first
+        self.trains = _trains(call)
         self._clear()
 
     def _clear(self) -> None:
@@ -102,18 +109,17 @@ class _Sums:
         if not self.count:
             self._began = ended - step.seconds
         self.count += 1
-        self._last = step
+        self.last = step
         self._examples += step.examples
         parts = (step.input, step.compute, step.wait, step.exchange, step.update, step.other)
-        for at, seconds in enumerate(parts):
-            self._parts[at] += seconds
-        if _trains(self._call) and is_single(step.number):
+        self._parts = list(map(add, self._parts, parts))
+        if self.trains and is_single(step.number):
             start = ended - step.seconds - self._began
             self.singles.append((step.number, *(round(part * _MICRO) for part in (start, *parts))))
 
     def taken(self) -> StepsMeasured:
         """Return the measurement of the steps, and begin the next one."""
-        last = self._last
+        last = self.last
         parts = dict(zip(STEP_PARTS, (round(seconds, 6) for seconds in self._parts), strict=True))
         measured = StepsMeasured(
             call=self._call,

@@ -61,11 +61,18 @@ class StepTimer:
         if self._call is None:
             return
         now, waited = self._now(), self._waited()
-        # A new view starts to count at zero.
-        waiting = max(0.0, waited - self._last_waited)
-        self._parts["wait"] += waiting
-        self._parts[part] += now - self._last - self._charged - waiting
-        self._last, self._last_waited, self._charged = now, waited, 0.0
+        seconds = now - self._last
+        self._last = now
+        if waited != self._last_waited:
+            # A new view starts to count at zero.
+            waiting = max(0.0, waited - self._last_waited)
+            self._last_waited = waited
+            self._parts["wait"] += waiting
+            seconds -= waiting
+        if self._charged:
+            seconds -= self._charged
+            self._charged = 0.0
+        self._parts[part] += seconds
 
     def charging(self, part: Part, act: Callable[[], Any]) -> Callable[[], Any]:
         """Return `act`, wrapped so that its time counts for `part` and not for the enclosing lap."""
