@@ -141,6 +141,8 @@ class AgentServer:
                     pass
                 case HostOffer():
                     self._accept(agent, message)
+                    # What follows belongs to whatever serves the channel now; the loop calls that at once.
+                    return
                 case Unreadable(error):
                     why = f"its message cannot be read ({error}); use one version of Lockstep on all hosts"
                     self._reject(

@@ -7,7 +7,7 @@ from typing import cast
 
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.facts import check_facts
-from lockstep.hosts.gathering import AwaitedHost
+from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost
 from lockstep.hosts.keeper import ConnectedHost
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
@@ -22,7 +22,8 @@ from lockstep.protocol.host import (
     Prepare,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.rendezvous import Rejected
+from lockstep.protocol.rendezvous import KeepWaiting, Rejected
+from lockstep.system import disk_work
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
 
@@ -39,7 +40,9 @@ class _Candidate:
 
     host: AwaitedHost
     workers: int
+    begun: float
     until: float
+    due: float
 
 
 @dataclass
@@ -116,7 +119,10 @@ class Newcomers:
 
     def consider(self, host: AwaitedHost, workers: int) -> None:
         """Admit a host, whose agent is connected, if it fits the job; more workers than replicas are idle."""
-        candidate = _Candidate(host, min(workers, self.spec.replicas), self.clock.now() + _PATIENCE)
+        now = self.clock.now()
+        candidate = _Candidate(
+            host, min(workers, self.spec.replicas), now, until=now + _PATIENCE, due=now + SAY_EVERY
+        )
         self._candidates.append(candidate)
         host.channel.send(self.prepare)
         self.loop.watch(host.channel.fileno(), partial(self._hear, candidate))
@@ -130,7 +136,8 @@ class Newcomers:
                     return
                 case KeepAlive():
                     # It may read a big checkpoint.
-                    candidate.until = self.clock.now() + _PATIENCE
+                    latest = candidate.begun + disk_work.PATIENCE
+                    candidate.until = min(self.clock.now(), latest) + _PATIENCE
                 case PeerGone():
                     self._refuse(candidate, host.why_lost())
                     return
@@ -213,10 +220,21 @@ class Newcomers:
             for candidate in list(self._candidates):
                 candidate.host.channel.send(KeepAlive())
                 if now >= candidate.until:
-                    self._refuse(candidate, f"no answer within {_PATIENCE:g} s")
+                    self._refuse(candidate, f"no answer within {now - candidate.begun:.0f} s")
+                elif now >= candidate.due:
+                    candidate.due = now + SAY_EVERY
+                    self._note_wait(candidate, now)
         dues = [absent.due for absent in self._absent.values()]
         dues += [self._alive_due] if self._candidates else []
         return min(dues) - now if dues else None
+
+    def _note_wait(self, candidate: _Candidate, now: float) -> None:
+        """Tell both ends what the job waits for, except if it has said that it continues to try."""
+        absent = self._absent.get(candidate.host.name)
+        if absent is None or not absent.noted:
+            what = f"the agent of {candidate.host.name} to describe its host, {now - candidate.begun:.0f} s"
+            candidate.host.channel.send(KeepWaiting(what))
+            self.say(f"waiting for {what}")
 
     def _call(self, name: str, workers: int) -> None:
         assert self.start is not None
