@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from lockstep import __version__
+from lockstep.cli.completion import complete_job
 from lockstep.cli.export import export
+from lockstep.cli.logs import logs
 from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.environment import KEY_FILE
@@ -47,6 +49,7 @@ def cli() -> None:
 
 cli.add_command(run)
 cli.add_command(export)
+cli.add_command(logs)
 
 
 @cli.command()
@@ -86,7 +89,7 @@ def list_jobs() -> None:
 
 
 @cli.command()
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @click.argument("workers", metavar="N", type=PARTS)
 def scale(job: str, workers: int) -> None:
     """Change the number of workers of JOB to N; the result stays the same.
@@ -165,7 +168,7 @@ def agent(
 
 
 @cli.command()
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 def stop(job: str) -> None:
     """Stop JOB as SIGTERM does: with --checkpoint it saves a checkpoint first.
 

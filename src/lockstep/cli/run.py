@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import click
 
+from lockstep.cli.completion import complete_script
 from lockstep.errors import ConfigError
 from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import (
@@ -298,7 +299,7 @@ class _Folder(click.Path):
     "train each model that it compiles.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
-@click.argument("script")
+@click.argument("script", shell_complete=complete_script)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:

@@ -95,18 +95,40 @@ def accepted(reply: Reply) -> Status:
     return reply
 
 
+class JobWatch:
+    """Watches a job until no job, or another one, has its name.
+
+    Args:
+        name: of the job, complete.
+
+    Attributes:
+        owner: id of the process that takes the requests to the job; 0 as long as it is unknown.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.owner = _UNSEEN
+        self._name = name
+
+    def is_running(self) -> bool:
+        """Whether the job still runs, or has only just ended; asks its socket, not the job."""
+        owner = _owner(self._name)
+        if owner is None or (owner and self.owner and owner != self.owner):
+            return False
+        self.owner = owner or self.owner
+        return True
+
+
 def wait_until_gone(name: str) -> None:
     """Wait until no job, or another one, has this name; print a note every few seconds.
 
     This has no limit: Ctrl-C ends the wait, and the note names the process to kill.
     """
-    owners: set[int] = set()
+    watch = JobWatch(name)
     begun = said = time.monotonic()
-    while len(owners) < 2 and (owner := _owner(name)) is not None:
-        owners |= {owner} - {_UNSEEN}
+    while watch.is_running():
         if (now := time.monotonic()) - said >= _SAY_EVERY:
             said = now
-            how = f"; to kill the whole job: kill -KILL {owner}" if owner else ""
+            how = f"; to kill the whole job: kill -KILL {watch.owner}" if watch.owner else ""
             note(f"{name} is still stopping after {now - begun:.0f} s{how}")
         time.sleep(_PAUSE)
 
@@ -138,17 +160,38 @@ def _duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
+def job_names() -> list[str]:
+    """Return the names of the running jobs of this user, sorted; asks no job, so none can delay it.
+
+    Raises:
+        UnfitError: the system does not list its sockets.
+    """
+    return [name for name in _names() if _owner(name) is not None]
+
+
 def _find(job: str) -> str:
-    names = [name for name in _names() if _owner(name) is not None]
+    names = job_names()
+    if (name := choose(job, names)) is not None:
+        return name
+    raise ConfigError(f"there is no job '{job}'; {listed(names)}")
+
+
+def choose(job: str, names: Sequence[str]) -> str | None:
+    """Return the name that `job` is, or the only one that begins with it; None if there is none.
+
+    Raises:
+        ConfigError: several names begin with it.
+    """
     meant = [name for name in names if name == job]
     meant = meant or [name for name in names if job and name.startswith(job)]
-    if len(meant) == 1:
-        return meant[0]
-    if meant:
+    if len(meant) > 1:
         raise ConfigError(f"'{job}' is ambiguous: {' or '.join(meant)}; give more of the name")
-    raise ConfigError(
-        f"there is no job '{job}'; " + (f"running jobs: {', '.join(names)}" if names else "no job is running")
-    )
+    return meant[0] if meant else None
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the end of a message that says which jobs run."""
+    return f"running jobs: {', '.join(names)}" if names else "no job is running"
 
 
 def _advice(name: str) -> str:

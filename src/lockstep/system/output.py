@@ -73,11 +73,23 @@ class Sink:
 
 
 class LinePrefixer:
-    """Forwards complete lines, each with a prefix, so that those of several workers do not mix."""
+    """Forwards complete lines, each with a prefix, so that those of several workers do not mix.
 
-    def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
+    Args:
+        prefix: of each line.
+        write: takes the lines.
+        keeps: whether to forward a line, which it gets without its end; None to forward all.
+    """
+
+    def __init__(
+        self,
+        prefix: bytes,
+        write: Callable[[bytes], object],
+        keeps: Callable[[bytes], bool] | None = None,
+    ) -> None:
         self._prefix = prefix
         self._write = write
+        self._keeps = keeps
         self._open = b""
 
     def write(self, data: bytes) -> None:
@@ -86,6 +98,8 @@ class LinePrefixer:
         if len(self._open) > _MAX_LINE:
             lines.append(self._open)
             self._open = b""
+        if self._keeps is not None:
+            lines = list(filter(self._keeps, lines))
         self._write(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import select
 import sys
+
+_STDOUT = 1
 
 
 def fill_standard_descriptors() -> None:
@@ -27,3 +30,26 @@ def discard_stdout() -> None:
     """Discard what stdout has buffered: Python would try to write it again when this process exits."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def write_stdout(data: bytes) -> None:
+    """Write all of `data` to stdout at once, past its buffer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    while data:
+        data = data[os.write(_STDOUT, data) :]
+
+
+def wait_unless_closed(seconds: float) -> None:
+    """Wait for `seconds`, or until the reader of stdout closes it.
+
+    Raises:
+        BrokenPipeError: the reader has closed it.
+    """
+    poll = select.poll()
+    # The kernel reports the end of the reader even if no other event is asked for.
+    poll.register(_STDOUT, 0)
+    if poll.poll(seconds * 1e3):
+        raise BrokenPipeError

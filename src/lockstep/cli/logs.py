@@ -1,0 +1,82 @@
+"""The command `lockstep logs`: shows what the workers of a run have written."""
+
+import contextlib
+import re
+import warnings
+
+import click
+
+from lockstep.cli.completion import complete_run
+
+_LOOK_EVERY = 0.2
+
+
+def _compile(context: click.Context, param: click.Parameter, value: str | None) -> re.Pattern[str] | None:
+    if value is None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(value)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise click.BadParameter(f"'{value}' is not a regular expression: {error}") from None
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_run)
+@click.option("-f", "--follow", is_flag=True, help="Continue with new output until the job ends.")
+@click.option(
+    "--worker",
+    "workers",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="ID",
+    help="Show only the log of this worker; can be repeated.  [default: those of all workers]",
+)
+@click.option(
+    "--grep",
+    "pattern",
+    callback=_compile,
+    metavar="PATTERN",
+    help="Show only lines in which this is found, a regular expression of Python.",
+)
+def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[str] | None) -> None:
+    """Show what the workers of JOB have written to stdout and stderr.
+
+    JOB is a name shown by lockstep list, or the beginning of one; or the folder of a run, which may have
+    ended, or its name in runs/. If there may be several workers, each line begins with its worker.
+    """
+    from lockstep.coordinator.admin_client import JobWatch
+    from lockstep.coordinator.run_lookup import find_run, job_in
+    from lockstep.errors import ConfigError
+    from lockstep.observability import worker_logs
+    from lockstep.system.prose import name_workers
+    from lockstep.system.standard_streams import (
+        fill_standard_descriptors,
+        wait_unless_closed,
+        write_stdout,
+    )
+
+    fill_standard_descriptors()
+    run = find_run(job)
+    name = (run.job or job_in(run.folder)) if follow else None
+    there = worker_logs.list_logs(run.folder)
+    shown = worker_logs.WorkerLogs(
+        run.folder,
+        workers,
+        prefixed=len(set(workers) or there) > 1 or (name is not None and not workers),
+        pattern=pattern,
+        write=write_stdout,
+    )
+    # A reader such as head closes the pipe once it has enough.
+    with contextlib.suppress(BrokenPipeError):
+        if name is None:
+            shown.finish()
+        else:
+            worker_logs.follow(shown, JobWatch(name).is_running, lambda: wait_unless_closed(_LOOK_EVERY))
+            there = worker_logs.list_logs(run.folder)
+        if not there:
+            raise ConfigError(f"{run.folder} has no logs of workers")
+        if missing := sorted(set(workers) - there.keys()):
+            has = name_workers(tuple(there))
+            raise ConfigError(f"{run.folder} has no log of {name_workers(missing)}; it has those of {has}")

@@ -1,0 +1,84 @@
+"""Finds a run by what the user calls it: the name of a running job, or the folder of a run."""
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.coordinator.admin_client import accepted, choose, job_names, listed, running_jobs, send
+from lockstep.coordinator.admin_socket import plain
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.protocol.admin import StatusRequest
+from lockstep.system.paths import RunPaths
+
+_RUNS = Path("runs")
+
+
+class FoundRun(NamedTuple):
+    """A run.
+
+    Attributes:
+        folder: its run folder.
+        job: the name of its job if the run was found by that; None if it was found by its folder.
+    """
+
+    folder: Path
+    job: str | None
+
+
+def find_run(text: str, runs: Path = _RUNS) -> FoundRun:
+    """Return the run that the user means.
+
+    Args:
+        text: the name of a running job, else a run folder, else a folder in `runs`, else the beginning of a
+            job's name.
+        runs: where runs are by default.
+
+    Raises:
+        ConfigError: there is no such run, the name is ambiguous, or the job does not reply.
+        UnfitError: the system does not list its sockets.
+    """
+    names = job_names()
+    if text not in names:
+        for folder in (Path(text), runs / text) if text else ():
+            if RunPaths(folder).events.is_file():
+                return FoundRun(folder, None)
+    name = choose(text, names)
+    if name is None:
+        raise ConfigError(
+            f"'{text}' is neither a running job nor the folder of a run, here or in {runs}; {listed(names)}"
+        )
+    status = accepted(send(name, StatusRequest()))
+    return FoundRun(Path(status.run_dir), status.job)
+
+
+def job_in(folder: Path) -> str | None:
+    """Return the name of the running job that uses a run folder; None if there is none.
+
+    A job that does not reply counts if it has the name of the folder.
+
+    Raises:
+        UnfitError: the system does not list its sockets.
+    """
+    running, silent = running_jobs()
+    for status in running:
+        with contextlib.suppress(OSError):
+            if folder.samefile(status.run_dir):
+                return status.job
+    name = plain(folder.resolve().name)
+    return name if name in silent else None
+
+
+def run_folders(runs: Path = _RUNS) -> list[str]:
+    """Return the names of the run folders in `runs`, sorted; none if it cannot be read."""
+    try:
+        return sorted(folder.name for folder in runs.iterdir() if RunPaths(folder).events.is_file())
+    except OSError:
+        return []
+
+
+def known_jobs() -> list[str]:
+    """Return the names of running jobs as `job_names`, but none if they cannot be listed."""
+    try:
+        return job_names()
+    except UnfitError:
+        return []

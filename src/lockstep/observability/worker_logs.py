@@ -1,0 +1,148 @@
+"""The logs of a run's workers: shown one after the other, and followed while they grow."""
+
+import os
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from lockstep.system.files import open_regular
+from lockstep.system.output import LinePrefixer
+
+_NAME = re.compile(r"worker-(0|[1-9][0-9]*)\.log")
+_PIECE = 256 * 1024
+
+Write = Callable[[bytes], object]
+
+
+def list_logs(folder: Path) -> dict[int, Path]:
+    """Return the paths of the logs in a run folder, by worker in ascending order.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
+    return {worker: found[worker] for worker in sorted(found) if found[worker].is_file()}
+
+
+class WorkerLogs:
+    """Writes the logs of a run, and later what they have gained since then, in constant memory.
+
+    A log that is shown alone is written as it is. Otherwise complete lines are written, those longer than
+    64 KiB in parts.
+
+    Args:
+        folder: of the run.
+        workers: whose logs to show; empty for all, including workers that start later.
+        prefixed: whether each line begins with its worker, as in `[worker 1] `.
+        pattern: shows only the lines in which it is found; None for all.
+        write: writes bytes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        workers: Collection[int],
+        *,
+        prefixed: bool,
+        pattern: re.Pattern[str] | None,
+        write: Write,
+    ) -> None:
+        self._folder = folder
+        self._workers = frozenset(workers)
+        self._prefixed = prefixed
+        self._pattern = pattern
+        self._write = write
+        self._logs: dict[int, _GrowingLog] = {}
+
+    def advance(self) -> None:
+        """Write what the logs have gained since the last call, worker by worker.
+
+        A log that has become shorter, or was replaced, is shown from its start; one that is missing is
+        skipped.
+
+        Raises:
+            OSError: a log cannot be read, or `write` raised it.
+        """
+        self._find()
+        for log in self._logs.values():
+            log.advance()
+
+    def finish(self) -> None:
+        """Write what the logs have gained, including last lines without an end; raises as `advance`."""
+        self._find()
+        for log in self._logs.values():
+            log.advance()
+            log.end_line()
+
+    def _find(self) -> None:
+        for worker, path in list_logs(self._folder).items():
+            if worker not in self._logs and (not self._workers or worker in self._workers):
+                self._logs[worker] = _GrowingLog(path, self._outlet(worker))
+
+    def _outlet(self, worker: int) -> Write | LinePrefixer:
+        prefix = f"[worker {worker}] ".encode() if self._prefixed else b""
+        if not prefix and self._pattern is None:
+            return self._write
+        return LinePrefixer(prefix, self._write, self._is_wanted)
+
+    def _is_wanted(self, line: bytes) -> bool:
+        return self._pattern is None or self._pattern.search(line.decode(errors="replace")) is not None
+
+
+def follow(logs: WorkerLogs, is_running: Callable[[], bool], rest: Callable[[], object]) -> None:
+    """Write the logs of a running job until it has ended.
+
+    Args:
+        logs: of the job.
+        is_running: whether the job still runs.
+        rest: called between two looks at the logs.
+
+    Raises:
+        OSError: see `WorkerLogs.advance`, or `rest` raised it.
+    """
+    while is_running():
+        logs.advance()
+        rest()
+    # The job may have written more before its end.
+    logs.finish()
+
+
+class _GrowingLog:
+    """A log, and how far it was read."""
+
+    def __init__(self, path: Path, outlet: Write | LinePrefixer) -> None:
+        self._path = path
+        self._outlet = outlet
+        self._write = outlet.write if isinstance(outlet, LinePrefixer) else outlet
+        self._file: tuple[int, int] | None = None
+        self._position = 0
+
+    def advance(self) -> None:
+        """Write what is new, up to the present end: another log may wait."""
+        try:
+            found = self._path.stat()
+            if self._file == (found.st_dev, found.st_ino) and found.st_size == self._position:
+                return
+            descriptor = open_regular(self._path)
+        except FileNotFoundError:
+            return
+        try:
+            found = os.fstat(descriptor)
+            file = found.st_dev, found.st_ino
+            if self._file not in (None, file) or found.st_size < self._position:
+                self.end_line()
+                self._position = 0
+            self._file = file
+            while left := found.st_size - self._position:
+                piece = os.pread(descriptor, min(left, _PIECE), self._position)
+                if not piece:
+                    return
+                self._position += len(piece)
+                self._write(piece)
+        finally:
+            os.close(descriptor)
+
+    def end_line(self) -> None:
+        """Write a line that has no end yet."""
+        if isinstance(self._outlet, LinePrefixer):
+            self._outlet.close()
