@@ -119,10 +119,59 @@ def test_no_framework_is_imported_into_the_command(tmp_path: Path, broken: Path)
     assert err.splitlines()[-1] == "[]"
 
 
-def test_incompatible_options_are_refused(tmp_path: Path) -> None:
-    status, _, err = doctor(tmp_path, "--watch", "1", "--json")
+def test_a_report_for_a_bug_has_no_secrets_and_no_names(tmp_path: Path, broken: Path) -> None:
+    home = tmp_path / "mariana"
+    home.mkdir()
+    broken.rename(home / "broken")
+    (home / "broken" / "tensorflow.py").write_text(
+        "import os\nhost = 'trench-7.deep.example.org, 10.9.8.7'\n"
+        "raise ImportError(f'{os.environ[\"HF_TOKEN\"]} of mariana at {host}')\n"
+    )
+    hidden = {
+        "HF_TOKEN": "swordfish-and-chips",
+        "MY_PASSWORD": "p4ss w0rd",
+        "USER": "mariana",
+        "HOSTNAME": "trench-7.deep.example.org",
+        "https_proxy": "http://diver:oxygen@gate.example.net:3128",
+        "MASTER_ADDR": "10.9.8.7",
+    }
+    tasks = (
+        '{"cluster": {"worker": ["trench-8:2222", "10.9.8.8:2222"]}, "task": {"type": "worker", "index": 0}}'
+    )
+    status, out, _ = doctor(
+        tmp_path,
+        "--report",
+        "--no-train",
+        **hidden,
+        HOME=str(home),
+        PYTHONPATH=f"{home}/broken:{home}/gone",
+        XLA_FLAGS="--xla_dump_to=/scratch/mariana/" + "x" * 80 + "swordfish-and-chips",
+        TF_CONFIG=tasks,
+        KERAS_BACKEND="jax",
+    )
+    lines = out.splitlines()
+    assert (status, lines[0], lines[-1]) == (2, "```text", "```")
+    assert "<secret> of <user> at <host>, <address>" in out
+    assert "  FAIL  jax: " in out
+    assert "<home>/broken" in out
+    assert "XLA_FLAGS=--xla_dump_to=/scratch/<user>/" in out
+    names = ("swordfish", "p4ss", "mariana", "trench", "deep.example", "diver", "oxygen", "gate.", "10.9.8.")
+    assert [name for name in names if name in out] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--watch", "1", "--json"), "--watch and --csv cannot be combined with"),
+        (("--csv", "x", "--report"), "--watch and --csv cannot be combined with"),
+        (("--report", "--json"), "--report cannot be combined with --json or --hosts"),
+        (("--report", "--hosts", "a,b"), "--report cannot be combined with --json or --hosts"),
+    ],
+)
+def test_incompatible_options_are_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    status, _, err = doctor(tmp_path, *options)
     assert status == 2
-    assert "--watch and --csv cannot be combined with" in err
+    assert message in err
 
 
 def test_a_report_that_cannot_be_written_is_a_one_line_failure(tmp_path: Path, broken: Path) -> None:

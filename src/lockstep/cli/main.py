@@ -209,6 +209,12 @@ def key(file: Path, days: int) -> None:
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
+@click.option(
+    "--report",
+    "as_report",
+    is_flag=True,
+    help="Write a block of Markdown for a bug report, without secrets and names of users and hosts.",
+)
 @click.option("--no-train", is_flag=True, help="Skip the training test at the end.")
 @click.option(
     "--watch",
@@ -228,20 +234,25 @@ def key(file: Path, days: int) -> None:
     metavar="LIST",
     help="Only measure the links between these hosts, reached with ssh: node1,node2,node3.",
 )
-def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None, hosts: str | None) -> None:
+def doctor(
+    as_json: bool, as_report: bool, no_train: bool, watch: float | None, log: Path | None, hosts: str | None
+) -> None:
     """Check whether this machine is ready for training, and suggest a fix for each problem.
 
     It checks versions, GPUs, backends, the machine and the environment, and trains for a second with two
     workers. The exit status is 0 if no check fails, 1 if jobs work with warnings, 2 if they do not.
     """
-    from lockstep.doctor.command import check, check_hosts, follow
+    from lockstep.doctor.command import Form, check, check_hosts, follow
 
+    if as_report and (as_json or hosts is not None):
+        raise click.UsageError("--report cannot be combined with --json or --hosts")
     if hosts is not None:
         if no_train or watch is not None or log is not None:
             raise click.UsageError("--hosts cannot be combined with --no-train, --watch or --csv")
         sys.exit(check_hosts(hosts, as_json=as_json))
     if watch is None and log is None:
-        sys.exit(check(as_json=as_json, train=not no_train))
-    if as_json or no_train:
-        raise click.UsageError("--watch and --csv cannot be combined with --json or --no-train")
+        form: Form = "json" if as_json else "report" if as_report else "table"
+        sys.exit(check(form, train=not no_train))
+    if as_json or as_report or no_train:
+        raise click.UsageError("--watch and --csv cannot be combined with --json, --report or --no-train")
     follow(watch, log)

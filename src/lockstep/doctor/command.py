@@ -6,8 +6,9 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Literal
 
-from lockstep.doctor import report
+from lockstep.doctor import bug_report, report
 from lockstep.doctor.checkup import CheckupInput, examine
 from lockstep.doctor.finding import Finding, worst
 from lockstep.doctor.gpus import absence
@@ -15,6 +16,7 @@ from lockstep.doctor.links import examine_links, measured_by_a_job
 from lockstep.doctor.load_monitor import log_once, watch
 from lockstep.doctor.nvml import load, read, reader
 from lockstep.doctor.programs import ending_descendants
+from lockstep.doctor.versions import Packages
 from lockstep.errors import InternalError, LockstepError, UnfitError
 from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import Wishes
@@ -22,8 +24,11 @@ from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 
+Form = Literal["table", "json", "report"]
+"""How findings are shown: for people, for programs, or for the description of a bug."""
 
-def check(*, as_json: bool, train: bool) -> int:
+
+def check(form: Form, *, train: bool) -> int:
     """Examine the machine, show the findings, and return the exit status.
 
     Raises:
@@ -48,7 +53,11 @@ def check(*, as_json: bool, train: bool) -> int:
         # Python would exit with status 1, which means that jobs work.
         traceback.print_exception(error)
         raise InternalError(f"the check itself failed: {error}") from error
-    return _report(findings, as_json=as_json)
+    if form == "report":
+        system = {**bug_report.system_here(), "packages": bug_report.packages_of_jobs(Packages.installed())}
+        _write(bug_report.markdown(findings, system, given.environment, bug_report.identity_here()))
+        return worst(findings)
+    return _report(findings, as_json=form == "json")
 
 
 def check_hosts(hosts: str, *, as_json: bool) -> int:

@@ -1,0 +1,107 @@
+"""The report for a description of a bug: everything that the checkup knows, without names and secrets."""
+
+import os
+import platform
+import pwd
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from lockstep.doctor.environment import plain
+from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.redaction import SECRET, Identity, Redaction, is_secret
+from lockstep.doctor.report import summary
+from lockstep.doctor.versions import LOCKSTEP, Packages
+from lockstep.system.prose import printable
+
+_MARKS = {Rating.FINE: "ok  ", Rating.WARNING: "warn", Rating.FAILURE: "FAIL"}
+_VARIABLES = re.compile(
+    "(CUBLAS|CUDA|CUDNN|JAX|KERAS|LOCKSTEP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|PYTORCH|TF|TORCH|XLA)_|PYTHON|LD_|NPROC$"
+)
+"""The variables that the report shows; of `TF_CONFIG` it shows what the checkup says."""
+_PACKAGES = (
+    *(LOCKSTEP, "keras", "jax", "jaxlib", "tensorflow", "tensorflow-cpu", "torch", "numpy", "ml-dtypes"),
+    *("msgspec", "safetensors", "xxhash", "click", "rich", "psutil", "packaging", "nvidia-ml-py"),
+    *("cloudpickle", "cryptography", "kubernetes", "pyyaml", "ray"),
+)
+
+
+def identity_here() -> Identity:
+    """Return what identifies this user and this machine."""
+    users, homes = [], []
+    try:
+        entry = pwd.getpwuid(os.geteuid())
+    except KeyError:
+        # A container may run as a user without a name.
+        pass
+    else:
+        users += [entry.pw_name, entry.pw_gecos.partition(",")[0]]
+        homes.append(entry.pw_dir)
+    homes += [os.path.realpath(home) for home in homes]
+    return Identity(tuple(users), tuple(homes), (platform.node(),))
+
+
+def system_here(cpus: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Return the operating system and the processor, by what they are."""
+    try:
+        distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        distribution = ""
+    try:
+        models = re.findall(r"^model name\s*:\s*(.+)$", cpus.read_text(), re.MULTILINE)
+    except OSError:
+        models = []
+    libc = " ".join(platform.libc_ver())
+    system = [distribution, f"{platform.system()} {platform.release()}", libc]
+    return {
+        "system": ", ".join(filter(None, system)),
+        "processor": ", ".join(dict.fromkeys(models)) or platform.machine(),
+    }
+
+
+def packages_of_jobs(packages: Packages) -> str:
+    """Return the packages that a job may use, as far as they are installed, with their versions."""
+    versions = packages.versions
+    return ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
+
+
+def markdown(
+    findings: Sequence[Finding], system: Mapping[str, str], environ: Mapping[str, str], identity: Identity
+) -> str:
+    """Return the report as a code block of Markdown.
+
+    Args:
+        findings: of the checkup.
+        system: what stands above them, by headings.
+        environ: the variables of the shell.
+        identity: of the user and the machine, which the report does not name.
+    """
+    clean = Redaction(environ, identity).clean
+    text = clean("\n".join(printable(line) for line in _lines(findings, system, environ)))
+    ticks = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, ticks + 1)
+    return f"{fence}text\n{text}\n{fence}\n"
+
+
+def _lines(
+    findings: Sequence[Finding], system: Mapping[str, str], environ: Mapping[str, str]
+) -> Iterator[str]:
+    for heading, value in system.items():
+        yield f"{heading}: {value}"
+    for section, group in groupby(findings, key=lambda finding: finding.section):
+        yield ""
+        yield f"{section}:"
+        for finding in group:
+            first, *others = finding.reason.splitlines() or [""]
+            yield f"  {_MARKS[finding.rating]}  {finding.name}: {first}"
+            if finding.remedy:
+                others.append(f"-> {finding.remedy}")
+            yield from (f"        {line}" for other in others for line in other.splitlines())
+    yield ""
+    yield "variables:"
+    for name in sorted(environ):
+        if _VARIABLES.match(name) and name != "TF_CONFIG":
+            yield f"  {name}={SECRET if is_secret(name) else plain(environ[name])}"
+    yield ""
+    yield summary(findings)
