@@ -394,23 +394,39 @@ def test_the_end_of_the_command_ends_all_processes_at_once(stage: Stage) -> None
     assert (finished["status"], finished["message"]) == (137, "the command was killed")
 
 
-def test_a_note_explains_silence_before_the_first_step(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+COMPILES = "compiling and computing the first step of fit 1"
+
+
+@pytest.mark.parametrize(
+    ("last", "shown"),
+    [
+        (run_events.ImportStarted("keras"), "importing keras (0 s)"),
+        (run_events.CallStarted("fit 1"), COMPILES),
+        (
+            run_events.StepsSkipped("fit 1", 1200, 5000),
+            "skipping the first steps of fit 1, which were taken before: 1,200 of 5,000",
+        ),
+        (run_events.StepsSkipped("fit 1", 5000, 5000), COMPILES),
+    ],
+)
+def test_a_note_explains_silence_before_the_first_step(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, last: run_events.WorkerEvent, shown: str
+) -> None:
     for pause in ("_QUIET", "_EVERY"):
         monkeypatch.setattr(f"lockstep.coordinator.startup_progress.{pause}", 0.0)
 
     def compiles(worker: FakeHandle) -> None:
         worker.send(Started())
         worker.send(EventReport(run_events.StrategyInstalled("jax")))
-        worker.send(EventReport(run_events.CallStarted("fit 1")))
+        worker.send(EventReport(last))
 
     def stop(event: run_events.Event) -> None:
-        if isinstance(event, run_events.CallStarted):
+        if event == last:
             stage.command.send(Stop(signal.SIGINT))
 
     outcome = stage.run(waits, compiles, on_event=stop)
     assert outcome.status == 130
-    expected = "; worker 1: compiling and computing the first step of fit 1\n"
-    assert expected in outcome.stderr
+    assert f"; worker 1: {shown}\n" in outcome.stderr
 
 
 def test_a_kill_for_lack_of_memory_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
+import xxhash
 
 from lockstep.agent import held_states
 from lockstep.agent.held_states import HeldStates
@@ -52,7 +53,10 @@ class Host:
             clock=SystemClock(),
         )
         network = HostNetwork(JOB_ID, self.credentials, self.connections, self.listener.enter)
-        self.states = HeldStates(self.number, network, self.loop)
+        self.moved: list[tuple[StateSource, int]] = []
+        self.states = HeldStates(
+            self.number, network, self.loop, lambda source, received, _: self.moved.append((source, received))
+        )
 
     def _admit(self, greeting: Greeting, connection: socket.socket, peer: str) -> str | None:
         self.admitted += 1
@@ -126,6 +130,28 @@ def test_a_state_arrives_once_for_all_joiners_of_a_host(hosts: Hosts) -> None:
     hosts.until(lambda: len(receiver.found) == 5)
     assert receiver.found[3:] == [DATA, b"the position"]
     assert giver.admitted == 2
+
+
+def test_a_state_that_takes_long_is_reported(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, receiver = hosts.giver, hosts.receiver
+    monkeypatch.setattr(held_states, "_TELL_EVERY", 0.0)
+    goes_on = threading.Event()
+
+    def send(connection: socket.socket, *_: object) -> None:
+        connection.setblocking(True)
+        connection.sendall(DATA[: state_stream.PIECE])
+        goes_on.wait(LONG)
+        connection.sendall(DATA[state_stream.PIECE :] + xxhash.xxh3_128(DATA).digest())
+
+    monkeypatch.setattr(state_stream, "send_state", send)
+    source = giver.give()
+    receiver.states.fetch(source, receiver.take)
+    hosts.until(lambda: (source, state_stream.PIECE) in receiver.moved)
+    assert receiver.found == []
+    goes_on.set()
+    hosts.until(lambda: receiver.found)
+    assert receiver.found == [DATA]
+    assert giver.moved == []
 
 
 def test_the_host_of_the_giver_needs_no_stream(hosts: Hosts) -> None:

@@ -119,7 +119,7 @@ def test_a_hanging_disk_skips_a_checkpoint(
     setup.step(2)
     assert (setup.writer.steps, setup.clock.time) == ([1], 60.0)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "lockstep: training waits for the disk to write a checkpoint: 10 of 60 s"
+    assert said[0] == "lockstep: training waits for the disk to write a checkpoint: 5 of 60 s"
     assert said[-2] == "lockstep: skipping the checkpoint of step 2: the previous one is still being written"
     setup.step(3, seconds=10.0)
     assert setup.writer.steps == [1, 3]

@@ -14,6 +14,7 @@ from lockstep.coordinator import coordinator
 from lockstep.coordinator.admin_socket import address
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
+from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
@@ -307,6 +308,34 @@ def test_a_later_view_that_cannot_begin_ends_the_job(job: Callable[[State], Job]
     made.reacts = react
     assert made.coordinator.run() == 1
     assert str(made.entries("finished")[0]["message"]).endswith(", but there is too little memory")
+
+
+def test_notes_on_what_takes_long_after_the_first_step(job: Callable[[State], Job]) -> None:
+    made = job(new_state())
+    events = (
+        run_events.FirstStepEnded(),
+        run_events.ImportStarted("torch"),
+        run_events.StepsSkipped("fit 1", 1200, 5000),
+        run_events.StepsSkipped("fit 1", 5000, 5000),
+        run_events.CheckpointWritten("kept/step-1", 1, 4.9),
+        run_events.CheckpointWritten("kept/step-2", 2, 12.4),
+    )
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        if instruction == StartProcess(1):
+            said = [WorkerSaid(0, EventReport(event)) for event in events]
+            return [*said, *(WorkerSaid(worker, Finished()) for worker in (0, 1)), *exits]
+        return ends(instruction)
+
+    exits = [ProcessExited(worker, 0) for worker in (0, 1)]
+    made.reacts = react
+    assert made.coordinator.run() == 0
+    notes = (made.folder / "err").read_text().splitlines()
+    assert [line for line in notes if "worker 0" in line or "checkpoint" in line] == [
+        "lockstep: worker 0 is skipping the first steps of fit 1, which were taken before: 1,200 of 5,000",
+        "lockstep: checkpoint kept/step-1",
+        "lockstep: checkpoint kept/step-2 (12 s)",
+    ]
 
 
 def test_the_end_of_its_agent_ends_the_job(job: Callable[[State], Job]) -> None:

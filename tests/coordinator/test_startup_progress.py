@@ -1,6 +1,13 @@
 """Before the first step, notes report what the job waits for, unless there is other output."""
 
-from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
+from lockstep.coordinator.startup_progress import (
+    PREPARING,
+    RUNNING,
+    Progress,
+    first_step,
+    importing,
+    skipping,
+)
 
 
 def test_notes_explain_silence_and_stop_with_other_output() -> None:
@@ -25,12 +32,25 @@ def test_notes_explain_silence_and_stop_with_other_output() -> None:
         "worker 1: running the script, which has not compiled a model yet; "
         "worker 2: preparing the first distributed call"
     ]
+    progress.does(0, importing("keras"), since=115.0)
+    progress.does(1, importing("keras"), since=114.9)
+    progress.does(2, importing("jax"), since=120.0)
+    assert at(125.0) == [
+        "no step completed after 25 s; workers 0 and 1: importing keras (10 s); worker 2: importing jax (5 s)"
+    ]
+    progress.does(0, importing(""))
+    progress.does(1, skipping("fit 1", 1200, 5000))
+    skips = "skipping the first steps of fit 1, which were taken before: 1,200 of 5,000"
+    jax = "worker 2: importing jax (15 s)"
+    assert at(135.0) == [f"no step completed after 35 s; worker 0: {RUNNING}; worker 1: {skips}; {jax}"]
+    assert [progress.covers(worker) for worker in (2, 7)] == [True, False]
     shown = 9
-    assert (at(125.0), progress.due) == ([], 130.0)
+    assert (at(145.0), progress.due) == ([], 150.0)
     progress.gone(2)
     for worker in (0, 1):
         progress.does(worker, first_step("fit 1"))
     compiling = "workers 0 and 1: compiling and computing the first step of fit 1"
-    assert at(130.0) == [f"no step completed after 30 s; {compiling}"]
+    assert at(150.0) == [f"no step completed after 50 s; {compiling}"]
     progress.end()
+    assert not progress.covers(0)
     assert (at(999.0), progress.due) == ([], None)

@@ -82,6 +82,7 @@ reports = st.one_of(
     st.builds(host.NotUnderstood, workers, texts),
     st.builds(host.StateHeld, workers, st.booleans(), texts, workers, st.integers(0, 2**62)),
     st.builds(host.StateReceived, workers, texts),
+    st.builds(host.StateArriving, workers, workers, workers, st.floats(0, 1e9)),
     st.builds(host.DeliveryFailed, workers, workers, texts),
     st.builds(host.ProcessExited, workers, st.integers(-(2**16), 255), st.integers(0, 3)),
     st.builds(host.ConnectedLate, texts, workers),

@@ -57,6 +57,7 @@ from lockstep.supervisor.events import (
     ScaleRequested,
     StateArrived,
     StateGiven,
+    StateMoving,
     ViewBroken,
     ViewFailed,
     WorkerArrived,
@@ -374,6 +375,12 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
             DeadlinePassed(),
             (ShowMessage("training waits until the state has reached the host of worker 2"),),
         ),
+        (SENT, StateMoving(1, 1, 5, 10, 1.0), ()),
+        (
+            replace(SENT, admission=replace(SENT.admission, report_at=8.0, moved=((0, "all"), (1, "half")))),
+            DeadlinePassed(),
+            (ShowMessage("training waits until the state has reached the host of worker 2: half"),),
+        ),
         (AFAR, PositionMissed(2, 1, "lost"), (ShowMessage("worker 2 cannot join: lost"), KillWorker(2))),
         (AFAR, PositionMissed(2, 0, "view 0 has ended"), (AskMembers(Notice.POSITION),)),
         (AFAR.with_phase(Phase.JOIN_FAILED, 2), PositionMissed(2, 1, "lost"), ()),
@@ -409,6 +416,19 @@ def test_the_state_is_sent_once_to_each_host_that_lacks_it() -> None:
     failed = decide(other, StateArrived(1, 1, "lost"), 4.0)
     assert failed.state.lacking == (3,)
     assert failed.actions == (ShowMessage("worker 2 cannot join: lost"), KillWorker(2))
+
+
+def test_the_newest_report_on_a_moving_state_counts() -> None:
+    state = SENT
+    for event in (
+        StateMoving(1, 1, 600_000_000, 4_000_000_000, 6.0),
+        StateMoving(1, 1, 1_200_000_000, 4_000_000_000, 8.0),
+        # Of another view.
+        StateMoving(1, 0, 9, 9, 9.0),
+    ):
+        state = decide(state, event, 4.0).state
+    assert state.admission.moved == ((1, "1.2 of 4.0 GB, 150 MB/s"),)
+    assert decide(state, StateArrived(1, 1), 5.0).state.admission.moved == ()
 
 
 @pytest.mark.parametrize(
@@ -506,6 +526,7 @@ changes = st.one_of(
         st.integers(0, 1),
     ),
     st.builds(StateArrived, st.integers(0, 1), st.integers(1, 6), st.sampled_from(["", "", "lost"])),
+    st.builds(StateMoving, st.integers(0, 1), st.integers(1, 6), others, others, st.floats(0, 9)),
     st.builds(PositionMissed, others, st.integers(1, 6), st.just("lost")),
     st.builds(ScaleRequested, st.integers(1, 6)),
     st.builds(WorkerExited, others, st.sampled_from([1, -9])),

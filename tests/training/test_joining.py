@@ -54,6 +54,7 @@ def test_a_lost_chief_is_replaced(join: Callable[..., str], backend: str) -> Non
     assert "worker 0 was killed by SIGKILL; worker 1 continues (view 2)" in notes
     assert "training waits: 1 worker of at least 2 (--min-workers)" in notes
     assert "worker 2 joined (2 workers, view 3)" in notes
+    assert "worker 2 is skipping the first steps of fit 1, which were taken before: 1 of 8" in notes
 
 
 def test_workers_join_and_leave_on_request(join: Callable[..., str], thorough_backend: str) -> None:

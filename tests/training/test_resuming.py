@@ -1,5 +1,6 @@
 """All processes of a job are lost; the same command resumes from its newest checkpoint, to the same bits."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,8 @@ def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
     return lambda backend: undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend)
 
 
-def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> None:
-    """Kill all workers, and run the same command again with another number of workers."""
+def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> Any:
+    """Kill all workers, and run the same command again with another number of workers; return its run."""
     keeping = f"--checkpoint {folder / 'kept'} --checkpoint-every 2"
     arguments = (str(folder), how, *place.split())
     lost = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", *arguments, backend=backend)
@@ -45,6 +46,7 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
     assert "was made with" not in run.stderr
     for worker in (0, 2):
         assert results(run, place, worker) == results(expected, place)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,12 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
 def test_a_killed_job_resumes_with_another_number_of_workers(
     launch: Launch, backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    resumes(launch, backend, "killed", "fit 1 step 7", tmp_path, undisturbed(backend))
+    run = resumes(launch, backend, "killed", "fit 1 step 7", tmp_path, undisturbed(backend))
+    events = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
+    skipped = [event for event in events if event["event"] == "skips steps" and event["worker"] == 0]
+    assert [(event["call"], event["steps"], event["of"]) for event in skipped] == [
+        ("fit 1", steps, 6) for steps in range(1, 7)
+    ]
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ from lockstep.protocol.host import (
     StartCancelled,
     StartFailed,
     StartProcess,
+    StateArriving,
     StateHeld,
     StateReceived,
     StateSource,
@@ -128,7 +129,7 @@ class Agent:
     def __post_init__(self) -> None:
         # With a hold, calls wait for the first answer too.
         self._permitted = math.inf if self.hold is None else 0.0
-        self._states = HeldStates(self.host, self.network, self.loop)
+        self._states = HeldStates(self.host, self.network, self.loop, self._tell_of_arriving)
         self.loop.before_each_wait(self._watch_output)
         self.loop.before_each_wait(self._reap)
         self.loop.watch(self.coordinator.fileno(), self._obey)
@@ -364,6 +365,9 @@ class Agent:
 
     def _tell_of_state(self, view: int, found: Attachment | str) -> None:
         self._tell(StateReceived(view, found if isinstance(found, str) else ""))
+
+    def _tell_of_arriving(self, source: StateSource, received: int, seconds: float) -> None:
+        self._tell(StateArriving(source.view, received, source.size, seconds))
 
     def _deliver_position(self, worker: int, source: StateSource, found: Attachment | str) -> None:
         if isinstance(found, str):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,8 +19,13 @@ from lockstep.transport.addresses import join_address
 Take = Callable[[Attachment | str], None]
 """Takes a state, or why there is none."""
 
+Tell = Callable[[StateSource, int, float], None]
+"""Takes how many bytes of a state have arrived, in how many seconds."""
+
 _PATIENCE = 10.0
 """Seconds to connect to another host."""
+_TELL_EVERY = 2.0
+"""Seconds between two reports on a state that arrives."""
 
 
 class _NotNeeded(Exception):
@@ -34,6 +40,8 @@ class _Fetch:
     takers: list[tuple[Take, bool]]
     found: Attachment | str = "its stream has ended unexpectedly"
     ended: bool = False
+    received: int = 0
+    seconds: float = 0.0
 
     def outlives_view(self) -> bool:
         """Drop the takers that do not need the state in later views; return whether others remain."""
@@ -50,12 +58,14 @@ class HeldStates:
         host: the index of this host in the job.
         network: how this host reaches others; None if the job has one host.
         loop: takes what has arrived.
+        tell: called regularly for each state that takes long to arrive.
     """
 
-    def __init__(self, host: int, network: HostNetwork | None, loop: EventLoop) -> None:
+    def __init__(self, host: int, network: HostNetwork | None, loop: EventLoop, tell: Tell) -> None:
         self._host = host
         self._network = network
         self._loop = loop
+        self._tell = tell
         self._term, self._view = 1, 0
         self._held: dict[int, Attachment] = {}
         self._fetches: dict[tuple[int, int], _Fetch] = {}
@@ -136,15 +146,23 @@ class HeldStates:
 
         source, greeting = fetch.source, self._greeting(fetch.source, network)
 
+        begun = time.monotonic()
+
         def check() -> None:
             if self._fetches.get((source.view, source.number)) is not fetch:
                 raise _NotNeeded
+            if (seconds := time.monotonic() - begun) - fetch.seconds >= _TELL_EVERY:
+                fetch.seconds = seconds
+                os.eventfd_write(self._wake, 1)
+
+        def arrived(received: int) -> None:
+            fetch.received = received
 
         try:
             address = join_address((source.address, source.port))
             connection = dial(address, greeting, network.credentials, _PATIENCE, check, reach=_PATIENCE)
             with contextlib.closing(connection):
-                fetch.found = receive_state(connection, source.size, check)
+                fetch.found = receive_state(connection, source.size, check, arrived)
         except _NotNeeded:
             return
         except LockstepError as error:
@@ -173,6 +191,8 @@ class HeldStates:
                     self._held[fetch.source.number] = fetch.found
                 for take, _ in fetch.takers:
                     take(fetch.found)
+            elif fetch.seconds:
+                self._tell(fetch.source, fetch.received, fetch.seconds)
 
     def _give(self, greeting: Greeting, connection: socket.socket) -> str | None:
         """Send a state over a connection that asks for it."""

@@ -27,6 +27,8 @@ from lockstep.observability.events import (
 from lockstep.system.clock import Clock, SystemClock, duration
 from lockstep.system.notes import note
 
+_QUIET_SECONDS = 5.0
+"""The time after which a wait for the disk is reported."""
 _NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0
 """The longest time that a step waits for the disk."""
@@ -212,9 +214,9 @@ class CheckpointScheduler:
 
     def _wait_for_disk(self, seconds: float, who: str) -> bool:
         """Wait until all requested checkpoints are written, with regular notes; return False on timeout."""
-        begun = self._clock.now()
-        while not self._writer.close(max(0.0, min(_NOTE_EVERY_SECONDS, begun + seconds - self._clock.now()))):
-            waited = self._clock.now() - begun
+        begun, pause = self._clock.now(), _QUIET_SECONDS
+        while not self._writer.close(max(0.0, min(pause, begun + seconds - self._clock.now()))):
+            waited, pause = self._clock.now() - begun, _NOTE_EVERY_SECONDS
             if waited >= seconds:
                 return False
             note(f"{who} for the disk to write a checkpoint: {waited:.0f} of {seconds:.0f} s")

@@ -20,7 +20,16 @@ from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
 from lockstep.coordinator.job_report import JobSummary, explain
 from lockstep.coordinator.provenance import provenance
-from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
+from lockstep.coordinator.startup_progress import (
+    LOADING,
+    PREPARING,
+    RUNNING,
+    STARTING,
+    Progress,
+    first_step,
+    importing,
+    skipping,
+)
 from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
@@ -66,6 +75,7 @@ from lockstep.protocol.host import (
     StartCancelled,
     StartFailed,
     StartProcess,
+    StateArriving,
     StateHeld,
     StateReceived,
     StateSource,
@@ -102,6 +112,7 @@ from lockstep.worker.script import Script
 _LEAVE_GRACE = 0.5
 _LAST_FLUSH = 0.5
 _DOWNLOAD_REPEAT = 20.0
+_LONG_WRITE = 5.0
 _REPORT_PATIENCE = 5.0
 """Seconds that the agent has for `AllReported`; a stop does not wait longer for it."""
 _MOST_OWED = 256 * 1024
@@ -261,7 +272,10 @@ class Coordinator:
         self.events.publish(run_events.JobStarted(**provenance(script), **asked))
         workers = tuple(range(self.spec.workers))
         if not self.state.size.by_hand:
-            self._progress = Progress(workers, self.console.say, self.console.shown, self._begun)
+            loads = self.spec.checkpoints is not None and self.spec.checkpoints.resume is not None
+            self._progress = Progress(
+                workers, self.console.say, self.console.shown, self._begun, LOADING if loads else STARTING
+            )
         self._send_view(self.state.view)
         for worker in workers:
             self._tell(worker, StartProcess(worker))
@@ -666,6 +680,8 @@ class Coordinator:
             case StateReceived(view, failure):
                 why = failure and f"{agent.name} has not received the state: {failure}"
                 self._decide(job_events.StateArrived(host, view, why))
+            case StateArriving(view, received, size, seconds):
+                self._decide(job_events.StateMoving(host, view, received, size, seconds))
             case DeliveryFailed(worker, view, failure):
                 why = f"{agent.name} has not received the position: {failure}"
                 self._decide(job_events.PositionMissed(worker, view, why))
@@ -762,6 +778,10 @@ class Coordinator:
                 | run_events.CheckpointNotWritten()
             ):
                 self._decide(event)
+            case run_events.ImportStarted(module):
+                self._note_progress(worker, importing(module), self.clock.now() if module else None)
+            case run_events.StepsSkipped(call, steps, of):
+                self._tell_of_skipped_steps(worker, call, steps, of)
             case run_events.CallStarted(name):
                 self._doing = name
                 self._note_progress(worker, first_step(name))
@@ -778,9 +798,11 @@ class Coordinator:
                 self._tell_of_download(worker, file, of, seconds)
             case run_events.TrainingEnded(steps, model, digest) if worker == self.state.view.chief:
                 self._tally.trained(steps, model, digest)
-            case run_events.CheckpointWritten(path):
+            case run_events.CheckpointWritten(path, _, seconds):
                 self._tally.checkpoints += 1
-                self.console.say(f"checkpoint {path}")
+                self.console.say(
+                    f"checkpoint {path}{f' ({seconds:.0f} s)' if seconds >= _LONG_WRITE else ''}"
+                )
                 self._decide(event)
             case run_events.TrainingResumed(where, step) if worker == self.state.view.chief:
                 if self.state.workers[worker].started_at is None:
@@ -788,12 +810,19 @@ class Coordinator:
                     self._tally.before = step
                     self.console.say(f"training resumed after {where}")
 
-    def _note_progress(self, worker: int, what: str) -> None:
+    def _note_progress(self, worker: int, what: str, since: float | None = None) -> None:
         if self._progress is not None:
-            self._progress.does(worker, what)
+            self._progress.does(worker, what, since)
         if self.spec.replicas == 1 and what is PREPARING:
             # Keras's own loop follows, which reports nothing.
             self._progress = None
+
+    def _tell_of_skipped_steps(self, worker: int, call: str, steps: int, of: int) -> None:
+        """Say how far a worker is; before the first step, among what all of them do."""
+        if self._progress is not None and self._progress.covers(worker):
+            self._note_progress(worker, skipping(call, steps, of) if steps < of else first_step(call))
+        elif steps < of:
+            self.console.say(f"worker {worker} is {skipping(call, steps, of)}")
 
     def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
         """Say which download a worker waits for: once for several workers, then repeatedly."""

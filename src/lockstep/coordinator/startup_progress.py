@@ -5,11 +5,22 @@ from collections.abc import Callable, Iterable
 from lockstep.system.prose import name_workers
 
 STARTING = "starting: importing the script's modules"
+LOADING = f"{STARTING}, and reading the checkpoint"
 RUNNING = "running the script, which has not compiled a model yet"
 PREPARING = "preparing the first distributed call"
 
 _QUIET = 5.0
 _EVERY = 10.0
+
+
+def importing(module: str) -> str:
+    """Describe a worker whose script imports a module; if that is empty, a worker whose script runs."""
+    return f"importing {module}" if module else RUNNING
+
+
+def skipping(call: str, steps: int, of: int) -> str:
+    """Describe a worker that has skipped some steps of a call, of those that were taken before it began."""
+    return f"skipping the first steps of {call}, which were taken before: {steps:,} of {of:,}"
 
 
 def first_step(call: str) -> str:
@@ -25,25 +36,41 @@ class Progress:
         say: shows a note.
         shown: returns how many bytes the terminal has shown so far, including notes.
         now: the time when the job begins.
+        does: what they do first.
 
     Attributes:
         due: when to call `serve` next; None once a step is complete.
     """
 
     def __init__(
-        self, workers: Iterable[int], say: Callable[[str], None], shown: Callable[[], int], now: float
+        self,
+        workers: Iterable[int],
+        say: Callable[[str], None],
+        shown: Callable[[], int],
+        now: float,
+        does: str = STARTING,
     ) -> None:
         self.due: float | None = now + _QUIET
-        self._does = dict.fromkeys(workers, STARTING)
+        self._does: dict[int, tuple[str, float | None]] = dict.fromkeys(workers, (does, None))
         self._say = say
         self._shown = shown
         self._seen = shown()
         self._since = now
 
-    def does(self, worker: int, what: str) -> None:
-        """Note what a worker does from now on; ignores workers that join later."""
+    def does(self, worker: int, what: str, since: float | None = None) -> None:
+        """Note what a worker does from now on; ignores workers that join later.
+
+        Args:
+            worker: its id.
+            what: what it does.
+            since: the present time if a report should say how long that takes.
+        """
         if worker in self._does:
-            self._does[worker] = what
+            self._does[worker] = what, since
+
+    def covers(self, worker: int) -> bool:
+        """Whether it still reports what `worker` does."""
+        return self.due is not None and worker in self._does
 
     def gone(self, worker: int) -> None:
         """Forget a worker that has ended."""
@@ -59,12 +86,13 @@ class Progress:
             return
         quiet = self._shown() == self._seen
         if quiet and self._does:
-            self._say(f"no step completed after {now - self._since:.0f} s; {self._listed()}")
+            self._say(f"no step completed after {now - self._since:.0f} s; {self._listed(now)}")
         self.due = now + (_EVERY if quiet else _QUIET)
         self._seen = self._shown()
 
-    def _listed(self) -> str:
+    def _listed(self, now: float) -> str:
         doing: dict[str, list[int]] = {}
-        for worker, what in self._does.items():
-            doing.setdefault(what, []).append(worker)
-        return "; ".join(f"{name_workers(tuple(workers))}: {what}" for what, workers in doing.items())
+        for worker, (what, since) in self._does.items():
+            text = what if since is None else f"{what} ({now - since:.0f} s)"
+            doing.setdefault(text, []).append(worker)
+        return "; ".join(f"{name_workers(tuple(workers))}: {text}" for text, workers in doing.items())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import WORKER_EVENTS, WORKER_MEASUREMENTS, SourceChanged
+from lockstep.observability.events import WORKER_EVENTS, WORKER_MEASUREMENTS, ImportStarted, SourceChanged
 from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
@@ -29,6 +29,7 @@ from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.downloads import share_downloads
 from lockstep.worker.file_writes import LibraryFolders, watch_writes
 from lockstep.worker.import_hooks import when_imported
+from lockstep.worker.import_reports import report_imports
 from lockstep.worker.jax_cache import keep_compiled
 from lockstep.worker.program_sources import keep_sources
 from lockstep.worker.script import Script, original_of, summarize, summarize_own, user_traceback
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     sources = RunPaths(config.run_dir).sources
     keep_sources(sources, lambda path, what: events.publish(SourceChanged(path, what)))
     _watch_writes(config, client)
+    report_imports(_publish_import)
     client.started()
     _run(Script.parse(arguments), client, has_log=not config.by_hand)
 
@@ -125,6 +127,13 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     if config.adopts:
         when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=job.become_alone)
+
+
+def _publish_import(event: ImportStarted) -> None:
+    from lockstep.worker import job
+
+    # Not on the bus of the worker, because this may be a process that the script has forked.
+    job.current().events.publish(event)
 
 
 def _is_chief() -> bool:

@@ -251,6 +251,12 @@ class DistributionBegan(_Event, frozen=True, tag="distributes"):
     """The script uses the replicas for the first time."""
 
 
+class ImportStarted(_Event, frozen=True, tag="imports"):
+    """The script imports a framework, which may take long; `module` is empty once it imports none."""
+
+    module: str
+
+
 class CallStarted(_Event, frozen=True, tag="call"):
     """A distributed call starts, such as `fit 1`."""
 
@@ -259,6 +265,14 @@ class CallStarted(_Event, frozen=True, tag="call"):
 
 class FirstStepEnded(_Event, frozen=True, tag="first step"):
     """The first step was computed and summed."""
+
+
+class StepsSkipped(_Event, frozen=True, tag="skips steps"):
+    """A worker that resumes or joins has skipped `steps` of `of` steps of a call that were taken before."""
+
+    call: str
+    steps: int
+    of: int
 
 
 class TimeoutSet(_Event, frozen=True, tag="patience"):
@@ -560,7 +574,9 @@ CoordinatorEvent = (
 WorkerEvent = (
     StrategyInstalled
     | DistributionBegan
+    | ImportStarted
     | CallStarted
+    | StepsSkipped
     | FirstStepEnded
     | TimeoutSet
     | SourceChanged

@@ -474,6 +474,15 @@ class StateReceived(msgspec.Struct, frozen=True, tag="state arrived"):
     failure: str = ""
 
 
+class StateArriving(msgspec.Struct, frozen=True, tag="state arrives"):
+    """Of the state that `FetchState` asks for, `received` of `size` bytes have arrived in `seconds`."""
+
+    view: int
+    received: int
+    size: int
+    seconds: float
+
+
 class DeliveryFailed(msgspec.Struct, frozen=True, tag="position missed"):
     """The position that was given in a view has not reached a joiner, because of `failure`."""
 
@@ -590,6 +599,7 @@ HostReport = (
     | NotUnderstood
     | StateHeld
     | StateReceived
+    | StateArriving
     | DeliveryFailed
     | ProcessExited
     | ConnectedLate

@@ -64,6 +64,7 @@ from lockstep.supervisor.events import (
     ScaleRequested,
     StateArrived,
     StateGiven,
+    StateMoving,
     ViewBroken,
     ViewFailed,
     WorkerArrived,
@@ -80,7 +81,7 @@ from lockstep.supervisor.state import (
     WorkerRecord,
 )
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name
-from lockstep.system.prose import count, name_workers, whose_lines
+from lockstep.system.prose import count, name_workers, transferred, whose_lines
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
@@ -114,6 +115,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _state_given(state, event, now)
         case StateArrived():
             decision = _state_arrived(state, event, now)
+        case StateMoving():
+            decision = _state_moving(state, event)
         case PositionMissed():
             decision = _position_missed(state, event, now)
         case WorkerArrived(host):
@@ -467,6 +470,16 @@ def _state_arrived(state: State, event: StateArrived, now: float) -> Decision:
     return _admit(state, now, "")
 
 
+def _state_moving(state: State, event: StateMoving) -> Decision:
+    """Note how far the state is on its way to a host, for the next message."""
+    if event.view != state.view.number or not state.admission.given:
+        return Decision(state, reason=f"the state of view {event.view} is no longer needed")
+    text = transferred(event.received, event.size, event.seconds)
+    moved = dict(state.admission.moved) | {event.host: text}
+    state = replace(state, admission=replace(state.admission, moved=tuple(moved.items())))
+    return Decision(state, reason=f"the state on its way to host {event.host}: {text}")
+
+
 def _position_missed(state: State, event: PositionMissed, now: float) -> Decision:
     """Ask again for the position if its view has ended meanwhile; otherwise give the joiner up."""
     if not state.active or state.workers[event.worker].phase is not Phase.JOINING:
@@ -585,7 +598,10 @@ def _deadline_passed(state: State, now: float) -> Decision:
         message += f"{state.size.min_workers} (--min-workers)"
         return _end(state, JobOutcome(1, message, state.joiners, Evidence.LOG), now)
     if admission.report_at is not None and now >= admission.report_at:
+        hosts = {state.workers[worker].host for worker in state.lacking}
+        moved = "; ".join(how for host, how in sorted(admission.moved) if host in hosts)
         text = f"training waits until the state has reached the host of {name_workers(state.lacking)}"
+        text += f": {moved}" if moved else ""
         shown = (ShowMessage(text),) if state.lacking else ()
         state = replace(state, admission=replace(admission, report_at=now + state.limits.repeat))
         return Decision(state, shown, text)

@@ -72,6 +72,17 @@ class StateArrived:
 
 
 @dataclass(frozen=True)
+class StateMoving:
+    """Of the state that was given in a view, `received` of `size` bytes have reached a host in `seconds`."""
+
+    host: int
+    view: int
+    received: int
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PositionMissed:
     """The position that was given in a view has not reached a joiner, because of `failure`."""
 
@@ -164,6 +175,7 @@ Event = (
     | JoinRequested
     | StateGiven
     | StateArrived
+    | StateMoving
     | PositionMissed
     | WorkerArrived
     | ScaleRequested

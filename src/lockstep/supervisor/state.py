@@ -160,6 +160,7 @@ class Admission:
         given: whether the chief has sent the state, so that all members wait for the next view.
         holders: the hosts that have this state.
         receivers: the hosts to which this state was sent, and that have not failed to receive it.
+        moved: how far this state is on its way, as texts, by host.
         deadline: when a job whose members wait for joiners, or for the state to reach them, gives up; None if
             they do not wait.
         report_at: when a message says for whom the state is on its way; None if it is not.
@@ -173,6 +174,7 @@ class Admission:
     given: bool = False
     holders: frozenset[int] = frozenset()
     receivers: frozenset[int] = frozenset()
+    moved: tuple[tuple[int, str], ...] = ()
     deadline: float | None = None
     report_at: float | None = None
     backoff_until: float | None = None
@@ -183,7 +185,9 @@ class Admission:
     def without_state(self) -> "Admission":
         """Return the admission once the wait for the next view is over."""
         none = frozenset[int]()
-        return replace(self, given=False, holders=none, receivers=none, deadline=None, report_at=None)
+        return replace(
+            self, given=False, holders=none, receivers=none, moved=(), deadline=None, report_at=None
+        )
 
 
 class Stage(Enum):

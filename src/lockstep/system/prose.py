@@ -20,6 +20,13 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def transferred(done: int, size: int, seconds: float) -> str:
+    """Return how many bytes of how many have arrived, and how fast: "1.2 of 4.0 GB, 110 MB/s"."""
+    scale, unit = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
+    rate = f", {done / seconds / 1e6:,.0f} MB/s" if seconds > 0 else ""
+    return f"{done / scale:,.1f} of {size / scale:,.1f} {unit}{rate}"
+
+
 def whose_lines(workers: int, replicas: int) -> str:
     """Say which processes run the script's own lines, outside of distributed calls."""
     if workers > 1:

@@ -48,13 +48,19 @@ def send_state(connection: socket.socket, state: Attachment, check: Callable[[],
     _transfer(connection, memoryview(hashed.digest()), connection.send, select.POLLOUT, check)
 
 
-def receive_state(connection: socket.socket, size: int, check: Callable[[], None]) -> Attachment:
+def receive_state(
+    connection: socket.socket,
+    size: int,
+    check: Callable[[], None],
+    arrived: Callable[[int], object] = lambda received: None,
+) -> Attachment:
     """Return a state that arrives.
 
     Args:
         connection: from `dial` or `accept`; it becomes non-blocking.
         size: of the state, in bytes.
         check: called at least every 0.2 s; what it raises ends the stream.
+        arrived: called after each piece, with the number of bytes so far.
 
     Raises:
         CheckpointError: there is too little memory.
@@ -73,6 +79,7 @@ def receive_state(connection: socket.socket, size: int, check: Callable[[], None
             while piece:
                 written = os.pwrite(state.descriptor, piece, received)
                 piece, received = piece[written:], received + written
+            arrived(received)
         # Reading beyond the end of a truncated file kills the process.
         fcntl.fcntl(state.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     except OSError as error:

@@ -1,15 +1,18 @@
 """Hooks that act on a module when the program imports it, without importing it themselves."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+FRAMEWORKS = ("keras", "jax", "tensorflow", "torch")
+"""Modules whose import may take many seconds."""
+
 Action = Callable[[ModuleType], object]
-Before = Callable[[], Action]
-"""Called before a module is executed; returns the action to call afterwards."""
+Around = Callable[[ModuleType], AbstractContextManager[None]]
+"""Surrounds the execution of a module."""
 
 
 def when_imported(actions: Mapping[str, Action]) -> None:
@@ -20,22 +23,21 @@ def when_imported(actions: Mapping[str, Action]) -> None:
     for name, action in actions.items():
         if name in sys.modules:
             action(sys.modules[name])
-    later = {name: partial(_nothing_before, action) for name, action in actions.items()}
-    sys.meta_path.insert(0, _ActOnImport(later))
+    sys.meta_path.insert(0, _ActOnImport({name: _followed_by(action) for name, action in actions.items()}))
 
 
-def whenever_executed(names: Iterable[str], before: Before) -> None:
-    """Call `before` when a module of these names is about to be executed, and its result afterwards.
+def whenever_executed(names: Iterable[str], around: Around) -> None:
+    """Surround the execution of each module of these names, also if it raises.
 
     This has no effect on modules that are already imported.
     """
-    sys.meta_path.insert(0, _ActOnImport(dict.fromkeys(names, before)))
+    sys.meta_path.insert(0, _ActOnImport(dict.fromkeys(names, around)))
 
 
 class _ActOnImport(MetaPathFinder):
-    """Delegates to the finders after it, and acts before and after a module is executed."""
+    """Delegates to the finders after it, and surrounds the execution of modules."""
 
-    def __init__(self, actions: Mapping[str, Before]) -> None:
+    def __init__(self, actions: Mapping[str, Around]) -> None:
         self._actions = actions
 
     def find_spec(
@@ -49,16 +51,20 @@ class _ActOnImport(MetaPathFinder):
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
-        execute, before = spec.loader.exec_module, self._actions[fullname]
+        execute, around = spec.loader.exec_module, self._actions[fullname]
 
-        def execute_and_act(module: ModuleType) -> None:
-            act = before()
-            execute(module)
-            act(module)
+        def execute_within(module: ModuleType) -> None:
+            with around(module):
+                execute(module)
 
-        vars(spec.loader)["exec_module"] = execute_and_act
+        vars(spec.loader)["exec_module"] = execute_within
         return spec
 
 
-def _nothing_before(action: Action) -> Action:
-    return action
+def _followed_by(action: Action) -> Around:
+    @contextmanager
+    def around(module: ModuleType) -> Iterator[None]:
+        yield
+        action(module)
+
+    return around

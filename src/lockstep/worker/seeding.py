@@ -2,13 +2,12 @@
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
-from lockstep.worker.import_hooks import Action, when_imported, whenever_executed
-
-_DRAW = ("keras", "jax", "tensorflow", "torch")
-"""Modules that draw random numbers during their import, or import others that do."""
+from lockstep.worker.import_hooks import FRAMEWORKS, when_imported, whenever_executed
 
 
 def seed_everything(seed: int) -> None:
@@ -21,7 +20,8 @@ def seed_everything(seed: int) -> None:
     numbers whether or not it is the first to import the framework.
     """
     random.seed(seed)
-    whenever_executed(_DRAW, partial(_remember, seed))
+    # They draw random numbers during their import, or import modules that do.
+    whenever_executed(FRAMEWORKS, partial(_forgetting_draws, seed))
     when_imported(
         {
             "numpy": partial(_seed_numpy, seed),
@@ -43,16 +43,15 @@ def _seed_torch(seed: int, torch: ModuleType) -> None:
     torch.manual_seed(seed)
 
 
-def _remember(seed: int) -> Action:
-    """Return an action that restores the current random states."""
+@contextmanager
+def _forgetting_draws(seed: int, module: ModuleType) -> Iterator[None]:
+    """Restore the random states after a module was imported."""
     numpy = sys.modules.get("numpy")
     plain, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
 
-    def bring_back(module: ModuleType) -> None:
-        random.setstate(plain)
-        if arrays is not None:
-            sys.modules["numpy"].random.set_state(arrays)
-        elif "numpy" in sys.modules:
-            _seed_numpy(seed, sys.modules["numpy"])
-
-    return bring_back
+    yield
+    random.setstate(plain)
+    if arrays is not None:
+        sys.modules["numpy"].random.set_state(arrays)
+    elif "numpy" in sys.modules:
+        _seed_numpy(seed, sys.modules["numpy"])

@@ -73,7 +73,7 @@ class GlobalStep:
         """Take one step of a program that trains or tests; return (logs, state)."""
         call = self._calls.current
         if call.steps < call.skipped:
-            call.steps += 1
+            self._snapshots.resumable.skip(1)
             if call.steps == call.skipped and self._job.joins:
                 state = self._join_job(state, self._read(state, batch))
             if call.steps < call.skipped:
@@ -259,7 +259,7 @@ class TrackedTrainFunction:
         steps = 1 if call.at_end else model.steps_per_execution
         if call.steps < call.skipped:
             execution.skip()
-            call.steps += steps
+            self._snapshots.resumable.skip(steps)
             return self._skipped(execution.state)
         logs, state = execution.run()
         call.steps += steps

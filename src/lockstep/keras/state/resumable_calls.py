@@ -5,7 +5,8 @@ return what they returned before; the one in progress skips completed steps with
 restores the state.
 """
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,11 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
 from lockstep.keras.worker_exchange import ADVICE_ON_CALLS
+from lockstep.observability.events import StepsSkipped
 from lockstep.worker.job import Job
+
+SKIPPING_EVERY = 5.0
+"""Seconds after which a worker says how many steps it has skipped."""
 
 _PARTS: Mapping[str, type] = {
     "journal": dict,
@@ -103,6 +108,34 @@ class Resumption:
         )
 
 
+class SkippedSteps:
+    """Publishes how many steps of a call were skipped, every few seconds, and the end if that took long.
+
+    Args:
+        publish: takes the events.
+        now: reads a clock, in seconds.
+    """
+
+    def __init__(
+        self, publish: Callable[[StepsSkipped], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._publish = publish
+        self._now = now
+        self._call: NumberedCall | None = None
+        self._due = 0.0
+        self._told = False
+
+    def note(self, call: NumberedCall) -> None:
+        """Note that `call` has skipped another step."""
+        now = self._now()
+        if call is not self._call:
+            self._call, self._told, self._due = call, False, now + SKIPPING_EVERY
+        ends = call.steps >= call.skipped
+        if now >= self._due or (ends and self._told):
+            self._told, self._due = True, now + SKIPPING_EVERY
+            self._publish(StepsSkipped(call.name, call.steps, call.skipped))
+
+
 class ResumableCalls:
     """The calls of one process, from the first of its script to the one in progress."""
 
@@ -114,6 +147,7 @@ class ResumableCalls:
         self._resumption: Resumption | None = None
         self._refusal: LockstepError | None = None
         self._again: BaseException | None = None
+        self._skipping = SkippedSteps(job.events.publish)
 
     @property
     def journal(self) -> Journal:
@@ -256,6 +290,12 @@ class ResumableCalls:
             case SkipTo(steps):
                 self._calls.current.skipped = steps
         return None
+
+    def skip(self, steps: int) -> None:
+        """Count steps of the current call that were taken elsewhere and are not repeated."""
+        call = self._calls.current
+        call.steps += steps
+        self._skipping.note(call)
 
     def replay(self) -> FinishedCall:
         """Skip the call in progress, which has finished elsewhere; return its result.
