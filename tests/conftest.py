@@ -4,8 +4,10 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -130,3 +132,25 @@ def _imports(node: ast.AST, backend: str) -> Iterator[str]:
             parts = list(node.body if value.value == backend else node.orelse)
     for part in parts:
         yield from _imports(part, backend)
+
+
+@pytest.fixture(scope="session")
+def read_tensorboard() -> Callable[[Path], dict[str, list[tuple[int, float | str]]]]:
+    """Return the steps and values by tag that TensorBoard's own backend finds in the folder of a run."""
+    # With a module of this name, TensorBoard does not import TensorFlow.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def read(folder: Path) -> dict[str, list[tuple[int, float | str]]]:
+        found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+        found.Reload()
+        tags = found.Tags()
+        values: dict[str, list[tuple[int, float | str]]] = {}
+        for tag in tags["scalars"]:
+            values[tag] = [(one.step, one.value) for one in found.Scalars(tag)]
+        for tag in tags["tensors"]:
+            assert found.SummaryMetadata(tag).plugin_data.plugin_name == "text"
+            values[tag] = [(one.step, one.tensor_proto.string_val[0].decode()) for one in found.Tensors(tag)]
+        return values
+
+    return read

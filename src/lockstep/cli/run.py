@@ -1,5 +1,6 @@
 """The command `lockstep run`: turns options into the specification of a job, and runs the job."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import click
 
 from lockstep.cli.completion import complete_script
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import (
     BACKENDS,
@@ -28,6 +29,7 @@ from lockstep.launcher.backend import (
 from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
+from lockstep.observability.exports import NO_EXPORTS, Exports
 from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
@@ -45,6 +47,7 @@ from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.process_limits import check_limits
 from lockstep.system.run_folder import (
+    check_writable,
     claim_folder,
     claim_when_free,
     empty_folder,
@@ -93,12 +96,14 @@ class _Seconds(click.FloatRange):
 
 
 class _Folder(click.Path):
-    """A folder; rejects the empty path, which would mean the current one."""
+    """A folder of this machine; rejects the empty path, which would mean the current one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, or fail."""
         if not os.fspath(value):
             self.fail("the path is empty; name a folder, such as ./folder.", param, ctx)
+        if "://" in os.fsdecode(value):
+            self.fail(f"{os.fsdecode(value)} is no folder of this machine.", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -230,6 +235,12 @@ class _Folder(click.Path):
     help="Workers whose output the terminal shows; the logs hold the output of all.",
 )
 @click.option(
+    "--tensorboard",
+    type=_Folder(path_type=Path),
+    metavar="DIR",
+    help="Write metrics, the times of steps, load and membership to DIR for TensorBoard.",
+)
+@click.option(
     "--timeout",
     type=_Seconds(min=0, max=_TIMES, min_open=True),
     default=600.0,
@@ -327,15 +338,17 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     link = _engine_link(options)
     retries = options["tf_config"]
     task = _take_place(script, options) if options["tf_config"] or options["slurm"] else ""
-    refuse_undecodable(options["run_dir"], options["checkpoint"])
-    folder = options["checkpoint"]
+    refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
+    folder, board = options["checkpoint"], options["tensorboard"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
     existed = folder is not None and folder.exists()
     if existed:
         claim_folder(folder, *_OF_CHECKPOINTS)
     spec = replace(_spec(options), inherited=inherited or ())
     created = options["run_dir"] is None or not options["run_dir"].exists()
-    with gone_if_refused(folder if folder is not None and not existed else None):
+    new_board = board is not None and not board.exists()
+    with gone_if_refused(board), gone_if_refused(folder if folder is not None and not existed else None):
+        exports = _exports(options)
         if folder is not None and not existed:
             claim_folder(folder, *_OF_CHECKPOINTS)
         with gone_if_refused(options["run_dir"]):
@@ -364,17 +377,21 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         here = 0 if link is not None else options["here"] or 1
         listening = Listening(address, here, retries=retries, task=task, engine=link)
         status = run_in_job_process(
-            lambda command: run_listening(spec, listening, resumed, command),
+            lambda command: run_listening(spec, listening, resumed, command, exports),
             spec.grace,
             LIFELINE if link is not None else None,
         )
     else:
-        status = run_in_job_process(lambda command: _serve(spec, resumed, command), spec.grace)
+        status = run_in_job_process(lambda command: _serve(spec, resumed, command, exports), spec.grace)
     leave_folder(spec.run_dir)
     if created:
         remove_unused(spec.run_dir)
     if folder is not None and not existed:
         remove_unused_claim(folder)
+    if new_board:
+        # Where nothing was trained, it is empty.
+        with contextlib.suppress(OSError):
+            board.rmdir()
     sys.exit(status)
 
 
@@ -510,6 +527,21 @@ def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
         replace_names()
     script.run()
     sys.exit(0)
+
+
+def _exports(options: Mapping[str, Any]) -> Exports:
+    """Return what the job shows of itself; raise an error in one line if it cannot."""
+    folder = options["tensorboard"]
+    if folder is None:
+        return NO_EXPORTS
+    package = importlib.util.find_spec("tensorboard")
+    # A folder of that name in the current one is no package.
+    if package is None or package.origin is None:
+        raise UnfitError(
+            "--tensorboard needs the package tensorboard: pip install 'keras-lockstep[tensorboard]'"
+        )
+    check_writable(folder, "the folder for TensorBoard", "--tensorboard")
+    return Exports(folder.absolute())
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:
@@ -668,12 +700,12 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
         note(text)
 
 
-def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]") -> int:
+def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]", exports: Exports) -> int:
     """Run the job in the process that the command has forked for it."""
     if spec.hosts:
         from lockstep.hosts.job_on_hosts import run_over_ssh
 
-        return run_over_ssh(spec, resumed, command)
+        return run_over_ssh(spec, resumed, command, exports)
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 
@@ -701,4 +733,4 @@ def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]") ->
     starter = LocalStarter(spec, paths, os.getpid(), launcher, output)
     local = LocalHost(output, starter, LinuxDescendants())
     with EventLoop() as loop:
-        return run_job(spec, state, paths, command, console=console, loop=loop, local=local)
+        return run_job(spec, state, paths, command, console=console, loop=loop, local=local, exports=exports)

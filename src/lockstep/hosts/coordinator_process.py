@@ -24,6 +24,7 @@ from lockstep.errors import LockstepError, UnfitError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
+from lockstep.observability.exports import Exports, exported
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -205,7 +206,7 @@ class CoordinatorProcess:
         console = Console(Sink(1), Sink(2), spec.tee, record.state.view.chief)
         user, command = LocalChannel.pair()
         events = Bus(clock, complain=console.say)
-        with recorded(events, paths, console.say):
+        with recorded(events, paths, console.say), exported(events, _exports(first), note):
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,
@@ -281,6 +282,10 @@ def _channel(host: HostChannel) -> AgentChannel:
 
 def _listener(requests: Attachment | None) -> socket.socket | None:
     return None if requests is None or requests.is_missing else socket.socket(fileno=requests.take())
+
+
+def _exports(first: Coordinate) -> Exports:
+    return Exports(None if first.tensorboard is None else Path(first.tensorboard))
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:

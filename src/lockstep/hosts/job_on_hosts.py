@@ -26,6 +26,7 @@ from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
 from lockstep.local_job.composition import LocalHost, start_agent
 from lockstep.observability.console import Console
+from lockstep.observability.exports import NO_EXPORTS, Exports
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.greeting import JOB
 from lockstep.protocol.host import (
@@ -121,6 +122,7 @@ class JobOnHosts:
         start: starts the agent of a lost host again, given its name; None if agents come on their own.
         accept: called before the job begins with what admits the agents that come later.
         wanted: the number of workers to which the job grows when hosts join; 0 for that of `spec`.
+        exports: what the process of the coordinator shows of the job.
     """
 
     spec: JobSpec
@@ -138,6 +140,7 @@ class JobOnHosts:
     start: Callable[[str], AwaitedHost] | None = None
     accept: Callable[[Newcomers], None] = lambda newcomers: None
     wanted: int = 0
+    exports: Exports = NO_EXPORTS
 
     def run(self) -> int:
         """Run the job; return its exit status.
@@ -198,6 +201,7 @@ class JobOnHosts:
                 self.children,
                 self.notifies,
                 newcomers.note_loss,
+                self.exports,
             )
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()
@@ -284,13 +288,14 @@ def _in_order(spec: JobSpec, facts: Mapping[int, HostFacts]) -> list[HostFacts]:
     return [facts[host] for host in range(len(spec.hosts))]
 
 
-def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
+def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop], exports: Exports) -> int:
     """Run a job on the hosts of `spec`; return its exit status.
 
     Args:
         spec: the job; its threads may be 0.
         resumed: see `Resumed`.
         command: the channel over which the job is stopped.
+        exports: what the process of the coordinator shows of the job.
 
     Raises:
         ConfigError: the hosts do not fit together, or one cannot run the script.
@@ -336,6 +341,7 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) 
                 start=lambda name: AwaitedHost(
                     name, start(name).channel, lambda: "ssh or its agent has ended"
                 ),
+                exports=exports,
             ).run()
         except Stopped as stopped:
             return 128 + stopped.signal

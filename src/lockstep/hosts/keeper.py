@@ -21,6 +21,7 @@ from lockstep.coordinator.admin_socket import take_name
 from lockstep.errors import UnfitError
 from lockstep.hosts.coordinator_session import CoordinatorSession
 from lockstep.observability.console import Console
+from lockstep.observability.exports import NO_EXPORTS, Exports
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -99,6 +100,7 @@ class Keeper:
         children: process ids of the children of this process that are not workers.
         notifies: whether the agents show notes.
         when_lost: called with the index of each host that is lost.
+        exports: what the coordinators show of the job.
         is_over: whether the end of the job is decided, so that no host can join.
     """
 
@@ -112,6 +114,7 @@ class Keeper:
     children: set[int]
     notifies: bool = False
     when_lost: Callable[[int], None] = lambda host: None
+    exports: Exports = NO_EXPORTS
     is_over: bool = field(default=False, init=False)
     _process: "subprocess.Popen[bytes] | None" = None
     _coordinator: PacketChannel[CoordinatorCommand, CoordinatorReport] | None = None
@@ -177,7 +180,19 @@ class Keeper:
         self.loop.watch(self._coordinator.fileno(), self._hear_coordinator)
         kept, record = msgspec.structs.replace(self.kept, record=b""), Attachment.holding(self.kept.record)
         name = None if self._requests is None else Attachment.copy_of(self._requests.fileno())
-        self._tell(Coordinate(kept, record, self._term, len(self.hosts), self.run_dir, self.notifies, name))
+        folder = self.exports.tensorboard
+        self._tell(
+            Coordinate(
+                kept,
+                record,
+                self._term,
+                len(self.hosts),
+                self.run_dir,
+                self.notifies,
+                name,
+                None if folder is None else str(folder),
+            )
+        )
         for host in range(len(self.hosts)):
             self._introduce(host)
         for stop in self._stops:

@@ -22,6 +22,7 @@ from lockstep.hosts.job_on_hosts import (
 from lockstep.hosts.newcomers import Newcomers
 from lockstep.hosts.takeover import LEFT_BEHIND, TakenOverJob, running_jobs, wait_for_hosts
 from lockstep.observability.console import Console
+from lockstep.observability.exports import Exports
 from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.engine import HOLD, StartCoordinator
@@ -63,7 +64,9 @@ class Listening:
     engine: EngineLink | None = None
 
 
-def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
+def run_listening(
+    spec: JobSpec, listening: Listening, resumed: Resumed, command: Channel[Stop, Stop], exports: Exports
+) -> int:
     """Run a job on this host and on those whose agents join it; return its exit status.
 
     Args:
@@ -71,6 +74,7 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
         listening: where it waits.
         resumed: see `Resumed`.
         command: the channel over which the job is stopped.
+        exports: what the process of the coordinator shows of the job.
 
     Raises:
         ConfigError: there is no key, the address cannot be used, the hosts do not fit together, or one cannot
@@ -96,9 +100,16 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
                 ends.enter_context(closing(agent.channel))
             if running := [agent for agent, _ in running_jobs(agents)]:
                 new = [agent for agent in agents if agent not in running]
-                return TakenOverJob(spec, listening.here, command, gate.console, loop, listener, running).run(
-                    lambda newcomers: gate.accept_later(server, newcomers, new)
-                )
+                return TakenOverJob(
+                    spec,
+                    listening.here,
+                    command,
+                    gate.console,
+                    loop,
+                    listener,
+                    running,
+                    exports=exports,
+                ).run(lambda newcomers: gate.accept_later(server, newcomers, new))
             hosts, others = placed(gate.begins_with, listening.here, listener.place[0], agents)
             prepare = first_message(spec, encrypted=not spec.plain)
             here = ThisHost(0, listener, own_facts(prepare, *listener.place)) if listening.here else None
@@ -114,6 +125,7 @@ def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command
                 notifies=True,
                 resumed=resumed,
                 accept=lambda newcomers: gate.accept_later(server, newcomers, ()),
+                exports=exports,
             ).run()
     except Stopped as stopped:
         return 128 + stopped.signal

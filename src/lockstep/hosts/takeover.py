@@ -19,6 +19,7 @@ from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.hosts.newcomers import Newcomers
 from lockstep.local_job.composition import start_agent
 from lockstep.observability.console import Console
+from lockstep.observability.exports import NO_EXPORTS, Exports
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import (
     SILENCE,
@@ -115,6 +116,7 @@ class TakenOverJob:
         listener: where agents and workers of other hosts connect.
         agents: that run the job.
         by_hand: the workers of this host, if a user starts all workers; None if agents start them.
+        exports: what the process of the coordinator shows of the job.
     """
 
     spec: JobSpec
@@ -125,6 +127,7 @@ class TakenOverJob:
     listener: HostListener
     agents: Sequence[JoiningAgent]
     by_hand: WorkersByHand | None = None
+    exports: Exports = NO_EXPORTS
 
     def run(self, accept: Callable[[Newcomers], None]) -> int:
         """Run the job to its end; return its exit status.
@@ -194,6 +197,7 @@ class TakenOverJob:
                 children,
                 notifies=True,
                 when_lost=newcomers.note_loss,
+                exports=self.exports,
             )
             accept(newcomers)
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)

@@ -16,6 +16,7 @@ from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
+from lockstep.observability.exports import NO_EXPORTS, Exports, exported
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.host import HostReport, Instruction, PeerAddress, Stop
 from lockstep.protocol.job_spec import JobSpec
@@ -105,6 +106,7 @@ def run_job(
     console: Console,
     loop: EventLoop,
     local: LocalHost,
+    exports: Exports = NO_EXPORTS,
 ) -> int:
     """Run a job of one host to its end in this process; return its exit status.
 
@@ -116,6 +118,7 @@ def run_job(
         console: shows notes, and the output of workers.
         loop: serves everything.
         local: the host of this process.
+        exports: what this process shows of the job.
 
     Raises:
         SharedMemoryError: this machine has too little memory.
@@ -123,7 +126,7 @@ def run_job(
     """
     clock = SystemClock()
     events = Bus(clock, complain=console.say)
-    with recorded(events, paths, console.say):
+    with recorded(events, paths, console.say), exported(events, exports, note):
         to_agent, to_coordinator = LocalChannel.pair()
         with closing(start_agent(local, paths.root.name, to_coordinator, loop)):
             coordinator = Coordinator(

@@ -40,6 +40,7 @@ def launch(
     checkpoint: str | os.PathLike[str] | None = None,
     accept_changes: bool = False,
     input: str | None = None,
+    tensorboard: str | os.PathLike[str] | None = None,
 ) -> Result:
     """Run `function(*args, **kwargs)` on several workers of this machine, and return the chief's result.
 
@@ -69,18 +70,21 @@ def launch(
             of the checkpoint.
         input: "divided", the default, or "joint": each worker reads everything of a dataset. This affects the
             result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
+        tensorboard: folder in which to write metrics and times for TensorBoard.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
         InputError: what the function needs cannot be pickled; the message names it.
-        UnfitError: cloudpickle is not installed.
+        UnfitError: cloudpickle is not installed, or tensorboard, if its folder is given.
         JobError: the function raised on a worker, or the job ended for another reason.
     """
     if job.is_worker():
         raise ConfigError("lockstep.launch cannot be called in a worker: it starts a job of its own")
     numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
     others = {"backend": backend, "checkpoint": checkpoint, "input": input, "accept-changes": accept_changes}
-    given = command_options("lockstep.launch", {**numbers, **others, "run-dir": run_dir})
+    given = command_options(
+        "lockstep.launch", {**numbers, **others, "run-dir": run_dir, "tensorboard": tensorboard}
+    )
     with contextlib.ExitStack() as closing:
         parts = {f"args[{at}]": value for at, value in enumerate(args)}
         parts |= {f"kwargs[{name!r}]": value for name, value in (kwargs or {}).items()}

@@ -20,6 +20,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
         run_dir: the run folder, as the user wrote it.
         notifies: whether the agents show the notes of the coordinator.
         requests: a socket that has the name of the job, where other terminals connect; None if there is none.
+        tensorboard: see `Exports`.
     """
 
     kept: KeepRecord
@@ -29,6 +30,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
     run_dir: str
     notifies: bool
     requests: Attachment | None
+    tensorboard: str | None
 
 
 class HostChannel(msgspec.Struct, frozen=True, tag="host"):

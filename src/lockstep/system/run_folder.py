@@ -82,6 +82,24 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
     return descriptor
 
 
+def check_writable(folder: Path, what: str, option: str) -> None:
+    """Create a folder if it does not exist, and check that files can be created in it.
+
+    Args:
+        folder: the folder.
+        what: its description, for messages.
+        option: the option that names it, for messages.
+
+    Raises:
+        ConfigError: it cannot be created, or not be written to.
+    """
+    try:
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _unusable(what, folder, option, error) from None
+
+
 def claim_when_free(folder: Path) -> Path:
     """Lock the folder of a job, or, if a process of it does not let go, one of its own; return which.
 

@@ -1,0 +1,127 @@
+"""What a job shows of itself beside its run folder, and what is refused."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+LEAN = Path(__file__).parents[1] / "lean"
+
+PUBLISHES = """
+from lockstep.observability.events import MetricsRecorded, StepsMeasured
+def publish(trained, epoch=None, **values):
+    if me == 0:
+        job.current().events.publish(
+            MetricsRecorded(call="fit 1", epoch=epoch, trained=trained, values=values)
+        )
+    parts = dict(input=0.1, compute=0.3, wait=0.2, exchange=0.1, update=0.2, other=0.1 / 3)
+    job.current().events.publish(
+        StepsMeasured(
+            call="fit 1", number=trained, trained=trained, count=3, began=0.0, examples=100 + me,
+            replicas=1, seconds=sum(parts.values()), **parts,
+        )
+    )
+"""
+
+
+def measured(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "measurements.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == kind]
+
+
+def test_tensorboard_gets_the_values_of_the_run_folder(
+    lockstep: Any, read_tensorboard: Callable[[Path], dict[str, list[tuple[int, Any]]]]
+) -> None:
+    script = lockstep.script(
+        PUBLISHES + "publish(1, loss=1 / 3)\npublish(5, 1, loss=0.1, val_loss=float('7e-3'), x=None)\n"
+    )
+    done = lockstep.run("-n", "2", "--tensorboard", "a/board", script)
+    assert done.status == 0, done.err
+    board = lockstep.folder / "a" / "board"
+    recorded = measured(done.folder, "metrics")
+    assert len(recorded) == 2
+    train, validation = read_tensorboard(board / "train"), read_tensorboard(board / "validation")
+    for tag, name in (("batch_loss", "loss"), ("epoch_loss", "loss")):
+        lines = [line for line in recorded if line["epoch"] or tag.startswith("batch")]
+        assert train[tag] == [
+            (
+                line["trained"] if tag.startswith("batch") else line["epoch"] - 1,
+                float(np.float32(line["values"][name])),
+            )
+            for line in lines
+        ]
+    assert np.isnan([value for tag in ("batch_x", "epoch_x") for _, value in train[tag]]).all()
+    assert validation["epoch_loss"] == [(0, float(np.float32(0.007)))]
+    for worker in (0, 1):
+        found = read_tensorboard(board / f"worker-{worker}")
+        lines = [line for line in measured(done.folder, "steps") if line["worker"] == worker]
+        assert len(lines) == 2
+        for tag, figure in {
+            "steps/seconds_per_step": lambda line: line["seconds"] / line["count"],
+            "steps/examples_per_second": lambda line: line["examples"] / line["seconds"],
+            "share/other": lambda line: line["other"] / line["seconds"],
+        }.items():
+            assert found[tag] == [(line["trained"], float(np.float32(figure(line)))) for line in lines]
+    of_job = read_tensorboard(board / "job")
+    assert of_job["workers"] == [(1, 2.0)]
+    texts = [text for _, text in of_job["membership"]]
+    assert texts[0].endswith(": the job begins with 2 workers")
+    assert texts[-1].endswith(": the job ends with status 0")
+
+
+def test_a_job_that_trains_nothing_leaves_no_folder(lockstep: Any) -> None:
+    assert lockstep.run("-n", "1", "--tensorboard", "board", lockstep.script("")).status == 0
+    assert not (lockstep.folder / "board").exists()
+
+
+def test_a_missing_package_is_named_with_its_extra(lockstep: Any) -> None:
+    path = os.pathsep.join(filter(None, (str(LEAN), os.environ.get("PYTHONPATH"))))
+    # A folder of this name is no package.
+    (lockstep.folder / "tensorboard").mkdir()
+    script = lockstep.script("print('ran')")
+    variables = {"PYTHONPATH": path, "HIDDEN_PACKAGES": "tensorboard"}
+    done = lockstep.run("--tensorboard", "board", script, **variables)
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        "lockstep: --tensorboard needs the package tensorboard: pip install 'keras-lockstep[tensorboard]'\n"
+    )
+    assert sorted(path.name for path in lockstep.folder.iterdir()) == [
+        "announcements",
+        "script.py",
+        "tensorboard",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        (
+            "script.py",
+            "the folder for TensorBoard script.py cannot be used: File exists; give another --tensorboard",
+        ),
+        (
+            "script.py/x",
+            "the folder for TensorBoard script.py/x cannot be used: Not a directory; give another "
+            "--tensorboard",
+        ),
+        (
+            "/proc/x",
+            "the folder for TensorBoard /proc/x cannot be used: No such file or directory; give another "
+            "--tensorboard",
+        ),
+        (
+            "gs://bucket/x",
+            "Invalid value for '--tensorboard': gs://bucket/x is no folder of this machine.",
+        ),
+    ],
+)
+def test_an_unusable_folder_is_refused_before_anything_starts(
+    lockstep: Any, folder: str, message: str
+) -> None:
+    done = lockstep.run("--tensorboard", folder, lockstep.script("print('ran')"))
+    assert (done.status, done.out, done.err) == (2, "", f"lockstep: {message}\n")
+    assert sorted(path.name for path in lockstep.folder.iterdir()) == ["announcements", "script.py"]

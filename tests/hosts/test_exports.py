@@ -1,0 +1,36 @@
+"""What a job over hosts shows of itself continues when its coordinator is lost."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from host_network import Host
+from stepping_job import HERE
+
+
+def test_another_coordinator_continues_what_the_job_shows(
+    hosts: Sequence[Host], read_tensorboard: Callable[[Path], dict[str, list[tuple[int, Any]]]]
+) -> None:
+    for host in hosts[:2]:
+        shutil.copy(HERE / "exporting.py", host.work)
+    options = ("--hosts", "node1,node2", "--run-dir", "run", "--tensorboard", "board")
+    running = hosts[0].lockstep("run", *options, "exporting.py")
+    board, events = hosts[0].work / "board", hosts[0].work / "run" / "events.jsonl"
+    running.wait_until(lambda: (board / "train").exists() and any((board / "train").iterdir()))
+    running.wait_until(lambda: read_tensorboard(board / "train").get("epoch_loss"))
+    (coordinator,) = hosts[0].matching("lockstep.hosts.coordinator_process")
+    os.kill(coordinator, signal.SIGKILL)
+    running.wait_until(lambda: '"event":"coordinator"' in events.read_text())
+    for host in hosts[:2]:
+        (host.work / "continue").touch()
+    assert running.end() == 0, running.err
+    losses = [(0, 1.0), (1, 0.5)]
+    assert read_tensorboard(board / "train")["epoch_loss"] == losses
+    assert len(list((board / "train").iterdir())) == 2
+    texts = [text for _, text in read_tensorboard(board / "job")["membership"]]
+    (found,) = [json.loads(line) for line in events.read_text().splitlines() if '"coordinator"' in line]
+    assert f"another coordinator (process {found['pid']}) takes over" in texts[1]

@@ -1,0 +1,49 @@
+"""What TensorBoard shows of a training equals what its run folder has, on every backend."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def test_tensorboard_shows_what_the_run_folder_has(
+    launch: Callable[..., Any],
+    thorough_backend: str,
+    tmp_path: Path,
+    read_tensorboard: Callable[[Path], dict[str, list[tuple[int, Any]]]],
+) -> None:
+    done = launch(f"-n 2 --tensorboard {tmp_path}/board", "measured.py", backend=thorough_backend)
+    assert done.status == 0, done.stderr
+    measured = [json.loads(line) for line in (done.folder / "measurements.jsonl").read_text().splitlines()]
+    epochs = [line for line in measured if line["event"] == "metrics" and line["epoch"]]
+    assert [(line["call"], line["epoch"], line["trained"]) for line in epochs] == [
+        ("fit 1", 1, 4),
+        ("fit 1", 2, 8),
+        ("fit 1", 3, 12),
+        ("fit 2", 1, 17),
+    ]
+    runs = {run: read_tensorboard(tmp_path / "board" / run) for run in ("train", "validation", "fit-2/train")}
+    expected: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for line in epochs:
+        above = "" if line["call"] == "fit 1" else "fit-2/"
+        for name, value in line["values"].items():
+            run, tag = ("validation", name[4:]) if name.startswith("val_") else ("train", name)
+            point = (line["epoch"] - 1, float(np.float32(value)))
+            expected.setdefault((above + run, f"epoch_{tag}"), []).append(point)
+    shown = {(run, tag): runs[run][tag] for run in runs for tag in runs[run] if tag.startswith("epoch_")}
+    assert shown == expected
+    assert {tag for run, tag in shown if run == "train"} == {
+        "epoch_loss",
+        "epoch_mae",
+        "epoch_learning_rate",
+    }
+    assert [step for step, _ in runs["train"]["batch_loss"]][-1] == 17
+    for worker in (0, 1):
+        lines = [line for line in measured if line["event"] == "steps" and line["worker"] == worker]
+        trained = [line["trained"] for line in lines if line["call"].startswith("fit")]
+        assert [
+            step
+            for step, _ in read_tensorboard(tmp_path / "board" / f"worker-{worker}")["steps/seconds_per_step"]
+        ] == trained
