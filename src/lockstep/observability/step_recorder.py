@@ -82,7 +82,7 @@ class StepRecorder:
 
     def _record_metrics(self, step: StepEnded) -> None:
         """Record the metrics of the step before: those of this one may still be computed."""
-        if self._logs and _trains(step.call) and step.number > 1 and self._is_chief():
+        if self._logs and trains(step.call) and step.number > 1 and self._is_chief():
             values = finite_values(self._logs)
             trained = step.trained - 1
             self._events.publish(MetricsRecorded(call=step.call, epoch=None, trained=trained, values=values))
@@ -94,7 +94,7 @@ class _Sums:
     def __init__(self, call: str, first: StepEnded) -> None:
         self._call = call
         self.last = first
-        self.trains = _trains(call)
+        self.trains = trains(call)
         self._clear()
 
     def _clear(self) -> None:
@@ -153,7 +153,8 @@ def finite_values(logs: Mapping[str, Any]) -> dict[str, float | None]:
     return values
 
 
-def _trains(call: str) -> bool:
+def trains(call: str) -> bool:
+    """Whether the steps of a call are training steps."""
     return call.startswith(("fit", "train_on_batch", "steps"))
 
 

@@ -29,6 +29,7 @@ from lockstep.observability.events import (
     TrainingResumed,
     ViewStarted,
 )
+from lockstep.observability.step_recorder import trains
 from lockstep.system.files import FOLDER_MODE
 from lockstep.system.prose import count, name_workers
 
@@ -79,7 +80,7 @@ class Points:
             case MetricsRecorded():
                 self._reached(event.trained)
                 points = _metrics(event, time)
-            case StepsMeasured() if event.call.startswith(("fit", "train_on_batch")):
+            case StepsMeasured() if trains(event.call):
                 self._reached(event.trained)
                 points = _steps(f"worker-{published.worker}", event, time)
             case TrainingResumed():
@@ -145,8 +146,9 @@ def _metrics(event: MetricsRecorded, time: float) -> list[Point]:
 
 def _steps(run: str, event: StepsMeasured, time: float) -> list[Point]:
     values = {"steps/seconds_per_step": event.seconds / event.count}
-    if event.seconds:
+    if event.seconds and event.examples:
         values["steps/examples_per_second"] = event.examples / event.seconds
+    if event.seconds:
         values |= {f"share/{part}": getattr(event, part) / event.seconds for part in STEP_PARTS}
     return [Point(run, tag, event.trained, time, value) for tag, value in values.items()]
 

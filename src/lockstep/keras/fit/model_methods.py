@@ -198,7 +198,7 @@ class ModelMethods:
             call=call.name,
             epoch=epoch + 1,
             trained=self._calls.taken + self._plain_steps,
-            values=finite_values(logs or {}),
+            values=finite_values({**(logs or {}), **_reported(call.model, epoch)}),
         )
         self._job.as_chief(lambda: self._job.events.publish(recorded))
 
@@ -507,6 +507,15 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
         set_callback_states(listeners(writing_once(callbacks, 0, resumes=True), model), finished.kept)
     finished.raise_error()
     return model.history
+
+
+def _reported(model: Any, epoch: int) -> dict[str, Any]:
+    """Return what the `History` of a `fit` has for an epoch: callbacks may have added to Keras's logs."""
+    history = getattr(model, "history", None)
+    if history is None or history.epoch[-1:] != [epoch]:
+        return {}
+    whole = len(history.epoch)
+    return {name: values[-1] for name, values in history.history.items() if len(values) == whole}
 
 
 def _callbacks_of(call: NumberedCall) -> Any:
