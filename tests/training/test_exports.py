@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a training equals what its run folder has, on every backend."""
+"""What TensorBoard and a trace show of a training is what its run folder has, on every backend."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.monitoring.trace import trace_of
+from lockstep.observability.events import STEP_PARTS
 
-def test_tensorboard_shows_what_the_run_folder_has(
+
+def test_a_training_is_shown_as_its_run_folder_has_it(
     launch: Callable[..., Any],
     thorough_backend: str,
     tmp_path: Path,
@@ -39,11 +42,23 @@ def test_tensorboard_shows_what_the_run_folder_has(
         "epoch_mae",
         "epoch_learning_rate",
     }
-    assert [step for step, _ in runs["train"]["batch_loss"]][-1] == 17
+    assert {4, 8, 12, 17} <= {step for step, _ in runs["train"]["batch_loss"]}
     for worker in (0, 1):
         lines = [line for line in measured if line["event"] == "steps" and line["worker"] == worker]
-        trained = [line["trained"] for line in lines if line["call"].startswith("fit")]
+        trained = [line["trained"] for line in lines if line["call"].startswith(("fit", "train"))]
         assert [
             step
             for step, _ in read_tensorboard(tmp_path / "board" / f"worker-{worker}")["steps/seconds_per_step"]
         ] == trained
+
+    slices = [event for event in trace_of(done.folder, range(1, 20)) if event["ph"] == "X"]
+    for worker in (0, 1):
+        own = [event for event in slices if event["tid"] == worker]
+        assert [event["name"] for event in own if event["cat"] == "step"] == [
+            f"step {at}" for at in range(1, 20)
+        ]
+        lines = [line for line in measured if line["event"] == "steps" and line["worker"] == worker]
+        trained = [line for line in lines if line["call"].startswith(("fit", "train"))]
+        for part in STEP_PARTS:
+            shown_us = sum(event["dur"] for event in own if event["name"] == part)
+            assert abs(shown_us - sum(line[part] for line in trained) * 1e6) <= 20

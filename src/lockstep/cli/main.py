@@ -14,6 +14,7 @@ from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
+from lockstep.system.prose import count
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 from lockstep.transport.addresses import split_address, with_port
 
@@ -60,7 +61,6 @@ def checkpoints(folder: Path) -> None:
     The exit status is 1 if any checkpoint is damaged.
     """
     from lockstep.checkpoint.store import Store
-    from lockstep.system.prose import count
 
     store = Store(folder)
     entries = store.entries()
@@ -165,6 +165,49 @@ def agent(
     fill_standard_descriptors()
     own = with_port(listen) if listen else ""
     sys.exit(join_and_run(AgentOptions(coordinator, workers, own, encrypted=not plain, patience=timeout)))
+
+
+@cli.command()
+@click.argument("run")
+@click.option(
+    "--steps",
+    metavar="FIRST:LAST",
+    required=True,
+    help="Training steps, counted from 1, both included; or a single one.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    metavar="FILE",
+    help="File to write; - is stdout.  [default: trace.json in the run folder]",
+)
+def trace(run: str, steps: str, output: Path | None) -> None:
+    """Write single steps of all workers of RUN for https://ui.perfetto.dev or chrome://tracing.
+
+    RUN is a run folder, or the name of a running job. The file has a slice for each step of each worker and
+    for each of its parts: input, compute, wait, exchange, update, other. The first 1024 steps of each call
+    are recorded one by one, and 16 steps now and then later.
+    """
+    import msgspec
+
+    from lockstep.coordinator.admin_client import accepted, send
+    from lockstep.monitoring.trace import parse_steps, trace_of
+    from lockstep.protocol.admin import StatusRequest
+
+    wanted = parse_steps(steps)
+    folder = Path(run)
+    if not run or not folder.is_dir():
+        folder = Path(accepted(send(run, StatusRequest())).run_dir)
+    # One event per line.
+    lines = [msgspec.json.encode(event) for event in trace_of(folder, wanted)]
+    text = b"[\n" + b",\n".join(lines) + b"\n]\n"
+    output = output or folder / "trace.json"
+    if str(output) == "-":
+        click.echo(text, nl=False)
+    else:
+        output.write_bytes(text)
+        note(f"{click.format_filename(output)} shows {count(len(wanted), 'step')}")
 
 
 @cli.command()

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     clock = SystemClock()
     events = Bus(clock, config.worker)
     # Before the client: the measurements of a call precede the event of its end.
-    StepRecorder(events, clock, _is_chief)
+    recorder = StepRecorder(events, clock, _is_chief)
     events.subscribe(client.report, *WORKER_EVENTS, *WORKER_MEASUREMENTS)
     try:
         _enter_job(config, client, events)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     _watch_writes(config, client)
     report_imports(_publish_import)
     client.started()
-    _run(Script.parse(arguments), client, has_log=not config.by_hand)
+    _run(Script.parse(arguments), client, recorder, has_log=not config.by_hand)
 
 
 def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
@@ -150,7 +150,7 @@ def _adopt(_: object) -> None:
     patches.install_at_compile(job.current())
 
 
-def _run(script: Script, client: AgentClient, has_log: bool) -> None:
+def _run(script: Script, client: AgentClient, recorder: StepRecorder, has_log: bool) -> None:
     from lockstep.worker import job
 
     try:
@@ -158,6 +158,7 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
     except SystemExit as leaving:
         # Python handles it as usual.
         if leaving.code in (None, 0):
+            recorder.flush()
             client.finished()
             job.current().end()
         else:
@@ -166,6 +167,7 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
         raise
     except BaseException as error:
         sys.exit(_fail(error, client, has_log))
+    recorder.flush()
     client.finished()
     job.current().end()
 

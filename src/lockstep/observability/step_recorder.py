@@ -65,16 +65,16 @@ class StepRecorder:
         now = self._clock.now()
         if first or now >= self._due or len(sums.singles) == _MOST_SINGLES:
             self._due = now + max(_EVERY, (now - self._born) * _SHARE)
-            self._flush()
+            self.flush()
             self._record_metrics(step)
         self._logs = step.logs if sums.trains else None
 
     def _end_call(self, published: PublishedEvent) -> None:
-        self._flush()
+        self.flush()
         self._calls = {call: sums for call, sums in self._calls.items() if call in _METHODS}
         self._sums = None
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Publish the steps since the last measurement."""
         for sums in self._calls.values():
             if sums.count:

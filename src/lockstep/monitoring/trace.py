@@ -1,0 +1,247 @@
+"""Single training steps of a run in the Trace Event Format, which Perfetto and Chrome show.
+
+Each host is a process and each worker a thread of it. A step is a slice with a slice for each of its parts,
+in the order of `STEP_PARTS`: a worker measures how long a part takes, not when.
+"""
+
+import re
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lockstep.errors import ConfigError
+from lockstep.monitoring.run_data import Happening, RunData, RunFolder
+from lockstep.observability.events import STEP_PARTS
+from lockstep.system.paths import RunPaths
+
+_STEPS = re.compile("([0-9]{1,18})(?::([0-9]{1,18}))?")
+_MICRO = 1e6
+_CHANGES = ("view", "joined", "left", "lost", "coordinator", "checkpoint", "checkpoint failed", "paused")
+
+TraceEvent = Mapping[str, Any]
+"""An event as the format defines it; times are in microseconds since 1970."""
+
+
+class SingleStep(NamedTuple):
+    """A training step that a worker has recorded one by one.
+
+    Attributes:
+        step: of the training, from 1.
+        worker: its id.
+        call: such as `fit 1`.
+        number: in its call, from 1.
+        start: in microseconds since 1970.
+        parts: microseconds of each of `STEP_PARTS`.
+    """
+
+    step: int
+    worker: int
+    call: str
+    number: int
+    start: int
+    parts: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """When it ended, in microseconds since 1970."""
+        return self.start + sum(self.parts)
+
+
+class _Line(msgspec.Struct, tag_field="event", tag="steps"):
+    time: float
+    worker: int
+    call: str
+    number: int
+    trained: int
+    began: float
+    singles: tuple[tuple[int, ...], ...]
+
+
+_line: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
+
+
+def parse_steps(text: str) -> range:
+    """Return the steps that a text such as `100:110` names, both included, or a single number.
+
+    Raises:
+        ConfigError: it names no steps.
+    """
+    found = _STEPS.fullmatch(text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"--steps {text} names no steps: give the first and the last one, counted from 1, such as 100:110"
+        )
+    return range(first, last + 1)
+
+
+def trace_of(folder: Path, steps: range) -> list[TraceEvent]:
+    """Return the events of some steps of the run in a folder, and what happened meanwhile.
+
+    Raises:
+        ConfigError: the folder has no run, or not all of the steps were recorded one by one.
+        OSError: a file cannot be read.
+    """
+    run = RunFolder(folder)
+    run.update()
+    if not run.data.job:
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {run.paths.events.name}")
+    recorded = newest(single_steps(run.paths), [one.time for one in run.data.events if one.event == "job"])
+    wanted = [step for step in recorded if step.step in steps]
+    refuse_missing(steps, sorted({step.step for step in recorded}), run.data.trained)
+    return trace_events(wanted, run.data)
+
+
+def single_steps(paths: RunPaths) -> Iterator[tuple[float, SingleStep]]:
+    """Yield the recorded steps of a run folder, each with the time of its measurement."""
+    if not paths.measurements.exists():
+        return
+    with paths.measurements.open("rb") as file:
+        for text in file:
+            try:
+                line = _line.decode(text)
+            except msgspec.DecodeError:
+                # Another event, or an incomplete line.
+                continue
+            began = round(line.began * _MICRO)
+            for number, start, *parts in line.singles:
+                step = line.trained - line.number + number
+                yield (
+                    line.time,
+                    SingleStep(step, line.worker, line.call, number, began + start, tuple(parts)),
+                )
+
+
+def newest(recorded: Iterable[tuple[float, SingleStep]], begun: Sequence[float]) -> list[SingleStep]:
+    """Return each step as the last run in its folder took it, which may repeat steps of an earlier run.
+
+    Args:
+        recorded: steps with the times of their measurements.
+        begun: when each run in the folder began, in seconds since 1970.
+    """
+    found: dict[int, tuple[int, dict[int, SingleStep]]] = {}
+    for time, step in recorded:
+        run = bisect(begun, time)
+        last, workers = found.get(step.step, (run, {}))
+        if run > last:
+            workers = {}
+        if run >= last:
+            # A joiner takes the step before its first one alone.
+            found[step.step] = (run, {**workers, step.worker: step})
+    return [step for _, workers in found.values() for step in workers.values()]
+
+
+def refuse_missing(steps: range, recorded: Sequence[int], trained: int) -> None:
+    """Raise ConfigError if not all steps were recorded; `recorded` are the numbers of those that were."""
+    if sum(step in steps for step in recorded) == len(steps):
+        return
+    if not recorded:
+        raise ConfigError(
+            "no step of this run was recorded one by one: it has no training step yet, or one replica, whose "
+            "steps Keras takes alone"
+        )
+    windows = [
+        (group[0][1], group[-1][1])
+        for _, found in groupby(enumerate(recorded), lambda entry: entry[1] - entry[0])
+        for group in (list(found),)
+    ]
+    known = set(recorded)
+    missing = next(step for step in steps if step not in known)
+    before = [window for window in windows if window[0] < missing][-1:]
+    after = [window for window in windows if window[0] > missing][:1]
+    near = " and ".join(f"{first}:{last}" if last > first else f"{first}" for first, last in before + after)
+    taken = f"; the run has taken {trained} steps" if steps[-1] > trained else ""
+    raise ConfigError(
+        f"step {missing} was not recorded one by one; the nearest steps that were: {near}{taken}"
+    )
+
+
+def trace_events(steps: Iterable[SingleStep], data: RunData) -> list[TraceEvent]:
+    """Return the events of steps of a run, and of what happened between the first and the last of them."""
+    by_worker: dict[int, list[SingleStep]] = {}
+    for step in sorted(steps, key=lambda step: (step.worker, step.start)):
+        by_worker.setdefault(step.worker, []).append(step)
+    hosts = {worker: host_of(worker, data) for worker in by_worker}
+    numbers = {name: at for at, name in enumerate(dict.fromkeys(hosts.values()), 1)}
+    events: list[TraceEvent] = [_name("process_name", number, 0, name) for name, number in numbers.items()]
+    for worker, taken in by_worker.items():
+        process = numbers[hosts[worker]]
+        events.append(_name("thread_name", process, worker, f"worker {worker}"))
+        free = 0
+        for step in taken:
+            # Times are rounded: steps must not overlap.
+            start = max(step.start, free)
+            free = start + sum(step.parts)
+            events += _slices(step._replace(start=start), process)
+    begin = min(taken[0].start for taken in by_worker.values()) / _MICRO
+    end = max(taken[-1].end for taken in by_worker.values()) / _MICRO
+    for one in data.events:
+        if one.event in _CHANGES and begin <= one.time <= end:
+            process = numbers.get(hosts.get(one.worker, ""), 1) if one.worker is not None else 1
+            events.append(_instant(one, process))
+    return events
+
+
+def host_of(worker: int, data: RunData) -> str:
+    """Return the name of the host of a worker, from its load, or from how the run began."""
+    info = data.workers.get(worker)
+    if info is not None and info.host:
+        return info.host
+    names = [name for name, workers in data.job.get("hosts", ()) for _ in range(workers)]
+    if worker < len(names):
+        return str(names[worker])
+    return "unknown host" if names else str(data.job.get("host", "this host"))
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> TraceEvent:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slices(step: SingleStep, process: int) -> Iterator[TraceEvent]:
+    place = {"ph": "X", "pid": process, "tid": step.worker}
+    arguments = {"call": step.call, "number in call": step.number}
+    duration = sum(step.parts)
+    yield {
+        "name": f"step {step.step}",
+        "cat": "step",
+        **place,
+        "ts": step.start,
+        "dur": duration,
+        "args": arguments,
+    }
+    start = step.start
+    for part, microseconds in zip(STEP_PARTS, step.parts, strict=True):
+        if microseconds:
+            yield {"name": part, "cat": "part", **place, "ts": start, "dur": microseconds}
+        start += microseconds
+
+
+def _instant(happening: Happening, process: int) -> TraceEvent:
+    fields = happening.fields
+    match happening.event:
+        case "view":
+            name = f"view {fields.get('number')}"
+        case "joined" | "left" | "lost":
+            name = f"worker {happening.worker} {happening.event}"
+        case "checkpoint":
+            name = f"checkpoint of step {fields.get('step')}"
+        case "paused":
+            name = f"training paused for {fields.get('seconds')} s"
+        case "coordinator":
+            name = "another coordinator takes over"
+        case other:
+            name = other
+    return {
+        "name": name,
+        "cat": "job",
+        "ph": "i",
+        "s": "g",
+        "ts": round(happening.time * _MICRO),
+        "pid": process,
+        "tid": happening.worker or 0,
+        "args": dict(fields),
+    }
