@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
+import socket
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 LEAN = Path(__file__).parents[1] / "lean"
 
@@ -125,3 +129,73 @@ def test_an_unusable_folder_is_refused_before_anything_starts(
     done = lockstep.run("--tensorboard", folder, lockstep.script("print('ran')"))
     assert (done.status, done.out, done.err) == (2, "", f"lockstep: {message}\n")
     assert sorted(path.name for path in lockstep.folder.iterdir()) == ["announcements", "script.py"]
+
+
+STAYS = (
+    PUBLISHES
+    + """
+publish(3, 1, loss=0.5)
+if me == 0:
+    announce("ready")
+    import pathlib, time
+    while not pathlib.Path("continue").exists():
+        time.sleep(0.01)
+barrier()
+"""
+)
+
+
+def test_metrics_are_served_while_the_job_runs(lockstep: Any) -> None:
+    script = lockstep.script(STAYS)
+    running = lockstep.start("-n", "2", "--metrics-port", "0", script)
+    for pidfd in running.announced(1)["ready"]:
+        os.close(pidfd)
+    lines = iter(running.process.stderr.readline, "")
+    (port,) = next(
+        match.groups()
+        for line in lines
+        if (match := re.fullmatch(r"lockstep: metrics at http://127\.0\.0\.1:(\d+)/metrics\n", line))
+    )
+    # Both workers have reported before the barrier at the end of the script.
+    text = ""
+    while 'lockstep_worker_steps_total{worker="1"}' not in text or "lockstep_metric{" not in text:
+        assert running.process.poll() is None
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as response:
+            assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+            text = response.read().decode()
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["lockstep_job_info", "0", "2", "jax", "run", script] == 1
+    assert found["lockstep_workers",] == 2
+    assert found["lockstep_steps_total",] == 3
+    assert found["lockstep_metric", "loss"] == 0.5
+    assert found["lockstep_step_seconds_total", "1", "compute"] == 0.3
+    (lockstep.folder / "continue").touch()
+    assert running.end().status == 0
+    with socket.socket() as closed:
+        assert closed.connect_ex(("127.0.0.1", int(port))) != 0
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(lockstep: Any) -> None:
+    script = lockstep.script("print('ran')")
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        done = lockstep.run("--metrics-port", str(port), "--tensorboard", "a/board", script)
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        f"lockstep: --metrics-port {port} cannot be used: Address already in use; give another port, or 0 "
+        "for any free one\n"
+    )
+    assert sorted(path.name for path in lockstep.folder.iterdir()) == ["announcements", "script.py"]
+
+
+def test_metrics_are_refused_where_an_engine_chooses_the_machine(lockstep: Any) -> None:
+    done = lockstep.run("--on", "ray", "-n", "2", "--metrics-port", "0", lockstep.script(""))
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        "lockstep: --metrics-port cannot be combined with --on: it serves on this machine alone, and the "
+        "engine chooses where the coordinator runs\n"
+    )

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,24 @@ def test_another_coordinator_continues_what_the_job_shows(
 ) -> None:
     for host in hosts[:2]:
         shutil.copy(HERE / "exporting.py", host.work)
-    options = ("--hosts", "node1,node2", "--run-dir", "run", "--tensorboard", "board")
+    options = ("--hosts", "node1,node2", "--run-dir", "run", "--tensorboard", "board", "--metrics-port", "0")
     running = hosts[0].lockstep("run", *options, "exporting.py")
+    running.wait_until(lambda: "/metrics" in running.err)
+    (url,) = re.findall(r"lockstep: metrics at (\S+)\n", running.err)
+
+    def shown() -> str:
+        ask = f"import urllib.request; print(urllib.request.urlopen({url!r}).read().decode())"
+        command = hosts[0].command(sys.executable, "-I", "-c", ask)
+        return subprocess.run(command, capture_output=True, text=True).stdout
+
     board, events = hosts[0].work / "board", hosts[0].work / "run" / "events.jsonl"
     running.wait_until(lambda: (board / "train").exists() and any((board / "train").iterdir()))
     running.wait_until(lambda: read_tensorboard(board / "train").get("epoch_loss"))
+    running.wait_until(lambda: "lockstep_steps_total 1\n" in shown())
     (coordinator,) = hosts[0].matching("lockstep.hosts.coordinator_process")
     os.kill(coordinator, signal.SIGKILL)
     running.wait_until(lambda: '"event":"coordinator"' in events.read_text())
+    running.wait_until(lambda: 'lockstep_job_info{job="run",' in shown())
     for host in hosts[:2]:
         (host.work / "continue").touch()
     assert running.end() == 0, running.err

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from lockstep.launcher.backend import (
 from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
-from lockstep.observability.exports import NO_EXPORTS, Exports
+from lockstep.observability.exports import Exports
 from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
@@ -241,6 +242,12 @@ class _Folder(click.Path):
     help="Write metrics, the times of steps, load and membership to DIR for TensorBoard.",
 )
 @click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Serve figures of the job as OpenMetrics at http://127.0.0.1:PORT/metrics; 0 means any free port.",
+)
+@click.option(
     "--timeout",
     type=_Seconds(min=0, max=_TIMES, min_open=True),
     default=600.0,
@@ -363,6 +370,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
         return _resumed(options, begun, held)
 
+    if exports.metrics is not None:
+        with socket.socket(fileno=os.dup(exports.metrics)) as listener:
+            address, port = listener.getsockname()
+        note(f"metrics at http://{address}:{port}/metrics")
     remove_abandoned()
     several = bool(spec.hosts or options["listen"])
     if not several:
@@ -463,6 +474,11 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{name}-per-worker is what workers need of an engine; give --on too")
     if options["resources"] and not options["engine"]:
         raise ConfigError("--resource-per-worker is what workers need of an engine; give --on too")
+    if options["engine"] and options["metrics_port"] is not None:
+        raise ConfigError(
+            "--metrics-port cannot be combined with --on: it serves on this machine alone, and the engine "
+            "chooses where the coordinator runs"
+        )
     if ways and options["devices"] is not None:
         raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
     if options["here"] is not None and not (options["listen"] or options["tf_config"]):
@@ -531,17 +547,27 @@ def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
 
 def _exports(options: Mapping[str, Any]) -> Exports:
     """Return what the job shows of itself; raise an error in one line if it cannot."""
-    folder = options["tensorboard"]
-    if folder is None:
-        return NO_EXPORTS
-    package = importlib.util.find_spec("tensorboard")
-    # A folder of that name in the current one is no package.
-    if package is None or package.origin is None:
-        raise UnfitError(
-            "--tensorboard needs the package tensorboard: pip install 'keras-lockstep[tensorboard]'"
-        )
-    check_writable(folder, "the folder for TensorBoard", "--tensorboard")
-    return Exports(folder.absolute())
+    folder, port, metrics = options["tensorboard"], options["metrics_port"], None
+    if folder is not None:
+        package = importlib.util.find_spec("tensorboard")
+        # A folder of that name in the current one is no package.
+        if package is None or package.origin is None:
+            raise UnfitError(
+                "--tensorboard needs the package tensorboard: pip install 'keras-lockstep[tensorboard]'"
+            )
+        check_writable(folder, "the folder for TensorBoard", "--tensorboard")
+        folder = folder.absolute()
+    if port is not None:
+        from lockstep.observability.metrics_server import listen
+
+        try:
+            metrics = listen(port).detach()
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port {port} cannot be used: {error.strerror}; give another port, or 0 for any "
+                "free one"
+            ) from None
+    return Exports(folder, metrics)
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:

@@ -24,7 +24,7 @@ from lockstep.errors import LockstepError, UnfitError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
-from lockstep.observability.exports import Exports, exported
+from lockstep.observability.exports import Exports, JobFacts, exported
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -206,7 +206,8 @@ class CoordinatorProcess:
         console = Console(Sink(1), Sink(2), spec.tee, record.state.view.chief)
         user, command = LocalChannel.pair()
         events = Bus(clock, complain=console.say)
-        with recorded(events, paths, console.say), exported(events, _exports(first), note):
+        facts = JobFacts(spec.labels, len(record.state.view.workers))
+        with recorded(events, paths, console.say), exported(events, _exports(first), facts, note):
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,
@@ -285,7 +286,11 @@ def _listener(requests: Attachment | None) -> socket.socket | None:
 
 
 def _exports(first: Coordinate) -> Exports:
-    return Exports(None if first.tensorboard is None else Path(first.tensorboard))
+    folder, listener = first.tensorboard, first.metrics
+    return Exports(
+        None if folder is None else Path(folder),
+        None if listener is None or listener.is_missing else listener.take(),
+    )
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:

@@ -180,7 +180,7 @@ class Keeper:
         self.loop.watch(self._coordinator.fileno(), self._hear_coordinator)
         kept, record = msgspec.structs.replace(self.kept, record=b""), Attachment.holding(self.kept.record)
         name = None if self._requests is None else Attachment.copy_of(self._requests.fileno())
-        folder = self.exports.tensorboard
+        folder, listener = self.exports.tensorboard, self.exports.metrics
         self._tell(
             Coordinate(
                 kept,
@@ -191,6 +191,7 @@ class Keeper:
                 self.notifies,
                 name,
                 None if folder is None else str(folder),
+                None if listener is None else Attachment.copy_of(listener),
             )
         )
         for host in range(len(self.hosts)):

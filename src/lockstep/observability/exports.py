@@ -1,6 +1,7 @@
 """What a job shows of itself beside its run folder, while it runs."""
 
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,25 +10,56 @@ from lockstep.observability.bus import Bus
 
 
 @dataclass(frozen=True)
+class JobFacts:
+    """What is known of a job before its first event.
+
+    Attributes:
+        labels: of the job, by their names.
+        workers: number of its members.
+    """
+
+    labels: Mapping[str, str]
+    workers: int
+
+
+@dataclass(frozen=True)
 class Exports:
     """What the process of the coordinator shows of the job; each one that takes over continues it.
 
     Attributes:
         tensorboard: the folder of TensorBoard's files, absolute; None for none.
+        metrics: descriptor of the socket where `/metrics` listens; None for none.
     """
 
     tensorboard: Path | None = None
+    metrics: int | None = None
 
 
 NO_EXPORTS = Exports()
 
 
 @contextmanager
-def exported(events: Bus, exports: Exports, complain: Callable[[str], None]) -> Iterator[None]:
-    """Show the events of a job during the block; `complain` shows a line about a failure, on any thread."""
+def exported(
+    events: Bus, exports: Exports, facts: JobFacts, complain: Callable[[str], None]
+) -> Iterator[None]:
+    """Show the events of a job during the block.
+
+    Args:
+        events: the bus of the job.
+        exports: what to show; its descriptor is closed after the block.
+        facts: what is known of the job before its first event.
+        complain: shows a line about a failure, on any thread.
+    """
     with ExitStack() as ends:
         if exports.tensorboard is not None:
             from lockstep.observability.tensorboard_writer import written_for_tensorboard
 
             ends.enter_context(written_for_tensorboard(events, exports.tensorboard, complain))
+        if exports.metrics is not None:
+            from lockstep.observability.job_metrics import KINDS, JobMetrics
+            from lockstep.observability.metrics_server import served
+
+            metrics = JobMetrics(facts)
+            ends.callback(events.subscribe(metrics.add, *KINDS))
+            ends.enter_context(served(socket.socket(fileno=exports.metrics), metrics.text))
         yield

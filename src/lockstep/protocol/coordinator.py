@@ -21,6 +21,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
         notifies: whether the agents show the notes of the coordinator.
         requests: a socket that has the name of the job, where other terminals connect; None if there is none.
         tensorboard: see `Exports`.
+        metrics: the socket of `Exports`; None for none.
     """
 
     kept: KeepRecord
@@ -31,6 +32,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
     notifies: bool
     requests: Attachment | None
     tensorboard: str | None
+    metrics: Attachment | None
 
 
 class HostChannel(msgspec.Struct, frozen=True, tag="host"):

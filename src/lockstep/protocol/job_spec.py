@@ -106,6 +106,17 @@ class JobSpec:
         counts = [host.workers for host in self.hosts] or [self.workers]
         return place_on_hosts(self.replicas, tuple(tuple(islice(ids, count)) for count in counts))
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """What tells this job from others, for programs that collect figures of many."""
+        return {
+            "job": self.run_dir.name,
+            "script": self.target,
+            "backend": self.backend or "",
+            "replicas": str(self.replicas),
+            "seed": str(self.seed),
+        }
+
     def devices_of(self, slot: int) -> Devices | None:
         """Return the GPUs of the worker at a slot; None to leave them unchanged.
 

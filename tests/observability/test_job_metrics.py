@@ -1,0 +1,192 @@
+"""The figures of a job, read with the official parser of OpenMetrics."""
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import (
+    STEP_PARTS,
+    CheckpointWritten,
+    Event,
+    GpuLoad,
+    LoadMeasured,
+    MetricsRecorded,
+    StepsMeasured,
+    TrainingResumed,
+    ViewStarted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+    WorkerLost,
+)
+from lockstep.observability.exports import JobFacts
+from lockstep.observability.job_metrics import JobMetrics
+
+LABELS = {"job": "train", "script": 'a"b\\c\nd\udcff.py'}
+
+
+def steps(trained: int, count: int, examples: int = 0, call: str = "fit 1") -> StepsMeasured:
+    parts = {part: (at + 1) / 8 for at, part in enumerate(STEP_PARTS)}
+    return StepsMeasured(
+        call=call,
+        number=trained,
+        trained=trained,
+        count=count,
+        began=0.0,
+        examples=examples,
+        replicas=1,
+        seconds=sum(parts.values()),
+        **parts,
+    )
+
+
+def read(metrics: JobMetrics) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return the values by the names of samples and the values of their labels."""
+    text = metrics.text().decode()
+    assert text.endswith("# EOF\n")
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            values = found.setdefault(sample.name, {})
+            assert tuple(sample.labels.values()) not in values
+            values[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def folded(*events: tuple[int | None, Event]) -> dict[str, dict[tuple[str, ...], float]]:
+    metrics = JobMetrics(JobFacts(LABELS, 2))
+    for worker, event in events:
+        metrics.add(PublishedEvent(0.0, worker, event))
+    return read(metrics)
+
+
+def test_a_job_that_has_begun() -> None:
+    assert folded() == {
+        "lockstep_job_info": {("train", 'a"b\\c\nd?.py'): 1},
+        "lockstep_workers": {(): 2},
+        "lockstep_workers_joined_total": {(): 0},
+        "lockstep_workers_left_total": {(): 0},
+        "lockstep_workers_lost_total": {(): 0},
+        "lockstep_examples_total": {(): 0},
+        "lockstep_checkpoints_total": {(): 0},
+    }
+
+
+def test_membership_and_checkpoints() -> None:
+    found = folded(
+        (None, WorkerLost(1, "killed")),
+        (None, WorkerJoined(2, "for worker 1")),
+        (None, WorkerJoined(3, "asked")),
+        (None, ViewStarted(2, (0, 2, 3), "why")),
+        (0, CheckpointWritten("c/10", 10, 0.1)),
+        (0, CheckpointWritten("c/20", 20, 0.1)),
+        (None, WorkerLeft(3, "asked")),
+        (None, ViewStarted(3, (0, 2), "why")),
+    )
+    assert found["lockstep_workers"] == {(): 2}
+    assert found["lockstep_workers_joined_total"] == {(): 2}
+    assert found["lockstep_workers_left_total"] == found["lockstep_workers_lost_total"] == {(): 1}
+    assert found["lockstep_checkpoints_total"] == {(): 2}
+    assert found["lockstep_checkpoint_step"] == {(): 20}
+
+
+def test_time_is_added_up_by_worker_and_part() -> None:
+    found = folded(
+        (0, steps(1, 1)),
+        (1, steps(1, 1)),
+        (0, steps(8, 7)),
+        (1, steps(3, 2, call="validation within fit 1")),
+        (0, steps(9, 1, call="train_on_batch")),
+        (0, steps(10, 1, call="steps 1")),
+    )
+    assert found["lockstep_worker_steps_total"] == {("0",): 10, ("1",): 1}
+    expected = {("0", part): (at + 1) / 2 for at, part in enumerate(STEP_PARTS)}
+    expected |= {("1", part): (at + 1) / 8 for at, part in enumerate(STEP_PARTS)}
+    assert found["lockstep_step_seconds_total"] == expected
+    assert found["lockstep_steps_total"] == {(): 10}
+
+
+def test_metrics_have_their_last_values_under_any_name() -> None:
+    def metrics(trained: int, values: Mapping[str, float | None]) -> MetricsRecorded:
+        return MetricsRecorded(call="fit 1", epoch=None, trained=trained, values=dict(values))
+
+    hostile = 'a"} 1\nb{c="\\'
+    found = folded((0, metrics(4, {"loss": 1.5, hostile: 2})), (0, metrics(5, {"loss": 0.1, "x": None})))
+    assert found["lockstep_steps_total"] == {(): 5}
+    values = found["lockstep_metric"]
+    assert math.isnan(values.pop(("x",)))
+    assert values == {("loss",): 0.1, (hostile,): 2}
+
+
+def test_load_of_hosts_workers_and_gpus() -> None:
+    worker = WorkerLoad(worker=3, cores=1.5, delayed=0.25, memory=4096, faults=2.0)
+    gpu = GpuLoad(
+        index=1, name="H100", utilization=90, memory_used=7, memory_total=8, temperature=None, power=300.5
+    )
+    figures: dict[str, Any] = {"memory_used": 100, "memory_total": 200, "swapping": 0.5, "throttled": 0.75}
+    found = folded(
+        *(
+            (
+                None,
+                LoadMeasured(host="node1", cores=4, busy=busy, workers=(worker,), gpus=(gpu,), **figures),
+            )
+            for busy in (1.0, 3.5)
+        )
+    )
+    assert {name: values for name, values in found.items() if "host" in name} == {
+        "lockstep_host_cores": {("node1",): 4},
+        "lockstep_host_busy_cores": {("node1",): 3.5},
+        "lockstep_host_memory_used_bytes": {("node1",): 100},
+        "lockstep_host_memory_bytes": {("node1",): 200},
+        "lockstep_host_swapped_bytes_per_second": {("node1",): 0.5},
+        "lockstep_host_throttled_ratio": {("node1",): 0.75},
+    }
+    assert {name: values for name, values in found.items() if "_worker_" in name} == {
+        "lockstep_worker_cores": {("node1", "3"): 1.5},
+        "lockstep_worker_delayed_ratio": {("node1", "3"): 0.25},
+        "lockstep_worker_memory_bytes": {("node1", "3"): 4096},
+        "lockstep_worker_disk_page_faults_per_second": {("node1", "3"): 2},
+    }
+    assert {name: values for name, values in found.items() if "gpu" in name} == {
+        "lockstep_gpu_busy_ratio": {("node1", "1"): 0.9},
+        "lockstep_gpu_memory_used_bytes": {("node1", "1"): 7},
+        "lockstep_gpu_memory_bytes": {("node1", "1"): 8},
+        "lockstep_gpu_power_watts": {("node1", "1"): 300.5},
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_examples_are_counted_once_whoever_reports_them(seed: int) -> None:
+    """Workers report the same steps in different pieces; one after the other is lost and replaced."""
+    random_ = random.Random(seed)
+    resumed = random_.choice((0, 1000))
+    # The last batch of each epoch is smaller: without lost workers, the number is exact nevertheless.
+    sizes = [64 if at % 10 else 16 for at in range(1, 400)]
+    metrics = JobMetrics(JobFacts({}, 2))
+    if resumed:
+        metrics.add(PublishedEvent(0.0, 0, TrainingResumed("a checkpoint", resumed)))
+    reached = {0: 0, 1: 0}
+    lost = furthest = 0
+    while min(reached.values()) < len(sizes):
+        worker = min(reached, key=lambda one: reached[one])
+        begin = reached[worker]
+        end = min(len(sizes), begin + random_.randint(1, 30))
+        reached[worker] = end
+        furthest = max(furthest, end)
+        measured = steps(resumed + end, end - begin, sum(sizes[begin:end]))
+        metrics.add(PublishedEvent(0.0, worker, measured))
+        if seed % 2 and random_.random() < 0.1:
+            # A joiner takes over where the others are.
+            del reached[worker]
+            lost += 1
+            reached[10 + lost] = furthest
+        counted = metrics.text().partition(b"lockstep_examples_total ")[2].partition(b"\n")[0]
+        exact = sum(sizes[:furthest])
+        assert int(counted) == exact if not lost else abs(int(counted) - exact) <= 64 * lost
+    assert read(metrics)["lockstep_steps_total"] == {(): resumed + len(sizes)}
