@@ -24,7 +24,6 @@ from lockstep.observability.events import (
     WorkerLoad,
     WorkerLost,
 )
-from lockstep.observability.exports import JobFacts
 from lockstep.observability.job_metrics import JobMetrics
 
 LABELS = {"job": "train", "script": 'a"b\\c\nd\udcff.py'}
@@ -60,7 +59,7 @@ def read(metrics: JobMetrics) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def folded(*events: tuple[int | None, Event]) -> dict[str, dict[tuple[str, ...], float]]:
-    metrics = JobMetrics(JobFacts(LABELS, 2))
+    metrics = JobMetrics(LABELS, 2)
     for worker, event in events:
         metrics.add(PublishedEvent(0.0, worker, event))
     return read(metrics)
@@ -168,7 +167,7 @@ def test_examples_are_counted_once_whoever_reports_them(seed: int) -> None:
     resumed = random_.choice((0, 1000))
     # The last batch of each epoch is smaller: without lost workers, the number is exact nevertheless.
     sizes = [64 if at % 10 else 16 for at in range(1, 400)]
-    metrics = JobMetrics(JobFacts({}, 2))
+    metrics = JobMetrics({}, 2)
     if resumed:
         metrics.add(PublishedEvent(0.0, 0, TrainingResumed("a checkpoint", resumed)))
     reached = {0: 0, 1: 0}

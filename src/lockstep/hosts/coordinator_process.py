@@ -24,7 +24,7 @@ from lockstep.errors import LockstepError, UnfitError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
-from lockstep.observability.exports import Exports, JobFacts, exported
+from lockstep.observability.exports import Exports, JobDescription, exported
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -206,8 +206,8 @@ class CoordinatorProcess:
         console = Console(Sink(1), Sink(2), spec.tee, record.state.view.chief)
         user, command = LocalChannel.pair()
         events = Bus(clock, complain=console.say)
-        facts = JobFacts(spec.labels, len(record.state.view.workers))
-        with recorded(events, paths, console.say), exported(events, _exports(first), facts, note):
+        described = JobDescription(spec.labels, len(record.state.view.workers))
+        with recorded(events, paths, console.say), exported(events, _exports(first), described, note):
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,

@@ -16,7 +16,7 @@ from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
-from lockstep.observability.exports import NO_EXPORTS, Exports, JobFacts, exported
+from lockstep.observability.exports import NO_EXPORTS, Exports, JobDescription, exported
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.host import HostReport, Instruction, PeerAddress, Stop
 from lockstep.protocol.job_spec import JobSpec
@@ -126,8 +126,8 @@ def run_job(
     """
     clock = SystemClock()
     events = Bus(clock, complain=console.say)
-    facts = JobFacts(spec.labels, len(state.view.workers))
-    with recorded(events, paths, console.say), exported(events, exports, facts, note):
+    described = JobDescription(spec.labels, len(state.view.workers))
+    with recorded(events, paths, console.say), exported(events, exports, described, note):
         to_agent, to_coordinator = LocalChannel.pair()
         with closing(start_agent(local, paths.root.name, to_coordinator, loop)):
             coordinator = Coordinator(

@@ -10,7 +10,7 @@ from lockstep.observability.bus import Bus
 
 
 @dataclass(frozen=True)
-class JobFacts:
+class JobDescription:
     """What is known of a job before its first event.
 
     Attributes:
@@ -40,14 +40,14 @@ NO_EXPORTS = Exports()
 
 @contextmanager
 def exported(
-    events: Bus, exports: Exports, facts: JobFacts, complain: Callable[[str], None]
+    events: Bus, exports: Exports, job: JobDescription, complain: Callable[[str], None]
 ) -> Iterator[None]:
     """Show the events of a job during the block.
 
     Args:
         events: the bus of the job.
         exports: what to show; its descriptor is closed after the block.
-        facts: what is known of the job before its first event.
+        job: what is known of the job before its first event.
         complain: shows a line about a failure, on any thread.
     """
     with ExitStack() as ends:
@@ -59,7 +59,7 @@ def exported(
             from lockstep.observability.job_metrics import KINDS, JobMetrics
             from lockstep.observability.metrics_server import served
 
-            metrics = JobMetrics(facts)
+            metrics = JobMetrics(job.labels, job.workers)
             ends.callback(events.subscribe(metrics.add, *KINDS))
             ends.enter_context(served(socket.socket(fileno=exports.metrics), metrics.text))
         yield

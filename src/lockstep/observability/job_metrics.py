@@ -21,7 +21,6 @@ from lockstep.observability.events import (
     WorkerLoad,
     WorkerLost,
 )
-from lockstep.observability.exports import JobFacts
 from lockstep.observability.step_recorder import trains
 
 KINDS: tuple[type[Event], ...] = (
@@ -36,7 +35,7 @@ _PERCENT = 100.0
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
-class Sample(NamedTuple):
+class LabelledValue(NamedTuple):
     """A value, and the labels that tell it from the others of its family."""
 
     labels: Mapping[str, str]
@@ -49,7 +48,7 @@ class Family(NamedTuple):
     name: str
     kind: Literal["counter", "gauge", "info"]
     help: str
-    samples: Sequence[Sample]
+    samples: Sequence[LabelledValue]
     unit: str = ""
 
 
@@ -57,12 +56,16 @@ class JobMetrics:
     """Adds up the events of a job; the methods may be called from any thread.
 
     Counters begin at zero with each coordinator, but for the number of steps.
+
+    Args:
+        labels: of the job, by their names.
+        workers: number of its members before the first event.
     """
 
-    def __init__(self, facts: JobFacts) -> None:
+    def __init__(self, labels: Mapping[str, str], workers: int) -> None:
         self._lock = threading.Lock()
-        self._labels = facts.labels
-        self._workers = facts.workers
+        self._labels = labels
+        self._workers = workers
         self._changes = dict.fromkeys(("joined", "left", "lost"), 0)
         self._trained: int | None = None
         self._examples = 0
@@ -131,17 +134,17 @@ class JobMetrics:
 
     def _families(self) -> list[Family]:
         joined, left, lost = (single(self._changes[name]) for name in ("joined", "left", "lost"))
-        steps = [Sample(of_worker(worker), count) for worker, count in self._steps.items()]
+        steps = [LabelledValue(of_worker(worker), count) for worker, count in self._steps.items()]
         seconds = [
-            Sample({**of_worker(worker), "part": part}, value)
+            LabelledValue({**of_worker(worker), "part": part}, value)
             for (worker, part), value in self._seconds.items()
         ]
-        metrics = [Sample({"name": name}, value) for name, value in self._values.items()]
+        metrics = [LabelledValue({"name": name}, value) for name, value in self._values.items()]
         # Unknown values have no sample: a counter that falls to zero would count anew.
         trained = [] if self._trained is None else single(self._trained)
         saved = [] if self._saved is None else single(self._saved)
         return [
-            Family("lockstep_job", "info", "The job.", [Sample(self._labels, 1)]),
+            Family("lockstep_job", "info", "The job.", [LabelledValue(self._labels, 1)]),
             Family("lockstep_workers", "gauge", "Members of the newest view.", single(self._workers)),
             Family("lockstep_workers_joined", "counter", "Workers that have joined.", joined),
             Family("lockstep_workers_left", "counter", "Workers that were asked to leave.", left),
@@ -174,20 +177,21 @@ def load_families(hosts: Sequence[LoadMeasured]) -> list[Family]:
     """Return the families of the load of hosts, their workers and their GPUs."""
 
     def of_hosts(name: str, meaning: str, figure: str, unit: str = "") -> Family:
-        samples = [Sample({"host": host.host}, getattr(host, figure)) for host in hosts]
+        samples = [LabelledValue({"host": host.host}, getattr(host, figure)) for host in hosts]
         return Family(f"lockstep_host_{name}", "gauge", meaning, samples, unit)
 
     def of_workers(name: str, meaning: str, figure: str, unit: str = "") -> Family:
         loads: list[tuple[str, WorkerLoad]] = [(host.host, one) for host in hosts for one in host.workers]
         samples = [
-            Sample({"host": host, **of_worker(load.worker)}, getattr(load, figure)) for host, load in loads
+            LabelledValue({"host": host, **of_worker(load.worker)}, getattr(load, figure))
+            for host, load in loads
         ]
         return Family(f"lockstep_worker_{name}", "gauge", meaning, samples, unit)
 
     def of_gpus(name: str, meaning: str, figure: str, unit: str = "", scale: float = 1.0) -> Family:
         gpus: list[tuple[str, GpuLoad]] = [(host.host, one) for host in hosts for one in host.gpus]
         samples = [
-            Sample({"host": host, "gpu": str(gpu.index)}, value / scale)
+            LabelledValue({"host": host, "gpu": str(gpu.index)}, value / scale)
             for host, gpu in gpus
             if (value := getattr(gpu, figure)) is not None
         ]
@@ -217,9 +221,9 @@ def of_worker(worker: int) -> dict[str, str]:
     return {"worker": str(worker)}
 
 
-def single(value: float) -> list[Sample]:
+def single(value: float) -> list[LabelledValue]:
     """Return the sample of a family that has one."""
-    return [Sample({}, value)]
+    return [LabelledValue({}, value)]
 
 
 def exposition(families: Sequence[Family]) -> bytes:

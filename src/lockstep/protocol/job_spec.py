@@ -110,7 +110,7 @@ class JobSpec:
     def labels(self) -> dict[str, str]:
         """What tells this job from others, for programs that collect figures of many."""
         return {
-            "job": self.run_dir.name,
+            "job": self.run_dir.absolute().name,
             "script": self.target,
             "backend": self.backend or "",
             "replicas": str(self.replicas),
