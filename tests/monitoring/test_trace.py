@@ -240,11 +240,12 @@ def test_the_command_writes_the_file(tmp_path: Path) -> None:
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "run", [job(BEGAN)], [])
-    done = trace(tmp_path, "empty", "--steps", "1")
-    message = "lockstep: empty is not the folder of a run: it has no events.jsonl\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
-    with pytest.raises(ConfigError, match="no step of this run was recorded one by one: it has no training"):
-        trace_of(tmp_path / "run", range(1, 2))
+    for folder, message in {
+        "empty": "is not the folder of a run: it has no events.jsonl",
+        "run": "no step of this run was recorded one by one: it has no training step yet",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            trace_of(tmp_path / folder, range(1, 2))
     unknown = trace(tmp_path, f"no-job-{os.getpid()}", "--steps", "1")
     assert unknown.returncode == 2
     assert unknown.stderr.count("\n") == 1

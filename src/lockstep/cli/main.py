@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lockstep import __version__
-from lockstep.cli.completion import complete_job
+from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.export import export
 from lockstep.cli.logs import logs
 from lockstep.cli.run import PARTS, run
@@ -168,7 +168,7 @@ def agent(
 
 
 @cli.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option(
     "--steps",
     metavar="FIRST:LAST",
@@ -185,20 +185,16 @@ def agent(
 def trace(run: str, steps: str, output: Path | None) -> None:
     """Write single steps of all workers of RUN for https://ui.perfetto.dev or chrome://tracing.
 
-    RUN is a run folder, or the name of a running job. The file has a slice for each step of each worker and
+    RUN is the name of a running job, or a run folder. The file has a slice for each step of each worker and
     for each of its parts: input, compute, wait, exchange, update, other. The first 1024 steps of each call
     are recorded one by one, and 16 steps now and then later.
     """
     import msgspec
 
-    from lockstep.coordinator.admin_client import accepted, send
+    from lockstep.coordinator.run_lookup import find_run
     from lockstep.monitoring.trace import parse_steps, trace_of
-    from lockstep.protocol.admin import StatusRequest
 
-    wanted = parse_steps(steps)
-    folder = Path(run)
-    if not run or not folder.is_dir():
-        folder = Path(accepted(send(run, StatusRequest())).run_dir)
+    wanted, folder = parse_steps(steps), find_run(run).folder
     # One event per line.
     lines = [msgspec.json.encode(event) for event in trace_of(folder, wanted)]
     text = b"[\n" + b",\n".join(lines) + b"\n]\n"
