@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.doctor.cuda_visibility import visibility
-from lockstep.doctor.gpus import Gpu
+from lockstep.system.nvml import Gpu
 
 GPUS = (
     Gpu(0, uuid="GPU-aa11"),

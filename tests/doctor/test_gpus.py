@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process, describe, judge, judge_build
+from lockstep.doctor.gpus import describe, judge, judge_build
+from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process
 
 GIB = 2**30
 DRIVER = Driver("570.124.06", (12, 8))
@@ -134,7 +135,7 @@ def test_no_permitted_gpu_is_a_warning() -> None:
     ("gpu", "reason", "remedy"),
     [
         (replace(H100, temperature=89), "throttled because it is hot (from 89 C)", "fans"),
-        (replace(H100, hot=True, slowdown=None), "throttled because it is hot", "fans"),
+        (replace(H100, throttled=("thermal",), slowdown=None), "throttled because it is hot", "fans"),
         (replace(H100, repair_pending=True), "is pending replacement", "--gpu-reset -i 0"),
         (replace(H100, repair_failed=True), "could not be replaced", "replace the GPU"),
         (replace(H100, instances=()), "no instance exists", "-mig 0"),
@@ -175,7 +176,7 @@ def test_memory_used_by_other_processes_is_a_warning() -> None:
 
 
 def test_all_problems_of_a_gpu_are_reported() -> None:
-    row = judged(replace(H100, hot=True, repair_pending=True))["GPU 0"]
+    row = judged(replace(H100, throttled=("thermal",), repair_pending=True))["GPU 0"]
     assert "hot" in row.reason
     assert "pending" in row.reason
     assert "fans" in row.remedy

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process
 from lockstep.doctor.load_monitor import HostLoad, host_now, log_once, watch
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.system.clock import VirtualClock
+from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process
 
 GIB = 2**30
 START = 1_700_000_000.0

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.gpus import GpuReading, judge_build
+from lockstep.doctor.gpus import judge_build
 from lockstep.doctor.programs import ProgramResult
+from lockstep.system.nvml import GpuReading
 
 _SECTION = "backends"
 _COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.doctor.backend_probe"])

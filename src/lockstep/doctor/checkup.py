@@ -15,13 +15,13 @@ from lockstep.doctor.addresses import examine_tf_config
 from lockstep.doctor.cuda_visibility import visibility
 from lockstep.doctor.environment import examine_environment
 from lockstep.doctor.finding import Finding, Rating, worst
-from lockstep.doctor.gpus import GpuReading
 from lockstep.doctor.gpus import judge as judge_gpus
 from lockstep.doctor.machine import examine_machine
 from lockstep.doctor.programs import ProbeProgram, ProgramResult, results
 from lockstep.doctor.versions import Packages, examine_versions
 from lockstep.launcher.backend import BACKENDS, Wishes
 from lockstep.system.environment import device_variables, job_environment, visible_gpus
+from lockstep.system.nvml import GpuReading
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 PROBE_SECONDS = 60.0

@@ -14,7 +14,6 @@ from lockstep.doctor.finding import Finding, worst
 from lockstep.doctor.gpus import absence
 from lockstep.doctor.links import examine_links, measured_by_a_job
 from lockstep.doctor.load_monitor import log_once, watch
-from lockstep.doctor.nvml import load, read, reader
 from lockstep.doctor.programs import ending_descendants
 from lockstep.doctor.versions import Packages
 from lockstep.errors import InternalError, LockstepError, UnfitError
@@ -22,6 +21,7 @@ from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import Wishes
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
+from lockstep.system.nvml import load, read, reader
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 
 Form = Literal["table", "json", "report"]

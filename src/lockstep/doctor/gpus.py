@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from lockstep.doctor.cuda_visibility import visibility
 from lockstep.doctor.finding import Finding, Rating
+from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process
 from lockstep.system.prose import count
 
 _SECTION = "gpus"
@@ -22,107 +23,6 @@ _OLDEST_KINDS = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
 """For each CUDA version, the lowest compute capability that it supports."""
 _OLDEST_INSTALLED = 12
 """The oldest CUDA version that backends are still built for."""
-
-
-@dataclass(frozen=True)
-class GpuMemory:
-    """Memory of a GPU, in bytes."""
-
-    total: int
-    used: int
-    free: int
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process on a GPU.
-
-    Attributes:
-        pid: its id.
-        name: empty if unknown.
-        memory: bytes of the GPU's memory that it uses; None if unknown.
-    """
-
-    pid: int
-    name: str
-    memory: int | None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU; values that it does not report are None.
-
-    Attributes:
-        index: its NVML index, in the order of the PCI bus.
-        name: of the model.
-        uuid: as `CUDA_VISIBLE_DEVICES` accepts it.
-        bus: its PCI address.
-        memory: its own memory, also called FB.
-        bar1: the part of the memory that other devices on the PCI bus can address.
-        temperature: degrees Celsius.
-        power: watts.
-        power_limit: watts.
-        utilization: percent of the time in which a program computed on it.
-        processes: the processes that use it, as far as this process may see them.
-        fault: why it cannot be used; empty if it can.
-        denied: whether the only fault is a lack of permission.
-        slowdown: the temperature, in degrees Celsius, from which on it throttles.
-        hot: whether it throttles because of heat.
-        repair_pending: whether the replacement of a defective part of its memory is pending.
-        repair_failed: whether the replacement of a defective part of its memory failed.
-        capability: its CUDA compute capability.
-        instances: the UUIDs of its MIG instances; None if it is not partitioned.
-    """
-
-    index: int
-    name: str | None = None
-    uuid: str | None = None
-    bus: str | None = None
-    memory: GpuMemory | None = None
-    bar1: GpuMemory | None = None
-    temperature: int | None = None
-    power: float | None = None
-    power_limit: float | None = None
-    utilization: int | None = None
-    processes: tuple[Process, ...] | None = None
-    fault: str = ""
-    denied: bool = False
-    slowdown: int | None = None
-    hot: bool = False
-    repair_pending: bool = False
-    repair_failed: bool = False
-    capability: tuple[int, int] | None = None
-    instances: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Driver:
-    """NVIDIA's driver.
-
-    Attributes:
-        version: of the driver.
-        cuda: the newest CUDA version that it fully supports; None if it does not report one.
-    """
-
-    version: str
-    cuda: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class GpuReading:
-    """The driver's report.
-
-    Attributes:
-        driver: None if no driver answers.
-        gpus: in the order of their indices.
-        missing: why there is no driver or no GPU.
-        remedy: what to do about that; empty if nothing needs to be done.
-    """
-
-    driver: Driver | None
-    gpus: tuple[Gpu, ...] = ()
-    missing: str = ""
-    remedy: str = ""
 
 
 def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> list[Finding]:
@@ -272,7 +172,7 @@ def _problems(gpu: Gpu) -> list[tuple[str, str]]:
         )
         found.append(("MIG is enabled but no instance exists, so CUDA cannot use it", switch))
     now, limit = gpu.temperature, gpu.slowdown
-    if gpu.hot or (now is not None and limit is not None and now >= limit):
+    if "thermal" in gpu.throttled or (now is not None and limit is not None and now >= limit):
         since = "" if limit is None else f" (from {limit} C)"
         found.append((f"it is throttled because it is hot{since}", "check its fans and its air flow"))
     if gpu.repair_failed:

@@ -17,10 +17,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.doctor.gpus import Gpu, GpuReading, Process, absence, describe, quantities, title
+from lockstep.doctor.gpus import absence, describe, quantities, title
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.files import AppendFile
+from lockstep.system.nvml import Gpu, GpuReading, Process
 
 _CLOCK = SystemClock()
 _MAX_INTERVAL = 86400.0

@@ -9,8 +9,7 @@ import psutil
 import pynvml
 import pytest
 
-from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process
-from lockstep.doctor.nvml import load, read, reader
+from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process, load, read, reader
 
 from .fake_nvml import (
     GIB,
@@ -192,15 +191,21 @@ def test_defective_memory_is_read(answers: dict[str, object], expected: tuple[bo
 
 
 @pytest.mark.parametrize(
-    ("reason", "hot"),
+    ("reason", "expected"),
     [
-        (pynvml.nvmlClocksThrottleReasonHwThermalSlowdown, True),
-        (pynvml.nvmlClocksThrottleReasonSwThermalSlowdown, True),
-        (pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonSwPowerCap, False),
+        (pynvml.nvmlClocksThrottleReasonHwThermalSlowdown, ("thermal",)),
+        (pynvml.nvmlClocksThrottleReasonSwThermalSlowdown, ("thermal",)),
+        (
+            pynvml.nvmlClocksThrottleReasonHwSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+            ("thermal",),
+        ),
+        (pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonSwPowerCap, ("power",)),
+        (pynvml.nvmlClocksThrottleReasonHwSlowdown, ("hardware",)),
+        (pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonSyncBoost, ()),
     ],
 )
-def test_throttling_because_of_heat_is_read(reason: int, hot: bool) -> None:
-    assert gpu(nvmlDeviceGetCurrentClocksThrottleReasons=reason).hot == hot
+def test_why_the_clock_is_lowered_is_read(reason: int, expected: tuple[str, ...]) -> None:
+    assert gpu(nvmlDeviceGetCurrentClocksThrottleReasons=reason).throttled == expected
 
 
 def test_mig_instances_are_read() -> None:
@@ -301,6 +306,6 @@ def test_this_machine_can_be_read() -> None:
 
 
 def test_the_module_does_not_import_pynvml() -> None:
-    script = "import sys, lockstep.doctor.nvml; print('pynvml' in sys.modules)"
+    script = "import sys, lockstep.system.nvml; print('pynvml' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

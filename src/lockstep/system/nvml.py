@@ -3,12 +3,12 @@
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process
 from lockstep.system.prose import printable
 
 PCI = Path("/sys/bus/pci/devices")
@@ -16,8 +16,8 @@ _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 _PASSTHROUGH = "vfio-pci"
 """The driver of GPUs that are passed through to virtual machines."""
-_HEAT = 0x20 | 0x40
-"""The throttle reasons for heat, detected by software and by hardware."""
+_THROTTLES = {"thermal": 0x20 | 0x40, "power": 0x04 | 0x80, "hardware": 0x08}
+"""The bits of the driver's reasons to lower a clock, without idleness and the settings of users."""
 _UNKNOWN = 2**64 - 1
 _REFUSALS = {
     "NVMLError_LibraryNotFound": (
@@ -44,6 +44,107 @@ _LOST = {
     "NVMLError_GpuIsLost": "it has fallen off the bus",
     "NVMLError_ResetRequired": "it must be reset before it can be used again",
 }
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Memory of a GPU, in bytes."""
+
+    total: int
+    used: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process on a GPU.
+
+    Attributes:
+        pid: its id.
+        name: empty if unknown.
+        memory: bytes of the GPU's memory that it uses; None if unknown.
+    """
+
+    pid: int
+    name: str
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; values that it does not report are None.
+
+    Attributes:
+        index: its NVML index, in the order of the PCI bus.
+        name: of the model.
+        uuid: as `CUDA_VISIBLE_DEVICES` accepts it.
+        bus: its PCI address.
+        memory: its own memory, also called FB.
+        bar1: the part of the memory that other devices on the PCI bus can address.
+        temperature: degrees Celsius.
+        power: watts.
+        power_limit: watts.
+        utilization: percent of the time in which a program computed on it.
+        processes: the processes that use it, as far as this process may see them.
+        fault: why it cannot be used; empty if it can.
+        denied: whether the only fault is a lack of permission.
+        slowdown: the temperature, in degrees Celsius, from which on it throttles.
+        throttled: why its clock is lowered: because of `thermal`, `power` or `hardware` limits.
+        repair_pending: whether the replacement of a defective part of its memory is pending.
+        repair_failed: whether the replacement of a defective part of its memory failed.
+        capability: its CUDA compute capability.
+        instances: the UUIDs of its MIG instances; None if it is not partitioned.
+    """
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    bus: str | None = None
+    memory: GpuMemory | None = None
+    bar1: GpuMemory | None = None
+    temperature: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    utilization: int | None = None
+    processes: tuple[Process, ...] | None = None
+    fault: str = ""
+    denied: bool = False
+    slowdown: int | None = None
+    throttled: tuple[str, ...] = ()
+    repair_pending: bool = False
+    repair_failed: bool = False
+    capability: tuple[int, int] | None = None
+    instances: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver.
+
+    Attributes:
+        version: of the driver.
+        cuda: the newest CUDA version that it fully supports; None if it does not report one.
+    """
+
+    version: str
+    cuda: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """The driver's report.
+
+    Attributes:
+        driver: None if no driver answers.
+        gpus: in the order of their indices.
+        missing: why there is no driver or no GPU.
+        remedy: what to do about that; empty if nothing needs to be done.
+    """
+
+    driver: Driver | None
+    gpus: tuple[Gpu, ...] = ()
+    missing: str = ""
+    remedy: str = ""
 
 
 def load() -> Any | None:
@@ -181,7 +282,7 @@ def _gpu(library: Any, index: int) -> Gpu:
         slowdown=query(
             "nvmlDeviceGetTemperatureThreshold", handle, library.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         ),
-        hot=bool((query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _HEAT),
+        throttled=_throttles(query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0),
         repair_pending=bool(pending or query("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
         repair_failed=bool(failed),
         capability=None if kind is None else (int(kind[0]), int(kind[1])),
@@ -189,6 +290,12 @@ def _gpu(library: Any, index: int) -> Gpu:
         # This must be the last argument: each query above may set the fault.
         fault=queries.fault,
     )
+
+
+def _throttles(reasons: int) -> tuple[str, ...]:
+    found = tuple(name for name, bits in _THROTTLES.items() if reasons & bits)
+    # The driver sets the bit of the hardware also for heat.
+    return tuple(name for name in found if name != "hardware") or found
 
 
 def _processes(queries: _Queries, handle: Any) -> tuple[Process, ...] | None:
