@@ -14,6 +14,7 @@ import pytest
 from fake_launcher import FakeHandle, FakeLauncher, end_by_signal
 
 from lockstep.agent.agent import Agent
+from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.coordinator.coordinator import Coordinator
@@ -156,6 +157,7 @@ class Stage:
                         nothing(),
                         output,
                         descendants,
+                        LoadMeter(),
                     )
                     coordinator = Coordinator(
                         spec,

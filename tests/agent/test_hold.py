@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.agent.agent import Agent
+from lockstep.agent.host_load import LoadMeter
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import BeginView, KeepAlive
 from lockstep.protocol.worker import HostMembers
@@ -49,7 +50,16 @@ class Host:
             prepare=lambda: None, reap=lambda owned: None, end=lambda grace: (), close=lambda: None
         )
         self.agent = Agent(
-            "a", theirs, loop, nothing, self._open, Attachment.missing(), nothing, nothing, hold=hold
+            "a",
+            theirs,
+            loop,
+            nothing,
+            self._open,
+            Attachment.missing(),
+            nothing,
+            nothing,
+            LoadMeter(),
+            hold=hold,
         )
 
     def _open(self, members: int) -> NotedExchange:

@@ -8,8 +8,11 @@ from lockstep.observability.events import (
     CallStarted,
     CheckpointWritten,
     DistributionBegan,
+    GpuLoad,
+    LoadMeasured,
     StrategyInstalled,
     TrainingEnded,
+    WorkerLoad,
 )
 from lockstep.protocol import host
 from lockstep.protocol.host import HostReport, Instruction, Stop
@@ -72,6 +75,35 @@ instructions = st.one_of(
 evidence = st.builds(
     host.WorkerEvidence, workers, st.booleans(), st.lists(texts).map(tuple), st.lists(texts).map(tuple)
 )
+seconds = st.floats(0, 1e9)
+loads = st.builds(
+    LoadMeasured,
+    host=texts,
+    cores=workers,
+    busy=seconds,
+    memory_used=st.integers(0, 2**53),
+    memory_total=st.integers(0, 2**53),
+    swapping=seconds,
+    throttled=seconds,
+    workers=st.lists(
+        st.builds(WorkerLoad, worker=workers, cores=seconds, delayed=seconds, memory=workers, faults=seconds),
+        max_size=3,
+    ).map(tuple),
+    gpus=st.lists(
+        st.builds(
+            GpuLoad,
+            index=workers,
+            name=texts,
+            utilization=st.none() | workers,
+            memory_used=st.none() | workers,
+            memory_total=st.none() | workers,
+            temperature=st.none() | workers,
+            power=st.none() | seconds,
+            processes=st.lists(st.tuples(workers, st.none() | workers)).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
+)
 reports = st.one_of(
     st.builds(host.ProcessStarted, workers, workers),
     st.builds(host.StartFailed, workers, st.booleans(), texts),
@@ -89,6 +121,7 @@ reports = st.one_of(
     st.builds(host.ViewRefused, workers, texts),
     st.builds(host.KeepAlive),
     st.builds(host.OutputWritten, workers, st.sampled_from([1, 2]), st.binary()),
+    st.builds(host.LoadReport, loads),
     st.builds(host.AllReported),
     st.builds(host.HostEnded, groups, st.lists(evidence, max_size=3).map(tuple)),
 )

@@ -13,6 +13,7 @@ from functools import partial
 
 from lockstep.agent.exchange import HostExchange, OpenExchange
 from lockstep.agent.held_states import HeldStates
+from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import WorkerHandle
@@ -34,6 +35,7 @@ from lockstep.protocol.host import (
     HostReport,
     Instruction,
     KeepAlive,
+    LoadReport,
     NotUnderstood,
     PauseOutput,
     PostNotice,
@@ -89,6 +91,7 @@ class Agent:
         pool: the memory for partials and totals.
         output: takes the output of workers.
         descendants: the processes of the job on this host.
+        meter: measures the load of this host and its workers.
         host: the index of this host in the job.
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
@@ -108,6 +111,7 @@ class Agent:
     pool: Attachment
     output: WorkerOutput
     descendants: Descendants
+    meter: LoadMeter
     host: int = 0
     network: HostNetwork | None = None
     arrivals: Arrivals | None = None
@@ -132,6 +136,7 @@ class Agent:
         self._states = HeldStates(self.host, self.network, self.loop, self._tell_of_arriving)
         self.loop.before_each_wait(self._watch_output)
         self.loop.before_each_wait(self._reap)
+        self.loop.before_each_wait(self._measure)
         self.loop.watch(self.coordinator.fileno(), self._obey)
         if self.arrivals is not None:
             self.arrivals.begin(self.job, self._tell_of_arrival, late=self.late)
@@ -145,6 +150,7 @@ class Agent:
         if self._exchange is not None:
             self._exchange.close()
         self._states.close()
+        self.meter.close()
         self.coordinator.close()
 
     def pauses(self, now: float) -> bool:
@@ -404,6 +410,15 @@ class Agent:
         self.descendants.reap(
             frozenset(worker.handle.pid for worker in self._workers.values() if not worker.exited)
         )
+
+    def _measure(self) -> float | None:
+        """Report the load if that is due; return the seconds until the next time."""
+        if self.ended:
+            return None
+        living = {one.worker: one.handle.pid for one in self._workers.values() if not one.exited}
+        if (load := self.meter.measure(living)) is not None:
+            self._tell(LoadReport(load))
+        return self.meter.left()
 
     # The end.
 

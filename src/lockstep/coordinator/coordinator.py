@@ -62,6 +62,7 @@ from lockstep.protocol.host import (
     Instruction,
     KeepAlive,
     KeepRecord,
+    LoadReport,
     NotUnderstood,
     OutputWritten,
     PauseOutput,
@@ -649,10 +650,12 @@ class Coordinator:
 
     def _take(self, host: int, report: HostReport | Unreadable | PeerGone) -> None:
         agent = self.agents[host]
-        self._changed = self._changed or not isinstance(report, KeepAlive | OutputWritten)
+        self._changed = self._changed or not isinstance(report, KeepAlive | OutputWritten | LoadReport)
         match report:
             case KeepAlive():
                 pass
+            case LoadReport(load):
+                self.events.publish(load)
             case OutputWritten(worker, descriptor, data):
                 agent.wrote = self.clock.now()
                 self._output.write(worker, descriptor, data)

@@ -293,7 +293,10 @@ class AgentProcess:
         session.attach(cast("Channel[HostReport, Instruction]", channel))
         output = ForwardedOutput(session, lambda: channel.queued > _BEHIND or session.output > MOST_KEPT)
         local = replace(
-            self.workers.begin(begin, output), host=begin.host, network=listener.network(prepare.job)
+            self.workers.begin(begin, output),
+            host=begin.host,
+            name=begin.here.name,
+            network=listener.network(prepare.job),
         )
         late = begin.host >= len(begin.spec.hosts)
         spec = begin.spec

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.exchange import open_shared
+from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_output import WorkerOutput
@@ -88,6 +89,7 @@ def start_agent(
         pool=Attachment(SharedPool.create().fd),
         output=local.output,
         descendants=local.descendants,
+        meter=LoadMeter.of_host(local.name),
         host=local.host,
         network=local.network,
         arrivals=local.arrivals,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from lockstep.checkpoint.held import HeldCheckpoint
+from lockstep.observability.events import LoadMeasured
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
@@ -532,6 +533,12 @@ class ConnectedLate(msgspec.Struct, frozen=True, tag="connected late"):
     view: int
 
 
+class LoadReport(msgspec.Struct, frozen=True, tag="load"):
+    """The host and its workers have this load."""
+
+    load: LoadMeasured
+
+
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
     """A view cannot begin on this host; the current one continues."""
 
@@ -606,6 +613,7 @@ HostReport = (
     | ViewRefused
     | KeepAlive
     | OutputWritten
+    | LoadReport
     | AllReported
     | HostEnded
     | AgentStanding
@@ -620,6 +628,7 @@ UNNUMBERED = (
     KeepRecord,
     TakeOver,
     RepeatReports,
+    LoadReport,
     AllReported,
     AgentStanding,
 )

@@ -1,7 +1,10 @@
 """The limits of this process's control groups (versions 1 and 2), ancestors included."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+_THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
+"""The names in `cpu.stat` of versions 2 and 1, and their units in seconds."""
 
 
 def cpu_quota(membership: Path, mount: Path) -> float | None:
@@ -33,6 +36,21 @@ def processes_left(membership: Path, mount: Path) -> int | None:
         if most.isdigit() and now.isdigit():
             left.append(max(0, int(most) - int(now)))
     return min(left, default=None)
+
+
+def throttled_seconds(statistics: Iterable[Path]) -> float:
+    """Return the seconds in which a CPU quota has stopped processes, summed over cores.
+
+    Args:
+        statistics: the files `cpu.stat` of a group and its ancestors, of which the largest number counts.
+    """
+    found = [0.0]
+    for file in statistics:
+        for line in read(file).splitlines():
+            name, _, value = line.partition(" ")
+            if name in _THROTTLED and value.isdigit():
+                found.append(int(value) * _THROTTLED[name])
+    return max(found)
 
 
 def read(file: Path) -> str:

@@ -1,5 +1,6 @@
 """How much memory this process may still allocate, to check before it does."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +34,33 @@ def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
 
     This includes those that exceeded only the limit of a cgroup. 0 if the kernel does not report it.
     """
-    return _statistic(statistics, "oom_kill")
+    return read_numbers(statistics).get("oom_kill", 0)
+
+
+def memory_in_use(meminfo: Path, limited: Iterable[Path]) -> tuple[int, int]:
+    """Return the bytes in use, and how many there are, under the limit with the fewest bytes left.
+
+    That is the machine's memory, or a limit of a cgroup. (0, 0) if the kernel tells neither.
+
+    Args:
+        meminfo: the file of the machine's memory, like `/proc/meminfo`.
+        limited: the folders of cgroups with a limit.
+    """
+    numbers = read_numbers(meminfo)
+    total, available = (numbers.get(name, 0) * 1024 for name in ("MemTotal:", "MemAvailable:"))
+    machine = [(total - available, total)] if total else []
+    uses = (use for group in limited for use in _uses(group))
+    return min((*machine, *uses), key=lambda use: use[1] - use[0], default=(0, 0))
+
+
+def limited_groups(meminfo: Path, membership: Path, mount: Path) -> list[Path]:
+    """Return the folders of this process's cgroups whose limit is less than the machine's memory.
+
+    The arguments are those of `memory_in_use` and `cgroup_rooms`.
+    """
+    total = read_numbers(meminfo).get("MemTotal:", 0) * 1024
+    found = dict.fromkeys(groups(membership, mount, "memory"))
+    return [group for group in found if any(most < total for _, most in _uses(group))]
 
 
 def cgroup_rooms(membership: Path, mount: Path) -> list[int]:
@@ -43,18 +70,21 @@ def cgroup_rooms(membership: Path, mount: Path) -> list[int]:
         membership: the file that names the cgroups, like `/proc/self/cgroup`.
         mount: where the cgroup file systems are mounted.
     """
-    rooms = []
-    for group in groups(membership, mount, "memory"):
-        for limit, usage, cache in _FILES:
-            most, used = read(group / limit).strip(), read(group / usage).strip()
-            if most.isdigit() and used.isdigit():
-                rooms.append(int(most) - int(used) + _statistic(group / "memory.stat", cache))
-    return rooms
+    found = groups(membership, mount, "memory")
+    return [most - used for group in found for used, most in _uses(group)]
 
 
-def _statistic(file: Path, name: str) -> int:
-    for line in read(file).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+def _uses(group: Path) -> list[tuple[int, int]]:
+    """Return the bytes that a cgroup uses, without reclaimable ones, and its limit; empty without one."""
+    found = []
+    for limit, usage, cache in _FILES:
+        most, used = read(group / limit).strip(), read(group / usage).strip()
+        if most.isdigit() and used.isdigit():
+            found.append((int(used) - read_numbers(group / "memory.stat").get(cache, 0), int(most)))
+    return found
+
+
+def read_numbers(file: Path) -> dict[str, int]:
+    """Return the numbers in a file with a name and a number per line; empty if it cannot be read."""
+    lines = (line.split() for line in read(file).splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lockstep.system.prose import printable
 
 PCI = Path("/sys/bus/pci/devices")
@@ -19,6 +17,8 @@ _PASSTHROUGH = "vfio-pci"
 _THROTTLES = {"thermal": 0x20 | 0x40, "power": 0x04 | 0x80, "hardware": 0x08}
 """The bits of the driver's reasons to lower a clock, without idleness and the settings of users."""
 _UNKNOWN = 2**64 - 1
+_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""The devices through which programs reach the driver, on Linux and in Windows's Linux."""
 _REFUSALS = {
     "NVMLError_LibraryNotFound": (
         "NVIDIA's driver is not installed: libnvidia-ml.so.1 is missing",
@@ -153,6 +153,11 @@ def load() -> Any | None:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
+
+
+def driver_is_present() -> bool:
+    """Whether this process could find NVIDIA's driver; costs less than asking it."""
+    return any(device.exists() for device in _DEVICES)
 
 
 def read(library: Any | None, pci: Path = PCI) -> GpuReading:
@@ -317,6 +322,9 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 
 def _name(queries: _Queries, pid: int) -> str:
+    # Imported late, because agents start faster without it.
+    import psutil
+
     try:
         return _plain(psutil.Process(pid).name())
     except psutil.Error:
