@@ -45,7 +45,7 @@ class Kernel:
         self.write("cgroup/job/cpu.stat", f"usage_usec 5\nthrottled_usec {throttled}\n")
 
     def process(
-        self, pid: int, cpu: float, delays: dict[int, float], memory: int = 0, faults: int = 0
+        self, pid: int, cpu: float, delays: dict[int, float], memory: int = PAGE, faults: int = 0
     ) -> None:
         half = int(cpu * TICKS / 2)
         fields = ["S", *["0"] * 8, str(faults), "0", str(half), str(half), *["0"] * 8, str(memory // PAGE)]
@@ -135,6 +135,12 @@ def test_workers_come_and_go(kernel: Kernel, clock: VirtualClock) -> None:
     load = meter.measure({0: 7, 1: 8})
     assert load is not None
     assert [(one.worker, one.cores, one.delayed) for one in load.workers] == [(1, 0.0, 0.0)]
+    # A process that ends has no memory.
+    kernel.process(8, cpu=9.0, delays={}, memory=0)
+    clock.advance(2.0)
+    load = meter.measure({1: 8})
+    assert load is not None
+    assert load.workers == ()
 
 
 def test_a_kernel_that_tells_nothing_is_no_error(tmp_path: Path, clock: VirtualClock) -> None:

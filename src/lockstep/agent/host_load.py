@@ -107,6 +107,9 @@ def process_counters(pid: int, proc: Path) -> ProcessCounters | None:
         faults = int(fields[9])
     except (OSError, IndexError, ValueError):
         return None
+    if not memory:
+        # It has released everything, and is about to end.
+        return None
     return ProcessCounters(cpu, _delays(f"{folder}/task"), memory, faults)
 
 

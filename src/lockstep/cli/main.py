@@ -223,6 +223,32 @@ def stop(job: str) -> None:
 
 
 @cli.command()
+@click.argument("job")
+@click.option(
+    "-i",
+    "--interval",
+    type=float,
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two updates.",
+)
+@click.option("--once", is_flag=True, help="Show it once, as text, and exit.")
+@click.option("--csv", "as_csv", is_flag=True, help="Write a line of CSV per worker and interval.")
+@click.option("--json", "as_json", is_flag=True, help="Write a JSON object per interval.")
+def top(job: str, interval: float, once: bool, as_csv: bool, as_json: bool) -> None:
+    """Show what the workers of JOB do, and why slow ones are slow.
+
+    JOB is a name shown by lockstep list, the beginning of one, or the run folder of a job that has ended.
+    """
+    from lockstep.monitoring.top import show_job
+
+    if as_csv and as_json:
+        raise click.UsageError("give --csv or --json, not both")
+    show_job(job, interval, "csv" if as_csv else "json" if as_json else "text", once=once)
+
+
+@cli.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--days",

@@ -70,9 +70,9 @@ def send(job: str, request: AdminRequest, patience: float = 5.0) -> Reply:
         ConfigError: there is no such job, the name is ambiguous, or the job does not reply.
         UnfitError: the system does not list its sockets.
     """
-    name = _find(job)
+    name = find_job(job)
     try:
-        reply = _call(name, request, patience)
+        reply = call_job(name, request, patience)
     except TimeoutError:
         raise ConfigError(f"{name} has not replied in {patience:g} seconds; {_advice(name)}") from None
     except ValueError as error:
@@ -169,7 +169,13 @@ def job_names() -> list[str]:
     return [name for name in _names() if _owner(name) is not None]
 
 
-def _find(job: str) -> str:
+def find_job(job: str) -> str:
+    """Return the name of a running job of this user, from that name or its beginning.
+
+    Raises:
+        ConfigError: there is no such job, or the name is ambiguous.
+        UnfitError: the system does not list its sockets.
+    """
     names = job_names()
     if (name := choose(job, names)) is not None:
         return name
@@ -202,12 +208,12 @@ def _advice(name: str) -> str:
 def _ask(name: str, patience: float) -> Reply | None:
     """Return the state of a job; `Refused` if it does not reply, None if there is no such job."""
     try:
-        return _call(name, StatusRequest(), patience)
+        return call_job(name, StatusRequest(), patience)
     except (TimeoutError, ValueError) as error:
         return Refused(str(error))
 
 
-def _call(name: str, request: AdminRequest, patience: float) -> Reply | None:
+def call_job(name: str, request: AdminRequest, patience: float) -> Reply | None:
     """Return the reply of a job; None if there is no such job.
 
     Raises:

@@ -1,0 +1,207 @@
+"""A job that is followed: its run folder, and its coordinator, which may be slow, hang or end."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.coordinator.admin_client import JobWatch, call_job, find_job, running_jobs
+from lockstep.coordinator.job_report import JobSummary
+from lockstep.errors import ConfigError
+from lockstep.monitoring.overview import Overview, overview
+from lockstep.monitoring.run_data import RunData, RunFolder
+from lockstep.protocol.admin import AdminRequest, Reply, Status, StatusRequest
+from lockstep.system.clock import Clock
+from lockstep.system.paths import RunPaths
+
+_PATIENCE = 2.0
+"""Seconds that a coordinator has for a reply."""
+_SAME = 5.0
+"""Seconds by which the start of a job in its folder and in its replies may differ."""
+
+Answer = Callable[[Reply | str], None]
+"""Takes a reply, or why there is none; called in another thread."""
+
+
+class JobContact:
+    """Asks the coordinator of a job in a thread, so that its user never waits.
+
+    Args:
+        name: of the job.
+        clock: for the times below.
+        interval: seconds between two requests for its state.
+        call: sends a request; see `call_job`.
+
+    Attributes:
+        status: the newest reply; None before the first.
+        answered: when it arrived, or when this was created, in seconds since 1970.
+        is_silent: whether the last request had no reply in time.
+        gone: whether the job has ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        interval: float,
+        call: Callable[[str, AdminRequest, float], Reply | None] = call_job,
+    ) -> None:
+        self.name = name
+        self.status: Status | None = None
+        self.answered = clock.wall()
+        self.is_silent = False
+        self.gone = False
+        self._clock = clock
+        self._interval = interval
+        self._call = call
+        self._requests: queue.SimpleQueue[tuple[AdminRequest, Answer] | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Ask for the state now, and from now on; the thread ends with the process, or on `close`."""
+        threading.Thread(target=self._serve, name="contact", daemon=True).start()
+
+    def ask(self, request: AdminRequest, answer: Answer) -> None:
+        """Send a request after those before it."""
+        self._requests.put((request, answer))
+
+    def close(self) -> None:
+        """End the thread, after the request in which it is."""
+        self._requests.put(None)
+
+    def look(self) -> None:
+        """Ask for the state, and wait for the reply for a limited time."""
+        self._send(StatusRequest(), lambda reply: None)
+
+    def _serve(self) -> None:
+        self.look()
+        while True:
+            try:
+                wanted = self._requests.get(timeout=self._interval)
+            except queue.Empty:
+                self.look()
+                continue
+            if wanted is None:
+                return
+            self._send(*wanted)
+
+    def _send(self, request: AdminRequest, answer: Answer) -> None:
+        try:
+            reply = self._call(self.name, request, _PATIENCE)
+        except TimeoutError:
+            self.is_silent = True
+            answer(f"{self.name} has not replied within {_PATIENCE:g} seconds")
+            return
+        except (OSError, ValueError) as error:
+            answer(f"cannot ask {self.name}: {error}")
+            return
+        self.is_silent, self.gone, self.answered = False, reply is None, self._clock.wall()
+        if isinstance(reply, Status):
+            self.status = reply
+        answer(f"{self.name} has ended" if reply is None else reply)
+
+
+@dataclass
+class FollowedJob:
+    """A job, or the folder of a run.
+
+    Attributes:
+        name: of the job, or of the folder.
+        folder: of the run.
+        clock: for the times of overviews.
+        contact: to the coordinator; None for a run that has ended.
+    """
+
+    name: str
+    folder: RunFolder
+    clock: Clock
+    contact: JobContact | None = None
+
+    def look(self) -> Overview:
+        """Read what is new, and return what the job does now, or has done on average if it has ended."""
+        contact = self.contact
+        # In this order: what the job has written last is there when it is gone.
+        gone = contact is None or contact.gone
+        with contextlib.suppress(OSError):
+            self.folder.update()
+        data, now = self.folder.data, self.clock.wall()
+        status = contact.status if contact is not None else None
+        end = ""
+        if data.finished is not None and (gone or status is None or data.began >= status.since - _SAME):
+            end = end_of(self.name, data)
+        elif contact is None:
+            end = f"{self.name} has no last event: its processes were killed, or it runs on another machine"
+        elif gone:
+            end = f"{self.name} ended without a last event: its processes were killed"
+        silent = contact.answered if contact is not None and contact.is_silent and not end else None
+        return overview(
+            data,
+            self.name,
+            data.last if contact is None else now,
+            status=status,
+            silent_since=silent,
+            end=end,
+            averages=contact is None,
+        )
+
+
+def end_of(name: str, data: RunData) -> str:
+    """Return how a run ended, in one line."""
+    fields = dict(data.finished or {})
+    status, message, seconds = fields.get("status"), fields.get("message"), fields.get("seconds", 0.0)
+    if status == 0:
+        known = {one: fields[one] for one in JobSummary.__dataclass_fields__ if one in fields}
+        line = JobSummary(**known).line(seconds, len(data.members))
+        return f"{name} {line}" if line else f"{name} finished in {seconds:.0f} s"
+    return f"{name} ended with status {status}" + (f": {message}" if message else "")
+
+
+def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
+    """Return a running job of this user, or the folder of a run.
+
+    Args:
+        job: a name, the beginning of one, or a run folder.
+        clock: for the times of overviews.
+        interval: seconds between two requests to its coordinator.
+
+    Raises:
+        ConfigError: there is no such job and no such folder, or the name is ambiguous, or the folder of the
+            job is unknown.
+        UnfitError: the system does not list its sockets.
+    """
+    folder = Path(job)
+    if RunPaths(folder).events.is_file():
+        folder = folder.resolve()
+        jobs = running_jobs(_PATIENCE).running
+        name = next((one.job for one in jobs if Path(one.run_dir).resolve() == folder), None)
+        if name is None:
+            return FollowedJob(folder.name, RunFolder(folder), clock)
+    elif folder.is_dir() and "/" in job:
+        raise ConfigError(f"{job} is not the folder of a run: it has no {RunPaths(folder).events.name}")
+    else:
+        name = find_job(job)
+    contact = JobContact(name, clock, interval)
+    contact.look()
+    if contact.gone:
+        raise ConfigError(f"{name} has just ended")
+    found = Path(contact.status.run_dir) if contact.status is not None else _folder_of_job(name)
+    if found is None:
+        raise ConfigError(
+            f"{name} has not replied within {_PATIENCE:g} seconds, so its folder is unknown; try again, or "
+            "give its run folder"
+        )
+    return FollowedJob(name, RunFolder(found), clock, contact)
+
+
+def _folder_of_job(name: str) -> Path | None:
+    """Return the run folder whose event log the process of a job has open; None if there is none."""
+    watch = JobWatch(name)
+    watch.is_running()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{watch.owner}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = descriptor.readlink()
+                if target == RunPaths(target.parent).events:
+                    return target.parent
+    return None

@@ -1,0 +1,405 @@
+"""What a run does now, or did on average, as values for a table: from `RunData`, without I/O."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.monitoring.run_data import Columns, Happening, HostInfo, RunData, WorkerInfo
+from lockstep.monitoring.stragglers import WorkerUse, causes
+from lockstep.observability.events import STEP_PARTS, GpuLoad
+from lockstep.observability.step_parts import WorkerTimes, scores
+from lockstep.protocol.admin import Status
+from lockstep.system.prose import name_workers
+
+_WINDOW = 10.0
+"""Seconds over which rates are averaged, at least."""
+_INTERVALS = 4 / 1800
+"""The same as a share of the run's age, since measurements become rarer."""
+_ENDED = 3
+"""The number of workers that have ended that are shown while others run."""
+_SHOWN = 8
+_TOLD = frozenset(
+    {
+        *("joined", "left", "lost", "failed", "view", "paused", "stop", "no memory", "coordinator"),
+        *("checkpoint", "checkpoint failed", "resumed", "warning", "finished"),
+    }
+)
+"""The kinds of events that are shown."""
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """A worker; None for what is not measured, or not now.
+
+    Attributes:
+        worker: its id.
+        host: the name of its host; empty if unknown.
+        state: what it does.
+        replicas: that it executes.
+        steps_per_second: of training.
+        parts: the share of each part of its steps in their time, from 0 to 1; empty without steps.
+        score: its pace compared with the fastest worker, which has 1.0.
+        cores: in use.
+        delayed: seconds per second in which its threads waited for a core.
+        memory: resident bytes.
+        faults: page faults per second that read from the disk.
+        gpus: those that it uses, by their index on the host.
+        gpu_memory: bytes that it uses on them.
+        gpu_utilization: the highest of them, in percent.
+        gpu_temperature: the highest of them, in degrees Celsius.
+        cause: why it is slow; empty if it is not.
+        ended: whether its process has ended.
+    """
+
+    worker: int
+    host: str
+    state: str
+    replicas: int | None = None
+    steps_per_second: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    score: float | None = None
+    cores: float | None = None
+    delayed: float | None = None
+    memory: int | None = None
+    faults: float | None = None
+    gpus: tuple[int, ...] = ()
+    gpu_memory: int | None = None
+    gpu_utilization: int | None = None
+    gpu_temperature: int | None = None
+    cause: str = ""
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """A host: its cores and those in use, bytes of memory, bytes per second of swap, and its GPUs."""
+
+    host: str
+    cores: int
+    busy: float
+    memory_used: int
+    memory_total: int
+    swapping: float
+    throttled: float
+    gpus: tuple[GpuLoad, ...]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A run at one time.
+
+    Attributes:
+        time: in seconds since 1970.
+        job: its name.
+        script: that it runs.
+        began: when it began, in seconds since 1970.
+        call: the call in which it trains.
+        step: the last training step of that call; None before the first.
+        epoch: the epoch in progress, from 1; None if the call has none.
+        trained: training steps of all calls.
+        metrics: the newest, by name.
+        examples_per_second: in the training.
+        idle: seconds since the last measured step; None before the first.
+        workers: the running ones, and the last ones that have ended.
+        wanted: the number of workers that the job should have; None if unknown.
+        hosts: of the workers.
+        events: the last events, one line each.
+        silent_since: since when the coordinator has not answered; None if it does.
+        end: how the run ended, in one line; empty while it runs.
+        averages: whether rates are those of the whole run.
+    """
+
+    time: float
+    job: str
+    script: str
+    began: float
+    call: str
+    step: int | None
+    epoch: int | None
+    trained: int
+    metrics: Mapping[str, float]
+    examples_per_second: float | None
+    idle: float | None
+    workers: tuple[WorkerRow, ...]
+    wanted: int | None
+    hosts: tuple[HostRow, ...]
+    events: tuple[str, ...]
+    silent_since: float | None = None
+    end: str = ""
+    averages: bool = False
+
+
+def overview(
+    data: RunData,
+    job: str,
+    now: float,
+    *,
+    status: Status | None = None,
+    silent_since: float | None = None,
+    end: str = "",
+    averages: bool = False,
+) -> Overview:
+    """Return what a run does.
+
+    Args:
+        data: of the run.
+        job: its name.
+        now: the time, in seconds since 1970.
+        status: the last reply of its coordinator.
+        silent_since: since when the coordinator has not answered; None if it does.
+        end: how the run ended; empty while it runs.
+        averages: whether to average over the whole run instead of the last seconds.
+    """
+    infos = _shown_workers(data)
+    window = max(_WINDOW, (now - data.began) * _INTERVALS)
+    since = 0.0 if averages else now - window
+    times = {one.worker: _times(data, one, since) for one in infos}
+    times = {worker: found for worker, found in times.items() if found.steps}
+    loads = {one.worker: _mean(one.load, 0.0 if averages else now - window) for one in infos}
+    uses = {one.worker: _use(data, one, loads[one.worker], since) for one in infos if loads[one.worker]}
+    paces, why = scores(times), causes(times, uses)
+    rows = tuple(
+        _row(
+            data,
+            one,
+            times.get(one.worker),
+            loads[one.worker],
+            paces.get(one.worker),
+            why.get(one.worker, ""),
+        )
+        for one in infos
+    )
+    call = _training_call(data)
+    leader = max(times.values(), key=lambda found: found.steps, default=None)
+    last = max((_last(one.steps, "time") for one in infos if len(one.steps)), default=None)
+    names = {row.host for row in rows}
+    return Overview(
+        time=now,
+        job=job,
+        script=str(data.job.get("target", status.script if status else "")),
+        began=data.began or (status.since if status else 0.0),
+        call=data.calls[call].name if call is not None else "",
+        step=_step(data, call),
+        epoch=_epoch(data, call),
+        trained=data.trained,
+        metrics=_metrics(data),
+        examples_per_second=leader.examples / leader.seconds if leader and leader.seconds else None,
+        idle=None if last is None else max(0.0, now - last),
+        workers=rows,
+        wanted=status.wanted if status else None,
+        hosts=tuple(_host(one) for one in data.hosts.values() if len(one.load) and one.name in names),
+        events=tuple(tell(one, data.began) for one in _told(data)),
+        silent_since=silent_since,
+        end=end,
+        averages=averages,
+    )
+
+
+def _shown_workers(data: RunData) -> list[WorkerInfo]:
+    known = [one for one in data.workers.values() if one.worker >= 0 and one.began >= data.began]
+    if data.finished is not None:
+        # Those that did not end with the run are of no interest.
+        last = [one for one in known if one.worker in data.members]
+        return sorted(last or known, key=lambda one: one.worker)
+    living = [one for one in known if one.ended is None]
+    ended = sorted((one for one in known if one.ended is not None), key=lambda one: one.ended or 0.0)
+    return [*sorted(living, key=lambda one: one.worker), *ended[-_ENDED:]]
+
+
+def _trains(call: str) -> bool:
+    return call.startswith(("fit", "train_on_batch"))
+
+
+def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
+    """Return the times of the training steps of a worker since then, without first steps, which compile."""
+    steps, times = info.steps, WorkerTimes()
+    if not len(steps):
+        return times
+    training = np.array([_trains(call.name) for call in data.calls])
+    counts, numbers = steps.column("count"), steps.column("number")
+    chosen = (steps.column("time") > since) & training[steps.column("call").astype(int)]
+    chosen &= ~((counts == 1) & (numbers == 1))
+    times.steps = int(counts[chosen].sum())
+    times.examples = int(steps.column("examples")[chosen].sum())
+    times.replicas = int((steps.column("replicas") * counts)[chosen].sum())
+    for part in STEP_PARTS:
+        times.parts[part] = float(steps.column(part)[chosen].sum())
+    return times
+
+
+def _mean(load: Columns, since: float) -> dict[str, float]:
+    """Return the means since then; empty without a measurement since then."""
+    if not len(load):
+        return {}
+    chosen = load.column("time") > since
+    if not chosen.any():
+        return {}
+    return {name: float(load.column(name)[chosen].mean()) for name in load.names}
+
+
+def _last(columns: Columns, name: str) -> float:
+    return float(columns.column(name)[-1])
+
+
+def _gpus(data: RunData, info: WorkerInfo) -> list[GpuLoad]:
+    host = data.hosts.get(info.host)
+    if host is None or info.pid is None:
+        return []
+    return [gpu for gpu in host.gpus if any(pid == info.pid for pid, _ in gpu.processes)]
+
+
+def _use(data: RunData, info: WorkerInfo, load: Mapping[str, float], since: float) -> WorkerUse:
+    host = _mean(data.hosts[info.host].load, since) if info.host in data.hosts else {}
+    return WorkerUse(
+        cores=load["cores"],
+        delayed=load["delayed"],
+        faults=load["faults"],
+        swapping=host.get("swapping", 0.0),
+        stopped=host.get("throttled", 0.0),
+        throttled=tuple(f"GPU {gpu.index} ({gpu.throttled})" for gpu in _gpus(data, info) if gpu.throttled),
+    )
+
+
+def _row(
+    data: RunData,
+    info: WorkerInfo,
+    times: WorkerTimes | None,
+    load: Mapping[str, float],
+    score: float | None,
+    cause: str,
+) -> WorkerRow:
+    seconds = times.seconds if times is not None else 0.0
+    gpus = _gpus(data, info)
+    used = [memory or 0 for gpu in gpus for pid, memory in gpu.processes if pid == info.pid]
+    return WorkerRow(
+        worker=info.worker,
+        host=info.host or _only_host(data),
+        state=_state(data, info),
+        replicas=int(_last(info.steps, "replicas")) if len(info.steps) else None,
+        steps_per_second=times.steps / seconds if times is not None and seconds else None,
+        parts={part: own / seconds for part, own in times.parts.items()} if times and seconds else {},
+        score=score,
+        cores=load.get("cores"),
+        delayed=load.get("delayed"),
+        memory=int(load["memory"]) if load else None,
+        faults=load.get("faults"),
+        gpus=tuple(gpu.index for gpu in gpus),
+        gpu_memory=sum(used) or None,
+        gpu_utilization=_highest([gpu.utilization for gpu in gpus]),
+        gpu_temperature=_highest([gpu.temperature for gpu in gpus]),
+        cause=cause,
+        ended=info.ended is not None,
+    )
+
+
+def _highest(values: Sequence[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _only_host(data: RunData) -> str:
+    """Return the name of the only host of a run; empty if it has several."""
+    return str(data.job.get("host", "")) if not data.job.get("hosts") else ""
+
+
+def _state(data: RunData, info: WorkerInfo) -> str:
+    if (waits := data.waits.get(info.worker)) is not None:
+        named = (
+            name_workers(sorted(waits.fields.get("waits_for", ())))
+            if waits.fields.get("waits_for")
+            else "others"
+        )
+        return f"waits for {named}"
+    if info.phase == "training" and " within " in info.call:
+        return "validating"
+    return info.phase
+
+
+def _training_call(data: RunData) -> int | None:
+    """Return the index of the last call that trains; None before one."""
+    return max((at for at, call in enumerate(data.calls) if _trains(call.name)), default=None)
+
+
+def _step(data: RunData, call: int | None) -> int | None:
+    """Return the number of the last step of a call."""
+    numbers = [one.steps.column("number")[one.steps.column("call") == call] for one in data.workers.values()]
+    return max((int(found.max()) for found in numbers if len(found)), default=None)
+
+
+def _epoch(data: RunData, call: int | None) -> int | None:
+    """Return the epoch in progress in a `fit`, or the last one if it has ended."""
+    if call is None or not data.calls[call].name.startswith("fit"):
+        return None
+    began = data.calls[call].began
+    recorded = [one.column("epoch")[one.column("time") >= began] for one in data.metrics.values()]
+    last = max((int(found.max()) for found in recorded if len(found)), default=0)
+    return last + (data.calls[call].ended is None and data.finished is None)
+
+
+def _metrics(data: RunData) -> dict[str, float]:
+    newest: dict[str, tuple[float, float]] = {}
+    for found in (data.metrics, data.batch_metrics):
+        for name, columns in found.items():
+            if len(columns):
+                newest[name] = max(
+                    newest.get(name, (0.0, 0.0)), (_last(columns, "time"), _last(columns, "value"))
+                )
+    return {name: value for name, (_, value) in newest.items()}
+
+
+def _host(info: HostInfo) -> HostRow:
+    last = info.load.last()
+    return HostRow(
+        info.name,
+        info.cores,
+        last["busy"],
+        int(last["memory_used"]),
+        info.memory_total,
+        last["swapping"],
+        last["throttled"],
+        info.gpus,
+    )
+
+
+def _told(data: RunData) -> list[Happening]:
+    told = [one for one in data.events if one.event in _TOLD and one.time >= data.began]
+    return told[-_SHOWN:]
+
+
+def tell(happening: Happening, began: float) -> str:
+    """Return an event in one line, such as `0:12 worker 2 joined: the job scales to 3 workers`.
+
+    Args:
+        happening: the event.
+        began: when the run began.
+    """
+    seconds = max(0, int(happening.time - began))
+    fields = happening.fields
+    who = "" if happening.worker is None else f"worker {happening.worker} "
+    match happening.event:
+        case "joined" | "left" | "lost":
+            what = f"{who}{happening.event}: {fields.get('reason', '')}"
+        case "failed":
+            what = f"{who}failed: {fields.get('summary', '')}"
+        case "view":
+            workers = tuple(fields.get("workers", ()))
+            what = f"view {fields.get('number')} with {name_workers(workers) if workers else 'no worker'}"
+        case "paused":
+            what = f"training paused for {fields.get('seconds', 0):.2f} s"
+        case "checkpoint":
+            what = f"checkpoint {Path(str(fields.get('path', ''))).name}"
+        case "checkpoint failed" | "no memory" | "stop" | "coordinator":
+            what = {
+                "checkpoint failed": f"no checkpoint: {fields.get('reason', '')}",
+                "no memory": f"memory ran out on {who.strip()}",
+                "stop": "asked to stop",
+                "coordinator": f"another coordinator took over (process {fields.get('pid')})",
+            }[happening.event]
+        case "resumed":
+            what = f"{who}resumed after {fields.get('where', '')}"
+        case "warning":
+            what = str(fields.get("text", ""))
+        case _:
+            what = f"ended with status {fields.get('status')}"
+    return f"{seconds // 60}:{seconds % 60:02} {what}"

@@ -1,0 +1,248 @@
+"""The overview of a run as text: lines for a terminal, lines of CSV, JSON. Pure."""
+
+import csv
+import io
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+import msgspec
+
+from lockstep.monitoring.overview import HostRow, Overview, WorkerRow
+from lockstep.observability.events import STEP_PARTS, GpuLoad
+from lockstep.system.prose import count, printable
+
+_GIB = 2**30
+_MIB = 2**20
+_IDLE = 5.0
+"""Seconds without a step that are worth a word."""
+_METRICS = 6
+
+
+class _Column(NamedTuple):
+    """A column of the table of workers; the highest ranks are left out where there is no room."""
+
+    heading: str
+    show: Callable[[WorkerRow], str]
+    rank: int = 0
+
+
+def _part(name: str) -> Callable[[WorkerRow], str]:
+    return lambda row: _percent(row.parts.get(name))
+
+
+_COLUMNS = (
+    _Column("WORKER", lambda row: str(row.worker)),
+    _Column("HOST", lambda row: row.host, 2),
+    _Column("STATE", lambda row: row.state),
+    _Column("REPL", lambda row: _number(row.replicas), 4),
+    _Column("STEPS/S", lambda row: _number(row.steps_per_second)),
+    _Column("SCORE", lambda row: "-" if row.score is None else f"{row.score:.2f}"),
+    _Column("INPUT", _part("input"), 1),
+    _Column("COMP", _part("compute"), 1),
+    _Column("WAIT", _part("wait"), 1),
+    _Column("EXCH", _part("exchange"), 5),
+    _Column("UPD", _part("update"), 6),
+    _Column("CORES", lambda row: "-" if row.cores is None else f"{row.cores:.1f}", 1),
+    _Column("MEMORY", lambda row: _size(row.memory), 1),
+    _Column("GPU", lambda row: ",".join(map(str, row.gpus)), 1),
+    _Column("UTIL", lambda row: "" if row.gpu_utilization is None else f"{row.gpu_utilization} %", 1),
+    _Column("GPU MEM", lambda row: "" if row.gpu_memory is None else _size(row.gpu_memory), 3),
+    _Column("TEMP", lambda row: "" if row.gpu_temperature is None else f"{row.gpu_temperature} C", 3),
+)
+_MOST_STATE = 22
+
+
+def heading(view: Overview) -> list[str]:
+    """Return the lines above the table."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.began)) if view.began else "unknown"
+    wanted = "" if view.wanted is None else f" of {view.wanted}"
+    living = sum(not row.ended for row in view.workers)
+    workers = count(living, "worker") if not wanted else f"{living}{wanted} workers"
+    if view.end or view.averages:
+        workers = count(len(view.workers), "worker")
+    lines = [f"{view.job}  {printable(view.script)}  {workers}  since {since}"]
+    if view.call:
+        doing = [view.call + (f" epoch {view.epoch}" if view.epoch else "")]
+        doing += [f"step {view.step:,}"] if view.step is not None else []
+        doing += [f"{view.trained:,} training steps"]
+        if view.examples_per_second is not None:
+            doing.append(f"{view.examples_per_second:,.0f} examples/s")
+        if view.idle is not None and view.idle >= _IDLE and not (view.end or view.averages):
+            doing.append(f"last step {view.idle:.0f} s ago")
+        lines.append(", ".join(doing))
+    if view.metrics:
+        shown = list(view.metrics.items())[:_METRICS]
+        lines.append("  ".join(f"{printable(name)} {value:.5g}" for name, value in shown))
+    if view.silent_since is not None:
+        at = time.strftime("%H:%M:%S", time.localtime(view.silent_since))
+        seconds = max(0.0, view.time - view.silent_since)
+        lines.append(f"no answer of the coordinator since {at} ({seconds:.0f} s)")
+    return lines
+
+
+def table(view: Overview, width: int | None = None) -> list[str]:
+    """Return the table of workers: a line of headings, then a line per worker.
+
+    Args:
+        view: of the run.
+        width: of the terminal; None for all columns.
+    """
+    texts = [[_cut(column.show(row)) for column in _COLUMNS] for row in view.workers]
+    hosts = {row.host for row in view.workers}
+    kept = [
+        at
+        for at, column in enumerate(_COLUMNS)
+        if any(text[at] for text in texts) and not (column.heading == "HOST" and len(hosts) < 2)
+    ]
+    widths = {at: max(len(_COLUMNS[at].heading), *(len(text[at]) for text in texts)) for at in kept}
+    while width is not None and sum(widths[at] + 1 for at in kept) - 1 > width:
+        last = max(kept, key=lambda at: _COLUMNS[at].rank)
+        if not _COLUMNS[last].rank:
+            break
+        kept.remove(last)
+    if not texts:
+        return ["no worker has started"]
+    rows = [[column.heading for column in _COLUMNS], *texts]
+    return [_clip(" ".join(row[at].ljust(widths[at]) for at in kept).rstrip(), width) for row in rows]
+
+
+def causes_of(view: Overview) -> list[str]:
+    """Return a line for each slow worker."""
+    return [
+        f"worker {row.worker} is slow ({row.score:.2f}): {row.cause}" for row in view.workers if row.cause
+    ]
+
+
+def host_lines(view: Overview) -> list[str]:
+    """Return a line per host, and a line per GPU."""
+    owners = {row.worker: row for row in view.workers}
+    lines = []
+    for host in view.hosts:
+        lines.append(host_line(host))
+        own = [row for row in owners.values() if row.host == host.host]
+        for gpu in host.gpus:
+            users = [row.worker for row in own if gpu.index in row.gpus]
+            lines.append(f"  {gpu_line(gpu)}" + (f"  worker {', '.join(map(str, users))}" if users else ""))
+    return lines
+
+
+def host_line(host: HostRow) -> str:
+    """Return a host in one line."""
+    memory = f"memory {host.memory_used / _GIB:.1f} of {host.memory_total / _GIB:.1f} GiB"
+    line = f"{host.host}: {host.busy:.1f} cores busy, the job may use {host.cores}; {memory}"
+    if host.swapping:
+        line += f"; swap {host.swapping / _MIB:.1f} MiB/s"
+    if host.throttled:
+        line += f"; a CPU quota stops processes {host.throttled:.2g} s per second"
+    return line
+
+
+def gpu_line(gpu: GpuLoad) -> str:
+    """Return a GPU in one line."""
+    parts = [f"GPU {gpu.index} {printable(gpu.name)}".rstrip()]
+    if gpu.utilization is not None:
+        parts.append(f"{gpu.utilization} %")
+    if gpu.memory_used is not None and gpu.memory_total is not None:
+        parts.append(f"{gpu.memory_used / _GIB:.1f} of {gpu.memory_total / _GIB:.1f} GiB")
+    if gpu.temperature is not None:
+        parts.append(f"{gpu.temperature} C")
+    if gpu.power is not None:
+        parts.append(f"{gpu.power:.0f} W")
+    if gpu.throttled:
+        parts.append(f"throttled ({gpu.throttled})")
+    if gpu.processes:
+        parts.append("processes " + " ".join(str(pid) for pid, _ in gpu.processes))
+    return "  ".join(parts)
+
+
+def as_text(view: Overview, width: int | None = None) -> str:
+    """Return everything, one line after the other.
+
+    Args:
+        view: of the run.
+        width: of the terminal; None for all columns.
+    """
+    lines = [*heading(view), "", *table(view, width), *causes_of(view), "", *host_lines(view)]
+    if view.events:
+        lines += ["", *view.events]
+    if view.end:
+        lines += ["", view.end]
+    return "\n".join(_join_blank(lines)) + "\n"
+
+
+def as_json(view: Overview) -> str:
+    """Return a JSON object in one line; units as in `Overview`."""
+    return msgspec.json.encode(asdict(view)).decode(errors="replace") + "\n"
+
+
+_CSV = (
+    *("time", "job", "call", "epoch", "step", "worker", "host", "state", "replicas", "steps_per_second"),
+    *("score", *STEP_PARTS, "cores", "delayed", "memory", "faults", "gpus", "gpu_memory"),
+    *("gpu_utilization", "gpu_temperature", "cause"),
+)
+_OF_VIEW = ("time", "job", "call", "epoch", "step")
+
+
+def csv_heading() -> str:
+    """Return the line with the names of the columns."""
+    return _csv([_CSV])
+
+
+def as_csv(view: Overview) -> str:
+    """Return a line per worker; empty for what is not measured. Units are those of `WorkerRow`."""
+    return _csv([[_csv_value(view, row, name) for name in _CSV] for row in view.workers])
+
+
+def _csv_value(view: Overview, row: WorkerRow, name: str) -> object:
+    if name in STEP_PARTS:
+        value: object = row.parts.get(name)
+    else:
+        value = getattr(view if name in _OF_VIEW else row, name)
+    if isinstance(value, float):
+        return f"{value:.3f}" if name == "time" else f"{value:.4g}"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return value
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _size(size: int | None) -> str:
+    if size is None:
+        return "-"
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
+
+
+def _cut(text: str) -> str:
+    return _clip(printable(text), _MOST_STATE)
+
+
+def _clip(text: str, width: int | None) -> str:
+    return text if width is None or len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def _join_blank(lines: list[str]) -> list[str]:
+    """Return the lines with one empty line where several follow each other, and none at the end."""
+    found: list[str] = []
+    for line in lines:
+        if line or (found and found[-1]):
+            found.append(line)
+    while found and not found[-1]:
+        found.pop()
+    return found
