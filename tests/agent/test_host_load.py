@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lockstep.agent.host_load import LoadMeter, gpu_load
+from lockstep.agent.host_load import LoadMeter
 from lockstep.observability.events import GpuLoad, LoadMeasured, WorkerLoad
 from lockstep.system.clock import VirtualClock
 from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading
@@ -208,8 +208,8 @@ H100_LOAD = GpuLoad(
 
 
 def test_what_a_gpu_reports() -> None:
-    assert gpu_load(H100) == H100_LOAD
-    lost = gpu_load(Gpu(3, fault="it has fallen off the bus"))
+    assert GpuLoad.of(H100) == H100_LOAD
+    lost = GpuLoad.of(Gpu(3, fault="it has fallen off the bus"))
     assert (lost.index, lost.name, lost.utilization, lost.processes) == (3, "", None, ())
 
 

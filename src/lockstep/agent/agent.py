@@ -16,7 +16,7 @@ from lockstep.agent.held_states import HeldStates
 from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
-from lockstep.agent.worker_handle import WorkerHandle
+from lockstep.agent.worker_handle import StackDump, WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
 from lockstep.errors import LockstepError
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
@@ -44,7 +44,9 @@ from lockstep.protocol.host import (
     ProcessStarted,
     ReportAll,
     ShowNote,
+    ShowStack,
     SignalProcess,
+    StackTaken,
     StartCancelled,
     StartFailed,
     StartProcess,
@@ -71,11 +73,15 @@ from lockstep.protocol.worker import (
     StateReply,
     Welcome,
 )
+from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.descendants import Descendants
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.system.memory import memory_kills
 from lockstep.system.notes import note
+
+_LOOK_EVERY = 0.02
+"""Seconds between two looks at a stack that a worker writes."""
 
 
 @dataclass
@@ -99,6 +105,7 @@ class Agent:
         hold: seconds from a sign of life that the coordinator has answered, after which calls of the exchange
             wait for the next answer before they end; None if they never do.
         say: shows a note of the coordinator to the users of this host.
+        clock: for deadlines.
         status: the exit status of the job, once `ended`.
         ended: whether all processes of the job on this host have ended, and nothing follows.
     """
@@ -118,6 +125,7 @@ class Agent:
     late: bool = False
     hold: float | None = None
     say: Callable[[str], None] = note
+    clock: Clock = field(default_factory=SystemClock)
     status: int = field(default=1, init=False)
     ended: bool = field(default=False, init=False)
     _workers: dict[int, WorkerHandle] = field(default_factory=dict)
@@ -125,6 +133,7 @@ class Agent:
     _waits_at: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _exchange: HostExchange | None = None
+    _stacks: list[StackDump] = field(default_factory=list)
     _permitted: float = field(init=False)
     _connected: list[tuple[int, PeerConnected]] = field(default_factory=list)
     _states: HeldStates = field(init=False)
@@ -137,6 +146,7 @@ class Agent:
         self.loop.before_each_wait(self._watch_output)
         self.loop.before_each_wait(self._reap)
         self.loop.before_each_wait(self._measure)
+        self.loop.before_each_wait(self._watch_stacks)
         self.loop.watch(self.coordinator.fileno(), self._obey)
         if self.arrivals is not None:
             self.arrivals.begin(self.job, self._tell_of_arrival, late=self.late)
@@ -182,6 +192,8 @@ class Agent:
                     self._signal(worker, number)
                 case TakeStack(worker):
                     self._workers[worker].ask_for_stack()
+                case ShowStack(worker):
+                    self._show_stack(worker)
                 case EndExchange(reason):
                     self._end_exchange(reason)
                 case KeepAlive(sent=sent) if sent:
@@ -410,6 +422,26 @@ class Agent:
         self.descendants.reap(
             frozenset(worker.handle.pid for worker in self._workers.values() if not worker.exited)
         )
+
+    def _show_stack(self, worker: int) -> None:
+        found: StackDump | str = "it does not run on this host"
+        if worker in self._workers:
+            found = self._workers[worker].begin_stack(self.clock.now())
+        if isinstance(found, str):
+            self._tell(StackTaken(worker, (), found))
+        else:
+            self._stacks.append(found)
+
+    def _watch_stacks(self) -> float | None:
+        """Report the stacks that are complete; return the seconds until others may be."""
+        now, waiting = self.clock.now(), []
+        for dump in self._stacks:
+            if (taken := dump.look(now)) is None:
+                waiting.append(dump)
+            else:
+                self._tell(taken)
+        self._stacks = waiting
+        return _LOOK_EVERY if waiting else None
 
     def _measure(self) -> float | None:
         """Report the load if that is due; return the seconds until the next time."""

@@ -19,7 +19,7 @@ from lockstep.system.cgroups import groups, read, throttled_seconds
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.environment import usable_cores
 from lockstep.system.memory import limited_groups, memory_in_use, read_numbers
-from lockstep.system.nvml import Gpu, GpuReading, driver_is_present, load, reader
+from lockstep.system.nvml import GpuReading, driver_is_present, load, reader
 
 _EVERY = 2.0
 _SHARE = 1 / 1800
@@ -150,21 +150,6 @@ def _worker_load(worker: int, earlier: _Read, later: _Read) -> WorkerLoad | None
     )
 
 
-def gpu_load(gpu: Gpu) -> GpuLoad:
-    """Return what the driver reports of a GPU."""
-    return GpuLoad(
-        index=gpu.index,
-        name=gpu.name or "",
-        utilization=gpu.utilization,
-        memory_used=None if gpu.memory is None else gpu.memory.used,
-        memory_total=None if gpu.memory is None else gpu.memory.total,
-        temperature=gpu.temperature,
-        power=gpu.power,
-        throttled=", ".join(gpu.throttled),
-        processes=tuple((process.pid, process.memory) for process in gpu.processes or ()),
-    )
-
-
 class LoadMeter:
     """Measures the load of this host about every two seconds, or less often (see `_MOST_COST`).
 
@@ -274,4 +259,4 @@ class _GpuThread:
                 reading = read_gpus()
                 if reading.driver is None:
                     return
-                self._reading = tuple(gpu_load(gpu) for gpu in reading.gpus)
+                self._reading = tuple(GpuLoad.of(gpu) for gpu in reading.gpus)

@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.agent.worker_output import WorkerLog
 from lockstep.launcher.launcher import AgentChannel, Handle
 from lockstep.observability.console import Write
-from lockstep.protocol.host import WorkerEvidence
+from lockstep.protocol.host import StackTaken, WorkerEvidence
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost
 
@@ -16,6 +16,10 @@ _PIECE = 64 * 1024
 _MOST_PIECES = 64
 _LOG_LINES = 20
 _FRAMES = 10
+_SHOWN_FRAMES = 30
+_STACK_PATIENCE = 2.0
+_STACK_PAUSE = 0.05
+"""Seconds without a new byte after which a stack is complete: it is written in pieces."""
 
 
 @dataclass
@@ -87,22 +91,32 @@ class WorkerHandle:
     def ask_for_stack(self) -> None:
         """Ask the worker for its stack, if it is ready: before, the signal would kill it."""
         if self.ready:
-            self._stack_start = self._stack_size()
+            self._stack_start = self.stack_size()
             self.handle.send_signal(STACK_SIGNAL)
+
+    def begin_stack(self, now: float) -> "StackDump | str":
+        """Ask the worker for its stack; return where it appears, or why it cannot be asked."""
+        if self.exited:
+            return "it has ended"
+        if not self.ready:
+            return "it has not reached its script yet"
+        dump = StackDump(self, self.stack_size(), now)
+        self.handle.send_signal(STACK_SIGNAL)
+        return dump
+
+    def stack_since(self, start: int, frames: int) -> tuple[str, ...]:
+        """Return the innermost frames of the stack that it has written from there on; empty without one."""
+        try:
+            dump = self.stack.read_bytes()[start:]
+        except OSError:
+            return ()
+        return tuple(innermost(dump.decode(errors="replace"), frames))
 
     def evidence(self) -> WorkerEvidence:
         """Return its evidence."""
         log = tuple(self.log.tail(_LOG_LINES)) if self.log is not None else ()
-        return WorkerEvidence(self.worker, self.log is not None, log, tuple(self._innermost_frames()))
-
-    def _innermost_frames(self) -> list[str]:
-        if self._stack_start is None:
-            return []
-        try:
-            dump = self.stack.read_bytes()[self._stack_start :]
-        except OSError:
-            return []
-        return innermost(dump.decode(errors="replace"), _FRAMES)
+        stack = self.stack_since(self._stack_start, _FRAMES) if self._stack_start is not None else ()
+        return WorkerEvidence(self.worker, self.log is not None, log, stack)
 
     def close(self) -> None:
         """Close its descriptors and log, and remove its stack file if that is empty."""
@@ -110,11 +124,45 @@ class WorkerHandle:
         if self.log is not None:
             self.log.close()
         with contextlib.suppress(OSError):
-            if self._stack_size() == 0:
+            if self.stack_size() == 0:
                 self.stack.unlink(missing_ok=True)
 
-    def _stack_size(self) -> int:
+    def stack_size(self) -> int:
+        """Return the size of the file of its stacks, in bytes."""
         try:
             return self.stack.stat().st_size
         except OSError:
             return 0
+
+
+@dataclass
+class StackDump:
+    """A stack that a worker was asked for, and writes to its file.
+
+    Attributes:
+        worker: that writes it.
+        start: the size of the file before.
+        began: when it was asked.
+    """
+
+    worker: WorkerHandle
+    start: int
+    began: float
+    _size: int = 0
+    _grew: float = 0.0
+
+    def look(self, now: float) -> StackTaken | None:
+        """Return the stack, or why there is none; None while it is not complete."""
+        size = self.worker.stack_size() - self.start
+        if size > self._size:
+            self._size, self._grew = size, now
+        if size > 0 and now - self._grew >= _STACK_PAUSE:
+            frames = self.worker.stack_since(self.start, _SHOWN_FRAMES)
+            return StackTaken(self.worker.worker, frames, "" if frames else "it runs no line of the script")
+        if self.worker.exited:
+            return StackTaken(self.worker.worker, (), "it has ended")
+        if now - self.began >= _STACK_PATIENCE:
+            waited = f"it has not responded within {_STACK_PATIENCE:g} s"
+            why = "its process is stopped, or waits in the kernel"
+            return StackTaken(self.worker.worker, (), f"{waited}: {why}")
+        return None

@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -223,7 +224,7 @@ def stop(job: str) -> None:
 
 
 @cli.command()
-@click.argument("job")
+@click.argument("job", required=False)
 @click.option(
     "-i",
     "--interval",
@@ -233,19 +234,24 @@ def stop(job: str) -> None:
     metavar="SECONDS",
     help="Time between two updates.",
 )
-@click.option("--once", is_flag=True, help="Show it once, as text, and exit.")
+@click.option("--once", is_flag=True, help="Show it once, and exit.")
 @click.option("--csv", "as_csv", is_flag=True, help="Write a line of CSV per worker and interval.")
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object per interval.")
-def top(job: str, interval: float, once: bool, as_csv: bool, as_json: bool) -> None:
-    """Show what the workers of JOB do, and why slow ones are slow.
+def top(job: str | None, interval: float, once: bool, as_csv: bool, as_json: bool) -> None:
+    """Show what the workers of JOB do, and why slow ones are slow; or this machine's GPUs and your jobs.
 
-    JOB is a name shown by lockstep list, the beginning of one, or the run folder of a job that has ended.
+    JOB is a name shown by lockstep list, the beginning of one, or the run folder of a job that has ended. On
+    a terminal, keys stop and scale the job, and show the Python stack of a worker; elsewhere, the table is
+    printed once.
     """
-    from lockstep.monitoring.top import show_job
+    from lockstep.monitoring.top import show_job, show_machine
 
     if as_csv and as_json:
         raise click.UsageError("give --csv or --json, not both")
-    show_job(job, interval, "csv" if as_csv else "json" if as_json else "text", once=once)
+    form: Literal["text", "csv", "json"] = "csv" if as_csv else "json" if as_json else "text"
+    if job is None:
+        sys.exit(show_machine(interval, form, once=once))
+    sys.exit(show_job(job, interval, form, once=once))
 
 
 @cli.command()

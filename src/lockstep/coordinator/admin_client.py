@@ -90,8 +90,8 @@ def accepted(reply: Reply) -> Status:
     Raises:
         ConfigError: the request is refused.
     """
-    if isinstance(reply, Refused):
-        raise ConfigError(reply.reason)
+    if not isinstance(reply, Status):
+        raise ConfigError(reply.reason if isinstance(reply, Refused) else "the reply is not a state")
     return reply
 
 

@@ -13,7 +13,7 @@ from lockstep.protocol.admin import MAX_PACKET, AdminRequest, Refused, Reply, de
 from lockstep.system.socket_owners import is_of_this_user
 
 MOST_OPEN = 16
-"""The number of clients that may be connected without having sent a request."""
+"""The number of clients that may be connected without having sent a request, or that may wait for a reply."""
 
 _MOST_ADDRESS = 107
 _MOST_NUMBER = 1000
@@ -33,6 +33,13 @@ def plain(name: str) -> str:
     return "".join(sign if sign.isprintable() and sign not in " /" else "_" for sign in name)
 
 
+class PendingReply:
+    """A reply that follows later: it is sent by calling `send`, once."""
+
+    def __init__(self) -> None:
+        self.send: Callable[[Reply], None] = lambda reply: None
+
+
 class AdminSocket:
     """Takes requests of this user's processes, one per connection.
 
@@ -48,7 +55,7 @@ class AdminSocket:
         name: str,
         listener: socket.socket,
         arrivals: select.epoll,
-        answer: Callable[[AdminRequest], Reply],
+        answer: Callable[[AdminRequest], Reply | PendingReply],
         trusts: Callable[[socket.socket], bool],
     ) -> None:
         self.name = name
@@ -57,19 +64,21 @@ class AdminSocket:
         self._answer = answer
         self._trusts = trusts
         self._silent: list[socket.socket] = []
+        self._waiting: list[socket.socket] = []
 
     @classmethod
     def over(
         cls,
         listener: socket.socket,
-        answer: Callable[[AdminRequest], Reply],
+        answer: Callable[[AdminRequest], Reply | PendingReply],
         trusts: Callable[[socket.socket], bool] = is_of_this_user,
     ) -> "AdminSocket":
         """Take the requests to a job.
 
         Args:
             listener: which has the name of the job, see `take_name`; belongs to the result.
-            answer: carries out a request and returns the reply; must not block, or close this socket.
+            answer: carries out a request and returns the reply, or one that follows; must not block, or close
+                this socket.
             trusts: whether to read from a client.
 
         Raises:
@@ -107,6 +116,8 @@ class AdminSocket:
         """Take no more requests, and disconnect all clients without a reply."""
         while self._silent:
             self._drop(self._silent[0])
+        while self._waiting:
+            self._waiting.pop().close()
         # Another process may have the listener too; its clients need not wait until that one ends.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -133,30 +144,57 @@ class AdminSocket:
             return
         except OSError:
             packet = b""
+        reply: Reply | PendingReply | None = None
         try:
             if packet:
                 reply = self._reply(packet)
-                with contextlib.suppress(OSError):
-                    connection.send(reply)
         finally:
-            self._drop(connection)
+            self._forget(connection)
+            if isinstance(reply, PendingReply):
+                self._keep(connection, reply)
+            else:
+                if reply is not None:
+                    _send(connection, reply)
+                connection.close()
 
-    def _reply(self, packet: bytes) -> bytes:
+    def _reply(self, packet: bytes) -> Reply | PendingReply:
         try:
             request = decode_request(packet)
         except ValueError as error:
-            return encode(Refused(f"unknown request ({error}); {_OTHER_VERSION}"))
-        reply = self._answer(request)
-        try:
-            return encode(reply)
-        except ValueError as error:
-            return encode(Refused(f"cannot send the reply: {error}"))
+            return Refused(f"unknown request ({error}); {_OTHER_VERSION}")
+        return self._answer(request)
+
+    def _keep(self, connection: socket.socket, pending: PendingReply) -> None:
+        """Keep a connection until its reply is known; if too many wait, the first one is disconnected."""
+
+        def send(reply: Reply) -> None:
+            if connection in self._waiting:
+                self._waiting.remove(connection)
+                _send(connection, reply)
+                connection.close()
+
+        pending.send = send
+        self._waiting.append(connection)
+        if len(self._waiting) > MOST_OPEN:
+            self._waiting.pop(0).close()
 
     def _drop(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
         self._silent.remove(connection)
         # `close` alone does not unregister it while a worker that is just starting has a copy.
         self._arrivals.unregister(connection)
-        connection.close()
+
+
+def _send(connection: socket.socket, reply: Reply) -> None:
+    try:
+        packet = encode(reply)
+    except ValueError as error:
+        packet = encode(Refused(f"cannot send the reply: {error}"))
+    with contextlib.suppress(OSError):
+        connection.send(packet)
 
 
 def take_name(wanted: str) -> socket.socket:

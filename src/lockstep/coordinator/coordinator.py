@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.coordinator.admin_socket import AdminSocket, take_name
+from lockstep.coordinator.admin_socket import AdminSocket, PendingReply, take_name
 from lockstep.coordinator.file_conflicts import FileConflicts
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
@@ -40,6 +40,8 @@ from lockstep.protocol.admin import (
     Refused,
     Reply,
     ScaleRequest,
+    StackReply,
+    StackRequest,
     Status,
     StatusRequest,
     StopRequest,
@@ -72,7 +74,9 @@ from lockstep.protocol.host import (
     ProcessStarted,
     ReportAll,
     ShowNote,
+    ShowStack,
     SignalProcess,
+    StackTaken,
     StartCancelled,
     StartFailed,
     StartProcess,
@@ -132,6 +136,10 @@ _END_PATIENCE = 20.0
 """Seconds beyond the grace that the agent has to end all processes; it kills them for 5 seconds."""
 
 
+_UNRECORDED = (KeepAlive, OutputWritten, LoadReport, StackTaken)
+"""Reports that the record of the job does not depend on."""
+
+
 class CommandGone(Exception):
     """The command has ended before the job."""
 
@@ -181,6 +189,7 @@ class Coordinator:
     _queue: dict[HostAgent, None] = field(default_factory=dict)
     _record_due: float = 0.0
     _admin: AdminSocket | None = None
+    _stack_requests: dict[int, list[PendingReply]] = field(default_factory=dict)
     _admin_descriptor: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _stops: deque[tuple[int, float]] = field(default_factory=deque)
@@ -609,8 +618,10 @@ class Coordinator:
             self._admin_descriptor = None
             self._admin.close()
 
-    def _answer(self, request: AdminRequest) -> Reply:
+    def _answer(self, request: AdminRequest) -> Reply | PendingReply:
         match request:
+            case StackRequest(worker):
+                return self._request_stack(worker)
             case ScaleRequest(workers):
                 if reason := refusal(self.state, workers):
                     return Refused(reason)
@@ -621,6 +632,14 @@ class Coordinator:
                 # A repeated request must not shorten the end of the job.
                 pass
         return self._status()
+
+    def _request_stack(self, worker: int) -> Reply | PendingReply:
+        if worker not in self.state.running:
+            return Refused(f"no worker {worker} is running")
+        pending = PendingReply()
+        self._stack_requests.setdefault(worker, []).append(pending)
+        self._tell(worker, ShowStack(worker))
+        return pending
 
     def _status(self) -> Status:
         assert self._admin is not None
@@ -650,12 +669,15 @@ class Coordinator:
 
     def _take(self, host: int, report: HostReport | Unreadable | PeerGone) -> None:
         agent = self.agents[host]
-        self._changed = self._changed or not isinstance(report, KeepAlive | OutputWritten | LoadReport)
+        self._changed = self._changed or not isinstance(report, _UNRECORDED)
         match report:
             case KeepAlive():
                 pass
             case LoadReport(load):
                 self.events.publish(load)
+            case StackTaken(worker, frames, problem):
+                for pending in self._stack_requests.pop(worker, ()):
+                    pending.send(StackReply(worker, frames, problem))
             case OutputWritten(worker, descriptor, data):
                 agent.wrote = self.clock.now()
                 self._output.write(worker, descriptor, data)

@@ -12,12 +12,14 @@ from lockstep.coordinator.job_report import JobSummary
 from lockstep.errors import ConfigError
 from lockstep.monitoring.overview import Overview, overview
 from lockstep.monitoring.run_data import RunData, RunFolder
-from lockstep.protocol.admin import AdminRequest, Reply, Status, StatusRequest
+from lockstep.protocol.admin import AdminRequest, Reply, StackRequest, Status, StatusRequest
 from lockstep.system.clock import Clock
 from lockstep.system.paths import RunPaths
 
 _PATIENCE = 2.0
 """Seconds that a coordinator has for a reply."""
+_STACK_PATIENCE = 5.0
+"""The same if a worker must respond first."""
 _SAME = 5.0
 """Seconds by which the start of a job in its folder and in its replies may differ."""
 
@@ -63,7 +65,7 @@ class JobContact:
         threading.Thread(target=self._serve, name="contact", daemon=True).start()
 
     def ask(self, request: AdminRequest, answer: Answer) -> None:
-        """Send a request after those before it."""
+        """Send a request, after those before it; the thread must run."""
         self._requests.put((request, answer))
 
     def close(self) -> None:
@@ -88,10 +90,11 @@ class JobContact:
 
     def _send(self, request: AdminRequest, answer: Answer) -> None:
         try:
-            reply = self._call(self.name, request, _PATIENCE)
+            patience = _STACK_PATIENCE if isinstance(request, StackRequest) else _PATIENCE
+            reply = self._call(self.name, request, patience)
         except TimeoutError:
             self.is_silent = True
-            answer(f"{self.name} has not replied within {_PATIENCE:g} seconds")
+            answer(f"{self.name} has not replied within {patience:g} seconds")
             return
         except (OSError, ValueError) as error:
             answer(f"cannot ask {self.name}: {error}")

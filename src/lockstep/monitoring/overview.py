@@ -168,6 +168,7 @@ def overview(
             loads[one.worker],
             paces.get(one.worker),
             why.get(one.worker, ""),
+            status.joining if status is not None else (),
         )
         for one in infos
     )
@@ -269,6 +270,7 @@ def _row(
     load: Mapping[str, float],
     score: float | None,
     cause: str,
+    joining: Sequence[int],
 ) -> WorkerRow:
     seconds = times.seconds if times is not None else 0.0
     gpus = _gpus(data, info)
@@ -276,7 +278,7 @@ def _row(
     return WorkerRow(
         worker=info.worker,
         host=info.host or _only_host(data),
-        state=_state(data, info),
+        state=_state(data, info, joining),
         replicas=int(_last(info.steps, "replicas")) if len(info.steps) else None,
         steps_per_second=times.steps / seconds if times is not None and seconds else None,
         parts={part: own / seconds for part, own in times.parts.items()} if times and seconds else {},
@@ -303,7 +305,7 @@ def _only_host(data: RunData) -> str:
     return str(data.job.get("host", "")) if not data.job.get("hosts") else ""
 
 
-def _state(data: RunData, info: WorkerInfo) -> str:
+def _state(data: RunData, info: WorkerInfo, joining: Sequence[int]) -> str:
     if (waits := data.waits.get(info.worker)) is not None:
         named = (
             name_workers(sorted(waits.fields.get("waits_for", ())))
@@ -311,6 +313,8 @@ def _state(data: RunData, info: WorkerInfo) -> str:
             else "others"
         )
         return f"waits for {named}"
+    if info.worker in joining and info.phase in ("starting", "running the script", "compiling"):
+        return "joining"
     if info.phase == "training" and " within " in info.call:
         return "validating"
     return info.phase

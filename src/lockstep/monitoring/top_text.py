@@ -105,7 +105,7 @@ def table(view: Overview, width: int | None = None) -> list[str]:
     if not texts:
         return ["no worker has started"]
     rows = [[column.heading for column in _COLUMNS], *texts]
-    return [_clip(" ".join(row[at].ljust(widths[at]) for at in kept).rstrip(), width) for row in rows]
+    return [clipped(" ".join(row[at].ljust(widths[at]) for at in kept).rstrip(), width) for row in rows]
 
 
 def causes_of(view: Overview) -> list[str]:
@@ -131,7 +131,7 @@ def host_lines(view: Overview) -> list[str]:
 def host_line(host: HostRow) -> str:
     """Return a host in one line."""
     memory = f"memory {host.memory_used / _GIB:.1f} of {host.memory_total / _GIB:.1f} GiB"
-    line = f"{host.host}: {host.busy:.1f} cores busy, the job may use {host.cores}; {memory}"
+    line = f"{host.host}: {host.busy:.1f} cores busy, {host.cores} for the job; {memory}"
     if host.swapping:
         line += f"; swap {host.swapping / _MIB:.1f} MiB/s"
     if host.throttled:
@@ -187,12 +187,12 @@ _OF_VIEW = ("time", "job", "call", "epoch", "step")
 
 def csv_heading() -> str:
     """Return the line with the names of the columns."""
-    return _csv([_CSV])
+    return csv_lines([_CSV])
 
 
 def as_csv(view: Overview) -> str:
     """Return a line per worker; empty for what is not measured. Units are those of `WorkerRow`."""
-    return _csv([[_csv_value(view, row, name) for name in _CSV] for row in view.workers])
+    return csv_lines([[_csv_value(view, row, name) for name in _CSV] for row in view.workers])
 
 
 def _csv_value(view: Overview, row: WorkerRow, name: str) -> object:
@@ -207,7 +207,8 @@ def _csv_value(view: Overview, row: WorkerRow, name: str) -> object:
     return value
 
 
-def _csv(rows: Iterable[Sequence[object]]) -> str:
+def csv_lines(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as lines of CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -230,10 +231,11 @@ def _size(size: int | None) -> str:
 
 
 def _cut(text: str) -> str:
-    return _clip(printable(text), _MOST_STATE)
+    return clipped(printable(text), _MOST_STATE)
 
 
-def _clip(text: str, width: int | None) -> str:
+def clipped(text: str, width: int | None) -> str:
+    """Return the start of a text that is longer than a width, with a mark; None for no limit."""
     return text if width is None or len(text) <= width else text[: max(0, width - 1)] + "…"
 
 

@@ -10,6 +10,8 @@ from typing import Any, get_args
 
 import msgspec
 
+from lockstep.system.nvml import Gpu
+
 FORMAT = 1
 """The format of `events.jsonl`; docs/run-folder.md states what a format number guarantees."""
 
@@ -517,6 +519,21 @@ class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
     power: float | None
     throttled: str = ""
     processes: tuple[tuple[int, int | None], ...] = ()
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> "GpuLoad":
+        """Return the load in a reading of the driver."""
+        return cls(
+            index=gpu.index,
+            name=gpu.name or "",
+            utilization=gpu.utilization,
+            memory_used=None if gpu.memory is None else gpu.memory.used,
+            memory_total=None if gpu.memory is None else gpu.memory.total,
+            temperature=gpu.temperature,
+            power=gpu.power,
+            throttled=", ".join(gpu.throttled),
+            processes=tuple((process.pid, process.memory) for process in gpu.processes or ()),
+        )
 
 
 class LoadMeasured(_Event, frozen=True, kw_only=True, tag="load"):

@@ -1,4 +1,4 @@
-"""The requests of `lockstep list`, `scale` and `stop` to a job, and its replies: JSON, one per packet."""
+"""Requests of `lockstep list`, `scale`, `stop` and `top` to a job, and its replies: JSON, one per packet."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -25,6 +25,12 @@ class ScaleRequest(msgspec.Struct, frozen=True, tag="scale"):
 
 class StopRequest(msgspec.Struct, frozen=True, tag="end"):
     """Requests the end of the job, as SIGTERM does: if it saves checkpoints, after a last one."""
+
+
+class StackRequest(msgspec.Struct, frozen=True, tag="stack"):
+    """Requests the Python stack of a worker."""
+
+    worker: int
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
@@ -55,14 +61,28 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     where: str
 
 
+class StackReply(msgspec.Struct, frozen=True, tag="stack"):
+    """The Python stack of a worker.
+
+    Attributes:
+        worker: its id.
+        frames: the innermost first.
+        problem: why there is no stack; empty if there is one.
+    """
+
+    worker: int
+    frames: tuple[str, ...]
+    problem: str = ""
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The request is refused, for `reason`."""
 
     reason: str
 
 
-AdminRequest = StatusRequest | ScaleRequest | StopRequest
-Reply = Status | Refused
+AdminRequest = StatusRequest | ScaleRequest | StopRequest | StackRequest
+Reply = Status | StackReply | Refused
 Kind = TypeVar("Kind")
 
 _requests: msgspec.json.Decoder[AdminRequest] = msgspec.json.Decoder(AdminRequest)

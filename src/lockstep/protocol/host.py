@@ -317,6 +317,12 @@ class TakeStack(msgspec.Struct, frozen=True, tag="take stack"):
     worker: int
 
 
+class ShowStack(msgspec.Struct, frozen=True, tag="show stack"):
+    """Report the Python stack of a worker as `StackTaken`."""
+
+    worker: int
+
+
 class EndExchange(msgspec.Struct, frozen=True, tag="end exchange"):
     """Abort the exchange of the view, for `reason`; no other view follows."""
 
@@ -539,6 +545,20 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
     load: LoadMeasured
 
 
+class StackTaken(msgspec.Struct, frozen=True, tag="stack taken"):
+    """The Python stack of a worker.
+
+    Attributes:
+        worker: its id.
+        frames: the innermost first.
+        problem: why there is no stack; empty if there is one.
+    """
+
+    worker: int
+    frames: tuple[str, ...]
+    problem: str = ""
+
+
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
     """A view cannot begin on this host; the current one continues."""
 
@@ -586,6 +606,7 @@ Instruction = (
     | FetchState
     | SignalProcess
     | TakeStack
+    | ShowStack
     | EndExchange
     | KeepAlive
     | PauseOutput
@@ -614,6 +635,7 @@ HostReport = (
     | KeepAlive
     | OutputWritten
     | LoadReport
+    | StackTaken
     | AllReported
     | HostEnded
     | AgentStanding
@@ -623,12 +645,14 @@ UNNUMBERED = (
     KeepAlive,
     PauseOutput,
     ShowNote,
+    ShowStack,
     ReportAll,
     EndHost,
     KeepRecord,
     TakeOver,
     RepeatReports,
     LoadReport,
+    StackTaken,
     AllReported,
     AgentStanding,
 )
