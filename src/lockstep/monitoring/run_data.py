@@ -4,6 +4,7 @@
 runs, one after the other: the last one counts, but for metrics and steps, which continue.
 """
 
+import heapq
 import math
 import os
 from collections import deque
@@ -420,19 +421,28 @@ class RunFolder:
         if self._events.shrank() or self._measurements.shrank():
             self._restart()
         found = False
-        for line in self._events.lines():
+        # In the order of time: what a worker does follows from both files.
+        for entry in heapq.merge(self._happenings(), self._measured(), key=lambda one: one.time):
             found = True
+            if isinstance(entry, Happening):
+                self.data.add_event(entry)
+            else:
+                self.data.add_measurement(entry)
+        return found
+
+    def _happenings(self) -> Iterator["Happening | MeasuredLine"]:
+        for line in self._events.lines():
             if (happening := _happening(line)) is not None:
-                self.data.add_event(happening)
+                yield happening
             else:
                 self.data.skipped += 1
+
+    def _measured(self) -> Iterator["Happening | MeasuredLine"]:
         for line in self._measurements.lines():
-            found = True
             try:
-                self.data.add_measurement(_measured.decode(line))
+                yield _measured.decode(line)
             except msgspec.DecodeError:
                 self.data.skipped += 1
-        return found
 
     def _restart(self) -> None:
         self.data = RunData()

@@ -1,0 +1,233 @@
+"""What `lockstep top` says about recorded runs."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.monitoring.overview import Overview, overview
+from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.top_text import as_csv, as_json, as_text, causes_of, csv_heading, table
+from lockstep.protocol.admin import Status
+
+from .recorded import GIB, event, gpu, job, load, record, started, steps
+
+STATUS = Status("a", "train.py", 5, "/r", 1000.0, 4, (0, 1), (2,), 3, "fit 1")
+
+
+def seen(folder: Path, now: float = 1021.0, **more: Any) -> Overview:
+    run = RunFolder(folder)
+    run.update()
+    return overview(run.data, "train-1", now, **more)
+
+
+def two_workers(
+    folder: Path,
+    slow: Mapping[str, float],
+    loads: Iterable[Mapping[str, Any]] = (),
+    **host: Any,
+) -> Overview:
+    """Record a run whose worker 1 is slow, with these parts of its steps; return its overview."""
+    record(folder, job(), started(0), started(1))
+    for time in (1019.0, 1020.0):
+        record(folder, steps(0, time, 20, input=0.1, compute=0.4, wait=0.5))
+        record(folder, steps(1, time, 20, **{"input": 0.1, "compute": 0.4, "wait": 0.0} | slow))
+    # Without loads, the workers are as they should be.
+    own = list(loads) or [{"worker": 0}, {"worker": 1}]
+    record(folder, load(1020.5, workers=own, **host))
+    return seen(folder)
+
+
+SLOW_COMPUTE = "slow compute: 90 ms per replica, 40 ms on worker 0"
+CAUSES: dict[str, tuple[dict[str, float], list[dict[str, Any]], dict[str, Any], str]] = {
+    "input": ({"input": 0.6}, [], {}, "slow input: 60 ms per replica, 10 ms on worker 0"),
+    "compute": ({"compute": 0.9}, [], {}, SLOW_COMPUTE),
+    "other": (
+        {"other": 0.5},
+        [],
+        {},
+        "slow Keras's loop and callbacks: 50 ms per replica, 0 ms on worker 0",
+    ),
+    "swapping": (
+        {"compute": 0.9},
+        [{"worker": 0, "faults": 1.0}, {"worker": 1, "faults": 150.0, "delayed": 3.0}],
+        {"swapping": 3.5 * 2**20},
+        f"{SLOW_COMPUTE}; it waits for the disk: 150 page faults per second, and its host swaps 3.5 MiB/s",
+    ),
+    "neighbour": (
+        {"compute": 0.9},
+        [{"worker": 0, "delayed": 0.1}, {"worker": 1, "delayed": 0.8}],
+        {},
+        f"{SLOW_COMPUTE}; other processes use its cores: its threads wait 0.8 s per second for one",
+    ),
+    "neighbours of all": (
+        {"compute": 0.9},
+        [{"worker": 0, "delayed": 0.7}, {"worker": 1, "delayed": 0.8}],
+        {},
+        SLOW_COMPUTE,
+    ),
+    "gpu": (
+        {"compute": 0.9},
+        [],
+        {"gpus": [gpu(0, 70), gpu(1, 71, throttled="thermal")]},
+        f"{SLOW_COMPUTE}; throttled: GPU 1 (thermal)",
+    ),
+    "quota of all": ({"compute": 0.9}, [], {"throttled": 0.5}, SLOW_COMPUTE),
+}
+
+
+@pytest.mark.parametrize(("slow", "loads", "host", "expected"), CAUSES.values(), ids=CAUSES.keys())
+def test_the_cause_of_a_slow_worker(
+    tmp_path: Path, slow: dict[str, float], loads: list[dict[str, Any]], host: dict[str, Any], expected: str
+) -> None:
+    view = two_workers(tmp_path, slow, loads, **host)
+    assert [row.cause for row in view.workers] == ["", expected]
+    assert [row.score for row in view.workers] == [
+        1.0,
+        pytest.approx(0.5 / sum(({"input": 0.1, "compute": 0.4} | slow).values())),
+    ]
+    score = view.workers[1].score
+    assert causes_of(view) == [f"worker 1 is slow ({score:.2f}): {expected}"]
+
+
+def test_a_quota_of_another_host_is_a_cause(tmp_path: Path) -> None:
+    record(tmp_path, job(hosts=[["node1", 1], ["node2", 1]]), started(0), started(1))
+    record(tmp_path, steps(0, 1020.0, 20, compute=0.4), steps(1, 1020.0, 20, compute=0.9))
+    record(tmp_path, load(1020.0, "node1", [{"worker": 0}]))
+    record(tmp_path, load(1020.0, "node2", [{"worker": 1}], throttled=0.5))
+    rows = seen(tmp_path).workers
+    assert [row.host for row in rows] == ["node1", "node2"]
+    assert (
+        rows[1].cause
+        == f"{SLOW_COMPUTE}; throttled: a CPU quota stops processes of its host 0.5 s per second"
+    )
+
+
+def test_equally_fast_workers_have_no_cause(tmp_path: Path) -> None:
+    view = two_workers(tmp_path, {"compute": 0.45}, [{"worker": 0}, {"worker": 1, "faults": 500.0}])
+    assert [row.cause for row in view.workers] == ["", ""]
+    assert causes_of(view) == []
+
+
+def test_a_worker_with_more_replicas_is_not_slow(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0), started(1))
+    record(tmp_path, steps(0, 1020.0, 20, replicas=1, compute=0.4))
+    record(tmp_path, steps(1, 1020.0, 20, replicas=3, compute=1.2))
+    assert [row.score for row in seen(tmp_path).workers] == [1.0, pytest.approx(1.0)]
+
+
+def test_rates_are_those_of_the_last_seconds(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0))
+    # The first step, which compiles, and what is older than the window do not count.
+    record(tmp_path, steps(0, 1002.0, 1, count=1, compute=1.5), steps(0, 1003.0, 11, compute=1.0))
+    record(tmp_path, steps(0, 1015.0, 31, count=20, input=0.2, compute=0.8))
+    record(tmp_path, steps(0, 1019.0, 61, count=30, input=0.3, compute=1.2))
+    now, average = seen(tmp_path), seen(tmp_path, averages=True)
+    assert now.workers[0].steps_per_second == pytest.approx(50 / 2.5)
+    assert now.workers[0].parts["input"] == pytest.approx(0.2)
+    assert now.examples_per_second == pytest.approx(50 * 64 / 2.5)
+    assert average.workers[0].steps_per_second == pytest.approx(60 / 3.5)
+    assert (now.step, now.trained, now.idle) == (61, 61, pytest.approx(2.0))
+    assert seen(tmp_path, now=1060.0).workers[0].steps_per_second is None
+
+
+def test_the_states_of_workers(tmp_path: Path) -> None:
+    record(tmp_path, job(), *(started(worker) for worker in range(6)))
+    record(tmp_path, *(event(1001.0, "ready", worker=worker) for worker in (1, 2, 3, 4, 5)))
+    record(tmp_path, *(event(1002.0, "call", worker=worker, name="fit 1") for worker in (3, 4, 5)))
+    record(tmp_path, steps(4, 1003.0, 1), steps(5, 1003.0, 1))
+    record(tmp_path, event(1010.0, "wait", worker=4, what="step 3 of fit 1", waits_for=[3, 5], seconds=5.0))
+    record(
+        tmp_path, event(1011.0, "lost", worker=5, reason="x"), event(1011.0, "exited", worker=5, status=-9)
+    )
+    rows = seen(tmp_path, status=STATUS).workers
+    assert [(row.worker, row.state, row.ended) for row in rows] == [
+        (0, "starting", False),
+        (1, "running the script", False),
+        (2, "joining", False),
+        (3, "compiling", False),
+        (4, "waits for workers 3 and 5", False),
+        (5, "lost", True),
+    ]
+
+
+def test_the_head_tells_epoch_metrics_and_silence(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0), event(1001.0, "call", worker=0, name="fit 1"), steps(0, 1010.0, 40))
+    values = {"loss": 0.5, "accuracy": 0.75}
+    record(tmp_path, event(1010.0, "metrics", worker=0, call="fit 1", epoch=2, trained=40, values=values))
+    view = seen(tmp_path, status=STATUS, silent_since=1011.0)
+    text = as_text(view)
+    assert "fit 1 epoch 3, step 40, 40 training steps" in text
+    assert "last step 11 s ago" in text
+    assert "loss 0.5  accuracy 0.75" in text
+    assert "no answer of the coordinator since " in text
+    assert "(10 s)" in text
+    assert "1 of 3 workers" in text
+
+
+def test_events_are_told(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0))
+    record(tmp_path, event(1065.0, "lost", worker=1, reason="worker 1 was killed by SIGKILL"))
+    record(tmp_path, event(1065.0, "view", number=2, workers=[0], reason="worker 1 was killed by SIGKILL"))
+    record(tmp_path, event(1065.5, "paused", worker=0, number=2, seconds=0.25))
+    record(tmp_path, event(1065.6, "decision", reason="no", actions=[]))
+    assert seen(tmp_path, now=1066.0).events == (
+        "1:05 worker 1 lost: worker 1 was killed by SIGKILL",
+        "1:05 view 2 with worker 0",
+        "1:05 training paused for 0.25 s",
+    )
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_table_fits_a_terminal(tmp_path: Path, width: int) -> None:
+    hosts = [["a-host-with-a-long-name.example.org", 2]]
+    record(tmp_path, job(hosts=hosts), started(0), started(123_456))
+    record(tmp_path, steps(0, 1020.0, 20, compute=0.4, wait=0.1), steps(123_456, 1020.0, 20, compute=0.9))
+    record(tmp_path, load(1020.0, hosts[0][0], [{"worker": 0}, {"worker": 123_456}], gpus=[gpu(0, 70)]))
+    record(tmp_path, load(1020.0, "b", []))
+    view = seen(tmp_path)
+    assert all(len(line) <= width for line in table(view, width))
+    heads = table(view, width)[0].split()
+    assert {"WORKER", "STATE", "STEPS/S", "SCORE"} <= set(heads)
+    assert {"EXCH", "UPD", "GPU"} <= set(table(view)[0].split())
+
+
+def test_what_a_gpu_does_is_beside_its_worker(tmp_path: Path) -> None:
+    view = two_workers(tmp_path, {}, [], gpus=[gpu(0, 70), gpu(1, 71, 999, utilization=None), gpu(2)])
+    rows = view.workers
+    assert [row.gpus for row in rows] == [(0,), (1,)]
+    assert [row.gpu_utilization for row in rows] == [90, None]
+    assert [row.gpu_memory for row in rows] == [5 * GIB, 5 * GIB]
+    text = as_text(view)
+    assert "  GPU 0 H100  90 %  20.0 of 80.0 GiB  61 C  400 W  processes 70  worker 0\n" in text
+    assert "  GPU 2 H100  90 %  20.0 of 80.0 GiB  61 C  400 W\n" in text
+
+
+def test_json_and_csv_have_the_values_of_the_table(tmp_path: Path) -> None:
+    view = two_workers(tmp_path, {"compute": 0.9})
+    read = json.loads(as_json(view))
+    assert as_json(view).count("\n") == 1
+    assert read["workers"][1]["cause"] == SLOW_COMPUTE
+    assert read["hosts"][0]["memory_total"] == 32 * GIB
+    rows = list(csv.DictReader(io.StringIO(csv_heading() + as_csv(view))))
+    assert [row["worker"] for row in rows] == ["0", "1"]
+    assert rows[1]["cause"] == SLOW_COMPUTE
+    assert (rows[0]["input"], rows[0]["wait"], rows[0]["memory"]) == ("0.1", "0.5", str(2 * GIB))
+    assert rows[0]["gpu_memory"] == ""
+
+
+def test_a_run_without_anything(tmp_path: Path) -> None:
+    view = seen(tmp_path, end="x ended")
+    assert view.workers == ()
+    assert as_text(view).endswith("no worker has started\n\nx ended\n")
+    assert as_csv(view) == ""
+
+
+def test_workers_of_an_earlier_run_in_the_folder_are_not_shown(tmp_path: Path) -> None:
+    record(tmp_path, job(500.0, workers=3), *(started(worker, 501.0) for worker in range(3)))
+    record(tmp_path, job(), started(0))
+    assert [row.worker for row in seen(tmp_path).workers] == [0]
