@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.coordinator.admin_socket import MOST_OPEN, AdminSocket, address, take_name
+from lockstep.coordinator.admin_socket import MOST_OPEN, AdminSocket, PendingReply, address, take_name
 from lockstep.errors import UnfitError
 from lockstep.protocol.admin import (
     MAX_PACKET,
@@ -26,6 +26,8 @@ from lockstep.protocol.admin import (
     Refused,
     Reply,
     ScaleRequest,
+    StackReply,
+    StackRequest,
     Status,
     StatusRequest,
     StopRequest,
@@ -84,7 +86,10 @@ class AdminSockets:
         return STATUS
 
     def open(
-        self, name: str | None = None, answer: Callable[[AdminRequest], Reply] | None = None, **options: Any
+        self,
+        name: str | None = None,
+        answer: Callable[[AdminRequest], Reply | PendingReply] | None = None,
+        **options: Any,
     ) -> AdminSocket:
         self.opened.append(
             AdminSocket.over(take_name(self.name if name is None else name), answer or self.answer, **options)
@@ -134,6 +139,8 @@ def descriptors() -> set[int]:
     st.builds(StatusRequest)
     | st.builds(StopRequest)
     | st.builds(ScaleRequest, st.integers(1, 2**31 - 1))
+    | st.builds(StackRequest, counts)
+    | st.builds(StackReply, counts, st.lists(texts).map(tuple), texts)
     | st.builds(Refused, texts)
     | st.builds(Status, texts, texts, counts, texts, st.floats(0, 1e10), counts, ids, ids, counts, texts)
 )
@@ -280,6 +287,52 @@ def test_another_user_is_untrusted(sockets: AdminSockets) -> None:
         admin.serve()
         assert stranger.stdout.readline() == "b''\n"
     assert not sockets.requests
+
+
+def test_a_reply_may_follow_later(sockets: AdminSockets) -> None:
+    pending: list[PendingReply] = []
+
+    def answer(request: AdminRequest) -> Reply | PendingReply:
+        if not isinstance(request, StackRequest):
+            return STATUS
+        pending.append(PendingReply())
+        return pending[-1]
+
+    admin = sockets.open(answer=answer)
+    clients = [sockets.connect(admin, encode(StackRequest(worker))) for worker in range(2)]
+    gone = sockets.connect(admin, encode(StackRequest(2)))
+    admin.serve()
+    gone.close()
+    # Neither those that wait nor those that have left cause work, or delay others.
+    assert not is_readable(admin)
+    other = sockets.connect(admin, encode(StatusRequest()))
+    admin.serve()
+    assert decode_reply(other.recv(MAX_PACKET)) == STATUS
+    for worker in (1, 0, 2):
+        pending[worker].send(StackReply(worker, ("f",)))
+    assert [decode_reply(client.recv(MAX_PACKET)) for client in clients] == [
+        StackReply(0, ("f",)),
+        StackReply(1, ("f",)),
+    ]
+    pending[0].send(STATUS)
+    assert clients[0].recv(MAX_PACKET) == b""
+
+
+def test_the_oldest_of_too_many_clients_that_wait_is_rejected(sockets: AdminSockets) -> None:
+    pending: list[PendingReply] = []
+
+    def answer(request: AdminRequest) -> PendingReply:
+        pending.append(PendingReply())
+        return pending[-1]
+
+    admin = sockets.open(answer=answer)
+    clients = [sockets.connect(admin, encode(StackRequest(0))) for _ in range(MOST_OPEN + 1)]
+    while is_readable(admin):
+        admin.serve()
+    assert clients[0].recv(MAX_PACKET) == b""
+    for one in pending:
+        one.send(STATUS)
+    assert all(decode_reply(client.recv(MAX_PACKET)) == STATUS for client in clients[1:])
 
 
 def test_an_error_of_the_answer_is_raised_and_the_client_disconnected(sockets: AdminSockets) -> None:

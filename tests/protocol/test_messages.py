@@ -68,6 +68,7 @@ instructions = st.one_of(
     st.builds(host.DeliverPosition, workers, sources),
     st.builds(host.SignalProcess, workers, st.integers(1, 64)),
     st.builds(host.TakeStack, workers),
+    st.builds(host.ShowStack, workers),
     st.builds(host.EndExchange, texts),
     st.builds(host.ReportAll),
     st.builds(host.EndHost, st.floats(0, 10), groups),
@@ -122,6 +123,7 @@ reports = st.one_of(
     st.builds(host.KeepAlive),
     st.builds(host.OutputWritten, workers, st.sampled_from([1, 2]), st.binary()),
     st.builds(host.LoadReport, loads),
+    st.builds(host.StackTaken, workers, st.lists(texts).map(tuple), texts),
     st.builds(host.AllReported),
     st.builds(host.HostEnded, groups, st.lists(evidence, max_size=3).map(tuple)),
 )

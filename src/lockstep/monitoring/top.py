@@ -30,6 +30,7 @@ from lockstep.monitoring.top_text import as_csv, as_json, as_text, clipped, csv_
 from lockstep.protocol.admin import AdminRequest, Reply
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.nvml import GpuReading, load, reader
+from lockstep.system.standard_streams import discard_stdout
 
 Form = Literal["text", "csv", "json"]
 
@@ -186,6 +187,12 @@ _SHOW: dict[Form, Callable[[Overview], str]] = {"text": as_text, "csv": as_csv, 
 
 
 def _write(text: str) -> None:
-    if sys.stdout is not None:
+    if sys.stdout is None:
+        return
+    try:
         sys.stdout.buffer.write(text.encode(sys.stdout.encoding, "backslashreplace"))
         sys.stdout.flush()
+    except BrokenPipeError:
+        # A reader such as head closes the pipe once it has enough.
+        discard_stdout()
+        sys.exit(0)

@@ -1,6 +1,7 @@
 """What `lockstep top` shows on a terminal, and what its keys do. Pure."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -22,6 +23,8 @@ QUIT: Literal["quit"] = "quit"
 
 _HELP = "q quit  s stop  + - scale  w NUMBER, or arrows and Enter: a worker's stack"
 _LEAST_ROWS = 3
+_MOST_LINES = 3
+"""The most lines of a message."""
 _MOST_DIGITS = 6
 _LAST_PARTS = 3
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -110,9 +113,9 @@ class TopScreen:
         below += [Line(text, "dim") for text in host_lines(view)]
         last = self.stack or view.events
         below += [Line(""), *(Line(printable(text), "" if self.stack else "dim") for text in last)]
-        prompt = self._prompt(view)
+        prompt = self._prompt(view, width)
         heads, *rows = table(view, width)
-        room = max(_LEAST_ROWS, height - len(top) - len(below) - 3)
+        room = max(_LEAST_ROWS, height - len(top) - len(below) - 2 - len(prompt))
         first = self._first_row(view, len(rows), room)
         shown = [*top, Line(""), Line(heads, "dim")]
         for at, text in enumerate(rows[first : first + room], first):
@@ -120,21 +123,24 @@ class TopScreen:
             style: Style = "yellow" if row.cause else "dim" if row.ended else ""
             shown.append(Line(text, "reverse" if row.worker == self.selected else style))
         shown += below
-        return [Line(clipped(line.text, width), line.style) for line in [*shown[: height - 1], prompt]]
+        return [
+            Line(clipped(line.text, width), line.style) for line in [*shown[: height - len(prompt)], *prompt]
+        ]
 
     def _first_row(self, view: Overview, rows: int, room: int) -> int:
         """Return the first row that is shown, so that the selected one is among them."""
         at = next((at for at, row in enumerate(view.workers) if row.worker == self.selected), 0)
         return max(0, min(at - room // 2, rows - room))
 
-    def _prompt(self, view: Overview) -> Line:
+    def _prompt(self, view: Overview, width: int) -> list[Line]:
         if self.mode == "stop":
-            return Line(f"stop {view.job} as lockstep stop does? y/n", "bold")
+            return [Line(f"stop {view.job} as lockstep stop does? y/n", "bold")]
         if self.mode == "number":
-            return Line(f"stack of worker: {self.typed}_ (Enter, or Escape to cancel)", "bold")
+            return [Line(f"stack of worker: {self.typed}_ (Enter, or Escape to cancel)", "bold")]
         if self.message:
-            return Line(printable(self.message), "bold")
-        return Line("Escape closes the stack; " + _HELP if self.stack else _HELP, "dim")
+            texts = textwrap.wrap(printable(self.message), width, max_lines=_MOST_LINES, placeholder=" …")
+            return [Line(text, "bold") for text in texts]
+        return [Line("Escape closes the stack; " + _HELP if self.stack else _HELP, "dim")]
 
     def _press_in_number(self, key: str) -> AdminRequest | None:
         if key.isdigit() and key.isascii():
