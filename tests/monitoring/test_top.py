@@ -100,7 +100,7 @@ def test_keys_on_a_real_job(long_job: LongJob, in_terminal: Callable[..., Termin
     terminal.wait_for(r"wait_here +.*stays.py:8")
     terminal.forget()
     terminal.type("+")
-    terminal.wait_for(r"no worker can join or leave;[^.]*")
+    terminal.wait_for(r"no worker can\s+join or leave;")
     # As a shell would, after Ctrl-Z and fg.
     terminal.type("\x1a")
     terminal.reported("stopped restored\n")
