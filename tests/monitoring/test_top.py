@@ -191,8 +191,7 @@ def test_a_stopped_coordinator_is_named_with_the_data_so_far(long_job: LongJob) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-job"], "there is no job 'no-such-job'"),
-        (["/usr/"], "/usr/ is not the folder of a run: it has no events.jsonl"),
+        (["no-such-job"], "'no-such-job' is neither a running job nor the folder of a run"),
         (["-i", "0"], "-i 0: give a number of seconds from 0.1 to 86400"),
         (["--csv", "--json"], "give --csv or --json, not both"),
     ],

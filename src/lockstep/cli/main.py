@@ -1,5 +1,6 @@
 """The command `lockstep`, with its subcommands except `run`."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -224,7 +225,7 @@ def stop(job: str) -> None:
 
 
 @cli.command()
-@click.argument("job", required=False)
+@click.argument("job", required=False, shell_complete=complete_run)
 @click.option(
     "-i",
     "--interval",
@@ -240,18 +241,24 @@ def stop(job: str) -> None:
 def top(job: str | None, interval: float, once: bool, as_csv: bool, as_json: bool) -> None:
     """Show what the workers of JOB do, and why slow ones are slow; or this machine's GPUs and your jobs.
 
-    JOB is a name shown by lockstep list, the beginning of one, or the run folder of a job that has ended. On
-    a terminal, keys stop and scale the job, and show the Python stack of a worker; elsewhere, the table is
-    printed once.
+    JOB is a name shown by lockstep list, or the beginning of one; or the folder of a run, which may have
+    ended, or its name in runs/. On a terminal, keys stop and scale the job, and show the Python stack of a
+    worker; elsewhere, the table is printed once.
     """
     from lockstep.monitoring.top import show_job, show_machine
 
     if as_csv and as_json:
         raise click.UsageError("give --csv or --json, not both")
+    fill_standard_descriptors()
     form: Literal["text", "csv", "json"] = "csv" if as_csv else "json" if as_json else "text"
-    if job is None:
-        sys.exit(show_machine(interval, form, once=once))
-    sys.exit(show_job(job, interval, form, once=once))
+    status = 0
+    # A reader such as head closes the pipe once it has enough.
+    with contextlib.suppress(BrokenPipeError):
+        if job is None:
+            status = show_machine(interval, form, once=once)
+        else:
+            status = show_job(job, interval, form, once=once)
+    sys.exit(status)
 
 
 @cli.command()

@@ -70,7 +70,7 @@ def send(job: str, request: AdminRequest, patience: float = 5.0) -> Reply:
         ConfigError: there is no such job, the name is ambiguous, or the job does not reply.
         UnfitError: the system does not list its sockets.
     """
-    name = find_job(job)
+    name = _find(job)
     try:
         reply = call_job(name, request, patience)
     except TimeoutError:
@@ -169,13 +169,7 @@ def job_names() -> list[str]:
     return [name for name in _names() if _owner(name) is not None]
 
 
-def find_job(job: str) -> str:
-    """Return the name of a running job of this user, from that name or its beginning.
-
-    Raises:
-        ConfigError: there is no such job, or the name is ambiguous.
-        UnfitError: the system does not list its sockets.
-    """
+def _find(job: str) -> str:
     names = job_names()
     if (name := choose(job, names)) is not None:
         return name

@@ -37,18 +37,29 @@ def find_run(text: str, runs: Path = _RUNS) -> FoundRun:
         ConfigError: there is no such run, the name is ambiguous, or the job does not reply.
         UnfitError: the system does not list its sockets.
     """
+    found = name_or_folder(text, runs)
+    if isinstance(found, Path):
+        return FoundRun(found, None)
+    status = accepted(send(found, StatusRequest()))
+    return FoundRun(Path(status.run_dir), status.job)
+
+
+def name_or_folder(text: str, runs: Path = _RUNS) -> str | Path:
+    """Return the name of the running job, or else the run folder, that the user means; asks no job.
+
+    Arguments and errors are those of `find_run`.
+    """
     names = job_names()
     if text not in names:
         for folder in (Path(text), runs / text) if text else ():
             if RunPaths(folder).events.is_file():
-                return FoundRun(folder, None)
+                return folder
     name = choose(text, names)
     if name is None:
         raise ConfigError(
             f"'{text}' is neither a running job nor the folder of a run, here or in {runs}; {listed(names)}"
         )
-    status = accepted(send(name, StatusRequest()))
-    return FoundRun(Path(status.run_dir), status.job)
+    return name
 
 
 def job_in(folder: Path) -> str | None:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.coordinator.admin_client import JobWatch, call_job, find_job, running_jobs
+from lockstep.coordinator.admin_client import JobWatch, call_job
 from lockstep.coordinator.job_report import JobSummary
+from lockstep.coordinator.run_lookup import job_in, name_or_folder
 from lockstep.errors import ConfigError
 from lockstep.monitoring.overview import Overview, overview
 from lockstep.monitoring.run_data import RunData, RunFolder
@@ -164,7 +165,7 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
     """Return a running job of this user, or the folder of a run.
 
     Args:
-        job: a name, the beginning of one, or a run folder.
+        job: what the user calls it; see `find_run`.
         clock: for the times of overviews.
         interval: seconds between two requests to its coordinator.
 
@@ -173,28 +174,24 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
             job is unknown.
         UnfitError: the system does not list its sockets.
     """
-    folder = Path(job)
-    if RunPaths(folder).events.is_file():
-        folder = folder.resolve()
-        jobs = running_jobs(_PATIENCE).running
-        name = next((one.job for one in jobs if Path(one.run_dir).resolve() == folder), None)
-        if name is None:
-            return FollowedJob(folder.name, RunFolder(folder), clock)
-    elif folder.is_dir() and "/" in job:
-        raise ConfigError(f"{job} is not the folder of a run: it has no {RunPaths(folder).events.name}")
-    else:
-        name = find_job(job)
+    found = name_or_folder(job)
+    name = job_in(found) if isinstance(found, Path) else found
+    if isinstance(found, Path) and name is None:
+        return FollowedJob(found.resolve().name, RunFolder(found), clock)
+    assert name is not None
     contact = JobContact(name, clock, interval)
     contact.look()
     if contact.gone:
         raise ConfigError(f"{name} has just ended")
-    found = Path(contact.status.run_dir) if contact.status is not None else _folder_of_job(name)
-    if found is None:
+    folder = Path(contact.status.run_dir) if contact.status is not None else _folder_of_job(name)
+    if folder is None and isinstance(found, Path):
+        folder = found
+    if folder is None:
         raise ConfigError(
             f"{name} has not replied within {_PATIENCE:g} seconds, so its folder is unknown; try again, or "
             "give its run folder"
         )
-    return FollowedJob(name, RunFolder(found), clock, contact)
+    return FollowedJob(name, RunFolder(folder), clock, contact)
 
 
 def _folder_of_job(name: str) -> Path | None:

@@ -30,7 +30,7 @@ from lockstep.monitoring.top_text import as_csv, as_json, as_text, clipped, csv_
 from lockstep.protocol.admin import AdminRequest, Reply
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.nvml import GpuReading, load, reader
-from lockstep.system.standard_streams import discard_stdout
+from lockstep.system.standard_streams import wait_unless_closed, write_stdout
 
 Form = Literal["text", "csv", "json"]
 
@@ -43,14 +43,14 @@ def show_job(job: str, interval: float, form: Form, *, once: bool) -> int:
     A table is shown in place on a terminal, and once elsewhere.
 
     Args:
-        job: its name, the beginning of it, or a run folder.
+        job: what the user calls it: a name, the beginning of one, or the folder of a run.
         interval: seconds between two looks.
         form: as a table, or as lines of CSV or JSON.
         once: whether to show it once, instead of every `interval`.
 
     Raises:
         ConfigError: there is no such job or folder, or the interval is out of range.
-        OSError: stdout cannot be written.
+        OSError: stdout cannot be written; BrokenPipeError if its reader has closed it.
     """
     _check(interval)
     followed = open_job(job, SystemClock(), interval)
@@ -99,7 +99,7 @@ def show_machine(interval: float, form: Form, *, once: bool) -> int:
                     _write(machine_json(machine))
             if once or form == "text":
                 return 0
-            time.sleep(interval)
+            wait_unless_closed(interval)
 
 
 def _machine_watch(read_gpus: Callable[[], GpuReading], clock: Clock, interval: float) -> MachineWatch:
@@ -180,19 +180,12 @@ def _print_lines(followed: FollowedJob, interval: float, form: Form) -> int:
         if view.end:
             return 0
         due = max(due + interval, time.monotonic())
-        time.sleep(due - time.monotonic())
+        wait_unless_closed(max(0.0, due - time.monotonic()))
 
 
 _SHOW: dict[Form, Callable[[Overview], str]] = {"text": as_text, "csv": as_csv, "json": as_json}
 
 
 def _write(text: str) -> None:
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.buffer.write(text.encode(sys.stdout.encoding, "backslashreplace"))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # A reader such as head closes the pipe once it has enough.
-        discard_stdout()
-        sys.exit(0)
+    encoding = sys.stdout.encoding if sys.stdout is not None else "utf-8"
+    write_stdout(text.encode(encoding, "backslashreplace"))
