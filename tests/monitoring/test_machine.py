@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.coordinator.admin_client import RunningJobs
 from lockstep.monitoring.machine import (
-    Machine,
+    MachineLoad,
     MachineWatch,
     machine_csv,
     machine_csv_heading,
@@ -34,12 +34,12 @@ STATUS = Status("train-1", "train.py", 5, "/r/train-1", 940.0, 4, (0, 1), (), 2,
 JOBS = RunningJobs((STATUS,), ("hung-1",))
 
 
-def seen(library: Any, pci: Path, jobs: RunningJobs = JOBS) -> Machine:
+def seen(library: Any, pci: Path, jobs: RunningJobs = JOBS) -> MachineLoad:
     return machine_now(partial(read, library, pci), VirtualClock(1000.0), "box", lambda patience: jobs)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path: Path) -> MachineLoad:
     busy = h100(
         0,
         nvmlDeviceGetComputeRunningProcesses=[process(4_000_001, 5 * GIB)],
@@ -50,7 +50,7 @@ def machine(tmp_path: Path) -> Machine:
     return seen(FakeNvml(busy, geforce(1), **names), tmp_path)
 
 
-def test_gpus_their_processes_and_jobs_are_listed(machine: Machine) -> None:
+def test_gpus_their_processes_and_jobs_are_listed(machine: MachineLoad) -> None:
     lines = machine_lines(machine, 1000.0, 2.0)
     assert "  box: " in lines[0]
     assert lines[1:] == [
@@ -64,7 +64,7 @@ def test_gpus_their_processes_and_jobs_are_listed(machine: Machine) -> None:
     ]
 
 
-def test_json_and_csv_have_a_place_for_each_value(machine: Machine) -> None:
+def test_json_and_csv_have_a_place_for_each_value(machine: MachineLoad) -> None:
     found = json.loads(machine_json(machine))
     assert found["host"]["gpus"][0]["utilization"] == 97
     assert found["jobs"][0]["job"] == "train-1"
@@ -82,17 +82,17 @@ def test_a_machine_without_a_gpu_says_why(tmp_path: Path) -> None:
     assert machine_csv(seen(None, tmp_path)) == ""
 
 
-def test_a_driver_that_hangs_is_told(machine: Machine) -> None:
+def test_a_driver_that_hangs_is_told(machine: MachineLoad) -> None:
     assert machine_lines(None, 1000.0, 2.0) == ["the driver of the GPUs has not answered for 10 s"]
     assert machine_lines(machine, 1012.0, 2.0)[1] == "the driver of the GPUs has not answered for 12 s"
     assert machine_lines(machine, 1003.0, 2.0)[1].startswith("GPU 0")
 
 
-def test_the_machine_is_looked_at_in_a_thread(machine: Machine) -> None:
+def test_the_machine_is_looked_at_in_a_thread(machine: MachineLoad) -> None:
     looks: list[Callable[[], object]] = []
     looked = threading.Semaphore(0)
 
-    def look() -> Machine:
+    def look() -> MachineLoad:
         looks.append(threading.current_thread)
         looked.release()
         return machine

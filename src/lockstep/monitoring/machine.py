@@ -33,7 +33,7 @@ _CSV = (
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineLoad:
     """The machine at one time.
 
     Attributes:
@@ -58,7 +58,7 @@ def machine_now(
     clock: Clock,
     name: str,
     jobs: Callable[[float], RunningJobs] = running_jobs,
-) -> Machine:
+) -> MachineLoad:
     """Look at the machine.
 
     Args:
@@ -75,7 +75,7 @@ def machine_now(
     host = HostRow(name, cores, busy, used, int(memory.total), 0.0, 0.0, loads)
     names = {process.pid: process.name for gpu in reading.gpus for process in gpu.processes or ()}
     missing = "" if reading.gpus else _absence(reading)
-    return Machine(clock.wall(), host, names, missing, running.running, running.silent)
+    return MachineLoad(clock.wall(), host, names, missing, running.running, running.silent)
 
 
 def _absence(reading: GpuReading) -> str:
@@ -91,15 +91,15 @@ class MachineWatch:
         interval: seconds between two looks.
     """
 
-    def __init__(self, look: Callable[[], Machine], interval: float) -> None:
+    def __init__(self, look: Callable[[], MachineLoad], interval: float) -> None:
         self._look = look
         self._interval = interval
         self._seen = threading.Condition()
-        self._newest: Machine | None = None
+        self._newest: MachineLoad | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="machine", daemon=True).start()
 
-    def newest(self) -> Machine | None:
+    def newest(self) -> MachineLoad | None:
         """Return the last look, after waiting for the first one for a limited time; None if it hangs."""
         with self._seen:
             self._seen.wait_for(lambda: self._newest is not None, _PATIENCE)
@@ -119,7 +119,7 @@ class MachineWatch:
                 self._seen.notify_all()
 
 
-def machine_lines(machine: Machine | None, now: float, interval: float) -> list[str]:
+def machine_lines(machine: MachineLoad | None, now: float, interval: float) -> list[str]:
     """Return the machine as lines.
 
     Args:
@@ -149,12 +149,12 @@ def _process(pid: int, memory: int | None, names: dict[int, str]) -> str:
     return "  ".join(filter(None, (str(pid), printable(names.get(pid, "")), used)))
 
 
-def machine_text(machine: Machine | None, now: float, interval: float) -> str:
+def machine_text(machine: MachineLoad | None, now: float, interval: float) -> str:
     """Return the machine as text; arguments as for `machine_lines`."""
     return "\n".join(machine_lines(machine, now, interval)) + "\n"
 
 
-def machine_json(machine: Machine | None) -> str:
+def machine_json(machine: MachineLoad | None) -> str:
     """Return a JSON object in one line; empty if the look hangs."""
     return "" if machine is None else msgspec.json.encode(asdict(machine)).decode() + "\n"
 
@@ -164,7 +164,7 @@ def machine_csv_heading() -> str:
     return csv_lines([_CSV])
 
 
-def machine_csv(machine: Machine | None) -> str:
+def machine_csv(machine: MachineLoad | None) -> str:
     """Return a line per GPU; sizes in bytes."""
     if machine is None:
         return ""
