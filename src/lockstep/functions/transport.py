@@ -18,7 +18,7 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from lockstep.errors import InputError, UnfitError
 
@@ -82,7 +82,7 @@ def pack(
     try:
         with open(descriptor, "wb", closefd=False) as file:
             pickle.dump((sys.path, sources), file)
-            cloudpickle.dump((function, tuple(args), dict(kwargs), used_by_class_bodies(function)), file)
+            _dump(cloudpickle, (function, tuple(args), dict(kwargs), used_by_class_bodies(function)), file)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except _PICKLING_FAILS as error:
         os.close(descriptor)
@@ -165,7 +165,7 @@ class ResultBox:
                 return
             start = file.seek(0, os.SEEK_END)
             try:
-                _cloudpickle("a worker").dump((value, dict(metrics or {})), file)
+                _dump(_cloudpickle("a worker"), (value, dict(metrics or {})), file)
             except _PICKLING_FAILS as error:
                 raise InputError(
                     f"the function returned {type(value).__name__}, which cannot be sent back "
@@ -218,6 +218,23 @@ def _cloudpickle(caller: str) -> ModuleType:
         ) from None
     module: ModuleType = cloudpickle
     return module
+
+
+def _dump(cloudpickle: ModuleType, value: Any, file: BinaryIO) -> None:
+    """Pickle a value whose code keeps the names of its files for tracebacks: cloudpickle 3.1.3 drops them."""
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]
+        def reducer_override(self, one: Any) -> Any:
+            if isinstance(one, CodeType):
+                make, arguments = self.dispatch_table[CodeType](one)
+                return _code, (one.co_filename, make, arguments)
+            return super().reducer_override(one)
+
+    Pickler(file).dump(value)
+
+
+def _code(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
+    return make(*arguments).replace(co_filename=file)
 
 
 def _why_not(cloudpickle: ModuleType, value: Any) -> str:

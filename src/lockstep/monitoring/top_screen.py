@@ -134,7 +134,7 @@ class TopScreen:
 
     def _prompt(self, view: Overview, width: int) -> list[Line]:
         if self.mode == "stop":
-            return [Line(f"stop {view.job} as lockstep stop does? y/n", "bold")]
+            return [Line(f"stop the job? y/n  ({view.job})", "bold")]
         if self.mode == "number":
             return [Line(f"stack of worker: {self.typed}_ (Enter, or Escape to cancel)", "bold")]
         if self.message:
