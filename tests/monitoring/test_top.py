@@ -1,12 +1,15 @@
 """`lockstep top` on real jobs, in a terminal and elsewhere."""
 
+import contextlib
 import csv
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ import click
 import pytest
 
 from lockstep.cli.main import cli
+from lockstep.coordinator.admin_client import send
 from lockstep.errors import LockstepError
+from lockstep.protocol.admin import Refused, StackReply, StackRequest
 
 from .terminals import Terminal
 
@@ -110,7 +115,7 @@ def test_keys_on_a_real_job(long_job: LongJob, in_terminal: Callable[..., Termin
     terminal.resize(60, 12)
     terminal.forget()
     terminal.type("s")
-    terminal.wait_for(r"stop .* y/n")
+    terminal.wait_for(r"lockstep\s+stop\s+does\?\s+y/n")
     terminal.type("y")
     terminal.reported("ended 0 restored\n")
     assert long_job.process.wait(300) == 143
@@ -201,3 +206,35 @@ def test_mistakes_are_refused(arguments: list[str], message: str) -> None:
         cli.main(["top", *arguments], standalone_mode=False)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_workers_of_other_hosts_have_a_load_and_a_stack(tmp_path: Path) -> None:
+    # A worker that answers on each host, until this test has what it needs.
+    (tmp_path / "stays.py").write_text("import time\ndef here():\n    time.sleep(600)\nhere()\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    name, lockstep = f"top-{os.getpid()}-hosts", [sys.executable, "-m", "lockstep"]
+    run = ["run", "--listen", address, "--workers-here", "1", "-n", "2", "--plain", "--run-dir", name]
+    quiet: Any = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with (
+        subprocess.Popen([*lockstep, *run, "stays.py"], **quiet) as job,
+        subprocess.Popen([*lockstep, "agent", "--join", address, "--plain"], **quiet) as agent,
+    ):
+        measured: dict[int, str] = {}
+        deadline = time.monotonic() + 300
+        while len(measured) < 2:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(FileNotFoundError):
+                for line in (tmp_path / name / "measurements.jsonl").read_text().splitlines(keepends=True):
+                    load = json.loads(line) if line.endswith("\n") else {"workers": ()}
+                    measured |= {one["worker"]: load["host"] for one in load["workers"]}
+        stacks = [send(name, StackRequest(worker)) for worker in (0, 1)]
+        refused = send(name, StackRequest(7))
+        job.terminate()
+        assert (job.wait(300), agent.wait(300)) == (143, 143)
+    assert measured == {0: "127.0.0.1", 1: "127.0.0.1 (2)"}
+    for stack in stacks:
+        assert isinstance(stack, StackReply)
+        assert stack.frames[0].endswith('stays.py", line 3 in here')
+    assert refused == Refused("no worker 7 is running")

@@ -134,12 +134,11 @@ class TopScreen:
 
     def _prompt(self, view: Overview, width: int) -> list[Line]:
         if self.mode == "stop":
-            return [Line(f"stop the job? y/n  ({view.job})", "bold")]
+            return _wrapped(f"stop {view.job} as lockstep stop does? y/n", width)
         if self.mode == "number":
             return [Line(f"stack of worker: {self.typed}_ (Enter, or Escape to cancel)", "bold")]
         if self.message:
-            texts = textwrap.wrap(printable(self.message), width, max_lines=_MOST_LINES, placeholder=" …")
-            return [Line(text, "bold") for text in texts]
+            return _wrapped(self.message, width)
         return [Line("Escape closes the stack; " + _HELP if self.stack else _HELP, "dim")]
 
     def _press_in_number(self, key: str) -> AdminRequest | None:
@@ -181,6 +180,11 @@ class TopScreen:
         else:
             at = workers.index(self.selected) + by
             self.selected = workers[max(0, min(at, len(workers) - 1))]
+
+
+def _wrapped(text: str, width: int) -> list[Line]:
+    lines = textwrap.wrap(printable(text), width, max_lines=_MOST_LINES, placeholder=" …")
+    return [Line(line, "bold") for line in lines]
 
 
 def stack_lines(reply: StackReply) -> tuple[str, ...]:
