@@ -69,7 +69,7 @@ def test_q_quits() -> None:
 def test_s_stops_after_a_question(answer: str, asked: object) -> None:
     screen = TopScreen()
     assert press(screen, "s") is None
-    assert last_line(screen) == "stop the job? y/n  (train-1)"
+    assert last_line(screen) == "stop train-1 as lockstep stop does? y/n"
     assert press(screen, answer) == asked
     assert "stop train-1" not in last_line(screen)
 
