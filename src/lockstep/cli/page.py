@@ -1,5 +1,10 @@
 """The commands `lockstep ui` and `lockstep report`: the page of runs, and a run in one file."""
 
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +70,33 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             note("the page has ended")
+
+
+@contextlib.contextmanager
+def page_beside(folder: Path) -> Iterator[None]:
+    """Show the page of a run in a process of its own, which ends with the block, or with this process.
+
+    It prints the address of the page, or why there is none. If it fails or hangs, the block does not notice.
+
+    Args:
+        folder: of the run, which may not have begun.
+    """
+    # -P: a module in the current folder must not replace one of ours.
+    own = (sys.executable, "-P", "-m", "lockstep")
+    command = (*own, ui.name or "", "--ends-with", str(os.getpid()), "--", os.fspath(folder.absolute()))
+    # In a session of its own, Ctrl-C reaches only the command.
+    null = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=null, stdout=null, start_new_session=True)
+    except OSError as error:
+        note(f"the page cannot be started: {error.strerror}")
+        yield
+        return
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
