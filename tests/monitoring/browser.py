@@ -4,16 +4,18 @@ import base64
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE = 120.0
+PATIENCE = 20.0
 
 
 class Browser:
@@ -52,6 +54,8 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            if not select.select([self._read], [], [], PATIENCE)[0]:
+                raise AssertionError(f"the browser does not answer within {PATIENCE:g} s")
             data = os.read(self._read, 1024 * 1024)
             if not data:
                 raise RuntimeError("the browser has ended")
@@ -63,7 +67,7 @@ class Browser:
         """Open an address, and wait until its document is loaded."""
         self.events.clear()
         self.ask("Page.navigate", url=address)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page; a promise is awaited."""
@@ -147,7 +151,11 @@ def chromium(folder: Path) -> Iterator[Browser]:
     to_browser, write = os.pipe()
     read, from_browser = os.pipe()
     # The browser reads descriptor 3 and writes 4.
-    script = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
+    script = (
+        "import fcntl, os, sys;"
+        f"read, write = (fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in ({to_browser}, {from_browser}));"
+        "os.dup2(read, 3); os.dup2(write, 4); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     flags = (
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
         *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -155,7 +163,7 @@ def chromium(folder: Path) -> Iterator[Browser]:
         f"--user-data-dir={folder}",
     )
     process = subprocess.Popen(
-        ["/bin/sh", "-c", script, CHROMIUM, *flags, "about:blank"],
+        [sys.executable, "-IS", "-c", script, CHROMIUM, *flags, "about:blank"],
         pass_fds=(to_browser, from_browser),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

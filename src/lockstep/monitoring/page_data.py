@@ -22,6 +22,7 @@ _SHOWN_EVENTS = 300
 _SHOWN_WAITS = 100
 _SHOWN_TEXT = 10_000
 _VALIDATION = "val_"
+_DIGITS = 6
 _NO_CONFIGURATION = ("event", "versions", "format")
 
 Numbers = npt.NDArray[np.float64]
@@ -420,8 +421,10 @@ def _decimated(series: _Series, window: Window) -> dict[str, Any]:
     sums = np.add.reduceat(np.where(finite, y, 0.0), starts)
     counts = np.add.reduceat(np.where(finite, weight, 0.0), starts)
     centre = (x[starts] + x[ends - 1]) / 2
-    left = np.searchsorted(centre, centre - half, "left")
-    right = np.searchsorted(centre, centre + half, "right")
+    left, right = np.arange(len(centre)), np.arange(len(centre)) + 1
+    if half > 0:
+        left = np.searchsorted(centre, centre - half, "left")
+        right = np.searchsorted(centre, centre + half, "right")
     within = np.flatnonzero((centre >= start) & (centre <= stop))
     if len(within):
         within = np.arange(max(within[0] - 1, 0), min(within[-1] + 2, len(centre)))
@@ -430,7 +433,7 @@ def _decimated(series: _Series, window: Window) -> dict[str, Any]:
     mean = [_ratio(sums[left[at] : right[at]].sum(), counts[left[at] : right[at]].sum()) for at in within]
     shown = within[: MOST_POINTS + 2]
     return described | {
-        "x": _rounded(centre[shown], digits=9),
+        "x": [float(one) for one in np.round(centre[shown], 3)],
         "low": _rounded(low[shown]),
         "high": _rounded(high[shown]),
         "mean": _rounded(np.array(mean[: len(shown)])),
@@ -441,10 +444,10 @@ def _ratio(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _rounded(values: Numbers, digits: int = 6) -> list[float | None]:
-    """Return values with this number of significant digits; None for NaN."""
+def _rounded(values: Numbers) -> list[float | None]:
+    """Return values with six significant digits; None for NaN."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
+        scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(values))))
         rounded = np.where(np.isfinite(scale) & (scale > 0), np.round(values * scale) / scale, values)
     return [float(one) if math.isfinite(one) else None for one in rounded]
 

@@ -308,6 +308,16 @@ class PageServer(ThreadingHTTPServer):
         finally:
             self._slots.release()
 
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, encrypted if the page is."""
+        if self.context is None:
+            super().finish_request(request, client_address)
+            return
+        # The handshake needs the other end, so it takes place in the thread of the connection.
+        request.settimeout(_IDLE)
+        with self.context.wrap_socket(request, server_side=True) as encrypted:
+            super().finish_request(encrypted, client_address)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore connections that break; show everything else."""
         if not isinstance(sys.exception(), OSError):
@@ -322,12 +332,6 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = _IDLE
     server: PageServer
-
-    def setup(self) -> None:
-        if self.server.context is not None:
-            self.request.settimeout(_IDLE)
-            self.request = self.server.context.wrap_socket(self.request, server_side=True)
-        super().setup()
 
     def do_GET(self) -> None:
         try:
@@ -364,7 +368,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _host_is_ours(self) -> bool:
         host = self.headers.get("Host", "")
-        name = urlsplit(f"//{host}").hostname if host.isascii() and "@" not in host else None
+        try:
+            name = urlsplit(f"//{host}").hostname if host.isascii() and "@" not in host else None
+        except ValueError:
+            return False
         if name is None:
             return False
         try:
@@ -404,6 +411,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse a request that is malformed, or has another method than GET."""
+        # A request without a version gets an answer with a status line, too.
+        self.request_version = self.protocol_version
         if code == HTTPStatus.NOT_IMPLEMENTED:
             self.close_connection = True
             allowed = {"Allow": "GET"}

@@ -718,6 +718,11 @@ function drawArea(context, area, toX, toY, start, stop) {
   const [first, last] = within(area.x, start, stop);
   context.fillStyle = area.color;
   context.beginPath();
+  if (last - first === 1) {
+    const x = toX(area.x[first]);
+    context.fillRect(x - 2, toY(area.upper[first]), 4, toY(area.lower[first]) - toY(area.upper[first]));
+    return;
+  }
   for (let at = first; at < last; at += 1) context.lineTo(toX(area.x[at]), toY(area.upper[at]));
   for (let at = last - 1; at >= first; at -= 1) context.lineTo(toX(area.x[at]), toY(area.lower[at]));
   context.fill();
