@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 class Browser:
@@ -67,7 +67,18 @@ class Browser:
         """Open an address, and wait until its document is loaded."""
         self.events.clear()
         self.ask("Page.navigate", url=address)
-        self.wait("document.readyState === 'complete'")
+        self._until_loaded()
+
+    def reload(self) -> None:
+        """Load the page again."""
+        self.events.clear()
+        self.ask("Page.reload")
+        self._until_loaded()
+
+    def _until_loaded(self) -> None:
+        # A question to a document that is about to be replaced may remain without an answer.
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._receive())
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page; a promise is awaited."""

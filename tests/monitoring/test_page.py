@@ -1,14 +1,20 @@
 """The page and the report in a real browser."""
 
 import json
+import os
+import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.monitoring.page_server import PageServer, RunsView
@@ -162,15 +168,19 @@ def test_a_run_that_grows_while_it_is_watched(browser: Browser, tmp_path: Path) 
             file.write(lines(EVENTS[6:]))
         with (folder / "measurements.jsonl").open("ab") as file:
             file.write(lines([metrics(9.0, 70, None, loss=0.3)]))
+        browser.run("poll()")
         browser.wait("document.querySelector('#status').textContent.includes('1 lost')")
         browser.wait("charts.get('metric:loss').found[0].series[0].x.length === 3")
         with (folder / "worker-0.log").open("a") as log:
             log.write("a line that came later\n")
+        browser.run("poll()")
         browser.wait("document.querySelector('#log').textContent.includes('a line that came later')")
         with (folder / "events.jsonl").open("ab") as file:
             file.write(lines(END))
+        browser.run("poll()")
         browser.wait("document.querySelector('#facts').innerText.includes('finished')")
         make_run(tmp_path / "two")
+        browser.run("poll()")
         browser.wait("document.querySelectorAll('#runs-list li').length === 2")
         assert browser.complaints() == []
 
@@ -300,7 +310,7 @@ def test_two_runs_are_overlaid_and_compared(browser: Browser, tmp_path: Path) ->
         ]
         assert rows[0].startswith("differs")
         # The address has the choice, so that it survives loading the page again.
-        browser.ask("Page.reload")
+        browser.reload()
         browser.wait(LOADED + " && state.others.size === 1")
 
 
@@ -391,6 +401,57 @@ def test_a_page_without_runs(browser: Browser, tmp_path: Path) -> None:
     with watching(browser, tmp_path, wait=False):
         browser.wait("byId('status').textContent === 'There is no run yet.'")
         assert browser.complaints() == []
+
+
+PROGRAM = """
+import keras, numpy as np
+x = np.random.default_rng(0).normal(size=(4096, 8)).astype("float32")
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(x, x[:, :1], batch_size=16, epochs=100_000, verbose=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_worker_appears_on_the_page_of_its_job(
+    browser: Browser, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    words = ("run", "--ui", "-n", "2", "--backend", "jax", "--run-dir", "run", "train.py")
+    job = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stderr is not None
+    try:
+        line = next(line for line in job.stderr if "the page is at" in line)
+        browser.size(1280, 6000)
+        browser.open(re.findall(r"http://\S+", line)[0])
+        browser.wait("charts.get('parts:1')?.found[0]?.series[0].x.length > 1")
+        worker = browser.run("partsOf(state.run).workers.find((one) => one.worker === 1)")
+        os.kill(worker["pid"], signal.SIGKILL)
+        browser.wait("byId('status').textContent.includes('1 lost')")
+        browser.wait("byId('status').textContent.includes('1 joined')")
+        browser.wait("partsOf(state.run).views.length === 2 && partsOf(state.run).views[1].pause !== null")
+        shown = browser.text("#views-table")
+        assert "worker 1" in shown
+        assert re.search(r"[0-9.]+ (µs|ms|s)\t", shown)
+        assert browser.run(DRAWN % "membership") > 100
+        # The page may hang or die: the training does not notice.
+        page = next(one for one in psutil.Process(job.pid).children() if "ui" in one.cmdline())
+        page.suspend()
+        browser.open("about:blank")
+        job.send_signal(signal.SIGTERM)
+        job.stderr.read()
+        assert job.wait(600) == 143
+        assert not psutil.pid_exists(page.pid)
+    finally:
+        job.kill()
+        job.wait()
+        job.stderr.close()
 
 
 @pytest.mark.slow

@@ -776,6 +776,7 @@ function choose(run) {
   for (const span of [metricSpan, timeSpan]) span.start = span.stop = span.cursor = null;
   writeAddress();
   drawRuns();
+  say(`Reading ${run} …`);
   poll();
 }
 
@@ -890,7 +891,7 @@ function draw() {
     if (name in TABLES) TABLES[name](known.parts[name]);
     else if (name === "summary") drawSummary(known.parts.summary);
   }
-  if (changed) announce(known.parts.summary);
+  announce(known.parts.summary);
   drawCharts();
   drawComparison(changed);
 }
@@ -1095,6 +1096,7 @@ function start() {
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden && source.live) poll(); });
   readAddress();
+  say("Reading the run …");
   poll();
 }
 
