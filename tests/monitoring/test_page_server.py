@@ -288,8 +288,8 @@ def command(*words: str, **variables: str) -> subprocess.Popen[str]:
     ("words", "expected"),
     [
         (("ui", "--host", "0.0.0.0", "."), "so the page needs a key"),
-        (("ui", "nothing-here"), "'nothing-here' is no folder and no running job"),
-        (("report", "."), "is not the folder of a run"),
+        (("ui", "nothing-here"), "'nothing-here' is neither a running job"),
+        (("report", "."), "'.' is neither a running job"),
         (("run", "--ui", "--on", "ray", "-n", "2", "train.py"), "--ui shows the run folder"),
     ],
 )
@@ -335,7 +335,7 @@ def test_what_words_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         resolve([])
     (tmp_path / "runs").mkdir()
     assert resolve([]) == [tmp_path / "runs"]
-    with pytest.raises(ConfigError, match="'' is no folder"):
+    with pytest.raises(ConfigError, match="'' is neither a running job"):
         resolve([""])
 
 

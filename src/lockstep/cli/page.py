@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.cli.completion import complete_run
+from lockstep.coordinator.run_lookup import find_run
 from lockstep.errors import ConfigError
 from lockstep.system.environment import KEY_FILE, key_file
 from lockstep.system.notes import note
@@ -23,7 +25,7 @@ _RESOLVES_WITHIN = 10.0
 
 
 @click.command()
-@click.argument("runs", metavar="[RUN]...", nargs=-1)
+@click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the page.  [default: any free one]"
 )
@@ -119,7 +121,7 @@ def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option(
     "-o",
     "--output",
@@ -134,10 +136,7 @@ def report(run: str, output: Path) -> None:
     RUN is the folder of a run, or the name of a running job.
     """
     from lockstep.monitoring.report import build_report, write_report
-    from lockstep.monitoring.run_catalog import is_run, resolve
 
-    (folder,) = resolve([run])
-    if not is_run(folder):
-        raise ConfigError(f"{run} is not the folder of a run: it has no events.jsonl")
+    folder = find_run(run).folder.absolute()
     size = write_report(output, build_report(folder))
     click.echo(f"{click.format_filename(output)} shows {folder.name} ({size / 1e6:,.1f} MB)")

@@ -1,4 +1,4 @@
-"""Which run folders the user means: folders of runs, folders that contain them, and names of running jobs."""
+"""The runs in folders that the user names, and what the ends of their logs say about them."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.coordinator.admin_client import running_jobs
+from lockstep.coordinator.run_lookup import find_run, known_jobs
 from lockstep.errors import ConfigError
 from lockstep.system.files import open_regular
 from lockstep.system.locks import is_locked
@@ -23,10 +23,10 @@ _TAIL = 64 * 1024
 
 
 def resolve(words: Sequence[str]) -> list[Path]:
-    """Return the folders that words name; a job's name, or the beginning of one, names its run folder.
+    """Return the folders that words name: each a folder that contains run folders, or a run (`find_run`).
 
     Raises:
-        ConfigError: a word names no folder and no running job of this user, or several.
+        ConfigError, UnfitError: a word names neither; without words, there is no folder of runs here.
     """
     if not words and not Path(DEFAULT).is_dir():
         raise ConfigError(f"there is no folder {DEFAULT} here; name the folder of a run, or a running job")
@@ -34,19 +34,13 @@ def resolve(words: Sequence[str]) -> list[Path]:
 
 
 def _resolved(word: str) -> Path:
-    if word and Path(word).is_dir():
-        return Path(word).absolute()
-    jobs = {one.job: one.run_dir for one in running_jobs().running}
-    meant = [word] if word in jobs else [name for name in jobs if word and name.startswith(word)]
-    if len(meant) > 1:
-        raise ConfigError(f"'{word}' is ambiguous: {' or '.join(meant)}; give more of the name")
-    if not meant:
-        listed = f"; running jobs: {', '.join(jobs)}" if jobs else ""
-        raise ConfigError(f"'{word}' is no folder and no running job{listed}")
-    folder = Path(jobs[meant[0]])
-    if not folder.is_dir():
-        raise ConfigError(f"the run folder of {meant[0]}, {folder}, is not on this machine")
-    return folder
+    folder = Path(word)
+    if word and folder.is_dir() and not is_run(folder) and word not in known_jobs():
+        return folder.absolute()
+    found = find_run(word).folder
+    if not found.is_dir():
+        raise ConfigError(f"the run folder of {word}, {found}, is not on this machine")
+    return found.absolute()
 
 
 def is_run(folder: Path) -> bool:
