@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.monitoring.page_data import MOST_POINTS, Window, chart, compare, parts
-from lockstep.monitoring.run_data import METRIC_COLUMNS, Columns, RunData, RunFolder
+from lockstep.monitoring.page_data import MOST_POINTS, MOST_SERIES, Window, chart, compare, parts
+from lockstep.monitoring.run_data import METRIC_COLUMNS, Columns, RunData, RunFolder, WorkerInfo
 
 from .made_runs import END, EVENTS, HOSTILE, MEASURED, event, job, make_hostile_run, make_run, metrics, steps
 
@@ -246,6 +246,14 @@ def test_two_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     }
     assert [row["differs"] for row in rows] == sorted((row["differs"] for row in rows), reverse=True)
     assert not any(row["differs"] for row in compare(one, one))
+
+
+def test_the_number_of_series_is_bounded() -> None:
+    data = RunData()
+    for worker in range(100):
+        info = data.workers.setdefault(worker, WorkerInfo(worker))
+        info.load.add(1.0, 1.0, 0.0, 1.0, 0.0)
+    assert len(chart(data, "load:cores", Window())) == MOST_SERIES
 
 
 def test_texts_are_kept_as_they_are(tmp_path: Path) -> None:

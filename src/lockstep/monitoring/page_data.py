@@ -7,6 +7,7 @@ of points whatever the length of the run. Times within a run are seconds since i
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from lockstep.observability.events import STEP_PARTS
 
 MOST_POINTS = 2000
 """The largest number of points of a series."""
+
+MOST_SERIES = 64
+"""The largest number of series of a chart."""
 
 _SHOWN_EVENTS = 300
 _SHOWN_WAITS = 100
@@ -272,7 +276,7 @@ def _charts(data: RunData) -> list[dict[str, Any]]:
 
 
 def chart(data: RunData, name: str, window: Window) -> list[dict[str, Any]]:
-    """Return the series of a chart, at most `window.points` points each.
+    """Return the first `MOST_SERIES` series of a chart, at most `window.points` points each.
 
     A series has `label`, `role` and lists of equal length: `x`; `low` and `high`, the extremes of the values
     that a point stands for, so that no spike is lost; `mean`, their average, over the width of the smoothing.
@@ -287,7 +291,7 @@ def chart(data: RunData, name: str, window: Window) -> list[dict[str, Any]]:
     Raises:
         KeyError: the run has no such chart.
     """
-    return [_decimated(one, window) for one in _series(data, name, window.axis)]
+    return [_decimated(one, window) for one in islice(_series(data, name, window.axis), MOST_SERIES)]
 
 
 def _series(data: RunData, name: str, axis: str) -> Iterator[_Series]:

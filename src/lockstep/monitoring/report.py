@@ -23,7 +23,7 @@ _MARK = b'<meta name="generator" content="lockstep report '
 _BUDGET = 60_000
 """Points of all charts together, roughly."""
 _MOST_CHARTS = 200
-_MOST_LOGS = 64
+_MOST_WORKERS = 64
 _LOG_BUDGET = 1024 * 1024
 _LEAST_LOG = 4096
 _STYLE = '<link rel="stylesheet" href="page.css">'
@@ -102,7 +102,9 @@ def _source(text: str) -> str:
 
 def _data(folder: Path, run: RunFolder) -> dict[str, Any]:
     parts = page_data.parts(run.data, active=is_active(folder))
-    parts["charts"] = parts["charts"][:_MOST_CHARTS]
+    shown = [one for one in parts["charts"] if one["section"] == "parts"][:_MOST_WORKERS]
+    others = [one for one in parts["charts"] if one["section"] != "parts"][:_MOST_CHARTS]
+    parts["charts"] = [*others, *shown]
     names = [one["id"] for one in parts["charts"]]
     series = sum(len(page_data.chart(run.data, name, Window(points=1))) for name in names)
     points = max(50, min(1000, _BUDGET // max(1, series)))
@@ -117,7 +119,7 @@ def _data(folder: Path, run: RunFolder) -> dict[str, Any]:
 
 def _logs(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the ends of the logs of the first workers."""
-    workers = list(log_sizes(folder))[:_MOST_LOGS]
+    workers = list(log_sizes(folder))[:_MOST_WORKERS]
     least = max(_LEAST_LOG, _LOG_BUDGET // max(1, len(workers)))
     found = {}
     for worker in workers:
