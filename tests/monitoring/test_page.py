@@ -346,7 +346,8 @@ def test_contrast(browser: Browser, run: Path, scheme: str) -> None:
             )
             found = browser.run(CONTRAST)
             assert found["texts"][0][0] >= 4.5, found["texts"]
-            assert found["marks"][0][0] >= 3.0 or found["marks"][0][2].startswith("part-"), found["marks"]
+            assert found["marks"][0][0] >= 3.0, found["marks"]
+            print(scheme, found["texts"][0], found["marks"][0])
     finally:
         browser.scheme("light")
 

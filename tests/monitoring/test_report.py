@@ -53,7 +53,7 @@ def test_texts_of_a_run_cannot_leave_the_data(tmp_path: Path) -> None:
 
 
 def test_the_size_is_bounded(tmp_path: Path) -> None:
-    measured = [metrics(at, at, None, **{f"m{one}": at * 1.1 for one in range(20)}) for at in range(1, 3000)]
-    measured += [steps(at, worker, at) for worker in range(100) for at in range(2, 100)]
+    measured = [metrics(at, at, None, **{f"m{one}": at * 1.1 for one in range(20)}) for at in range(1, 1500)]
+    measured += [steps(at, worker, at) for worker in range(100) for at in range(2, 30)]
     folder = make_run(tmp_path / "run", [job(workers=100)], measured, log="x" * 80 + "\n" * 3_000_000)
     assert len(build_report(folder)) < 6_000_000

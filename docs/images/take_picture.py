@@ -1,7 +1,7 @@
-"""Takes the pictures in this folder: trains with two workers, kills one of them, and opens page and report.
+"""Takes the picture in this folder: trains with two workers, kills one of them, and opens the page.
 
 Run it from the root of the repository, in an environment with Lockstep and JAX, where Chromium is installed:
-python docs/images/take_pictures.py
+python docs/images/take_picture.py
 """
 
 import os
@@ -50,7 +50,7 @@ def take(browser: Browser, address: str, name: str) -> None:
 
 
 def main() -> None:
-    """Take the pictures."""
+    """Take the picture."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         (folder / "train.py").write_text(PROGRAM)
@@ -66,13 +66,11 @@ def main() -> None:
             (pid,) = re.findall(r'"event":"started","worker":1,"pid":(\d+)', events)
             os.kill(int(pid), signal.SIGKILL)
             job.wait()
-            subprocess.run([*COMMAND, "report", "train-1"], cwd=folder, check=True)
             page = subprocess.Popen(
                 [*COMMAND, "ui", "train-1"], cwd=folder, stderr=subprocess.PIPE, text=True
             )
             assert page.stderr is not None
             take(browser, re.findall(r"http://\S+", page.stderr.readline())[0].rstrip(";"), "page.png")
-            take(browser, (folder / "report.html").as_uri(), "report.png")
             page.terminate()
             page.communicate()
 
