@@ -12,6 +12,7 @@ from lockstep import __version__
 from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.export import export
 from lockstep.cli.logs import logs
+from lockstep.cli.page import report, ui
 from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.environment import KEY_FILE
@@ -53,6 +54,8 @@ def cli() -> None:
 cli.add_command(run)
 cli.add_command(export)
 cli.add_command(logs)
+cli.add_command(ui)
+cli.add_command(report)
 
 
 @cli.command()

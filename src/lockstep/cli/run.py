@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import click
 
 from lockstep.cli.completion import complete_script
+from lockstep.cli.page import page_beside
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import (
@@ -79,8 +80,9 @@ PARTS = click.IntRange(min=1, max=4096)
 PLACING = (
     *("workers", "hosts", "listen", "here", "tf_config", "slurm", "devices"),
     *("engine", "cpus", "gpus", "resources", "detached"),
+    "ui",
 )
-"""The parameters of `run` that say where workers run; `lockstep export` sets them itself."""
+"""The parameters of `run` that say where workers run, and `--ui`; `lockstep export` sets them itself."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
 
@@ -316,6 +318,11 @@ class _Folder(click.Path):
     help="Let each worker run a SCRIPT without a strategy independently. By default, all workers together "
     "train each model that it compiles.",
 )
+@click.option(
+    "--ui",
+    is_flag=True,
+    help="Show the run on a local web page while it lasts, as lockstep ui does; a note has the address.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("script", shell_complete=complete_script)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -387,13 +394,19 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         address = with_port(options["listen"])
         here = 0 if link is not None else options["here"] or 1
         listening = Listening(address, here, retries=retries, task=task, engine=link)
-        status = run_in_job_process(
-            lambda command: run_listening(spec, listening, resumed, command, exports),
-            spec.grace,
-            LIFELINE if link is not None else None,
-        )
+        lifeline = LIFELINE if link is not None else None
+
+        def serve(command: "Channel[Stop, Stop]") -> int:
+            return run_listening(spec, listening, resumed, command, exports)
+
     else:
-        status = run_in_job_process(lambda command: _serve(spec, resumed, command, exports), spec.grace)
+        lifeline = None
+
+        def serve(command: "Channel[Stop, Stop]") -> int:
+            return _serve(spec, resumed, command, exports)
+
+    with page_beside(spec.run_dir) if options["ui"] else contextlib.nullcontext():
+        status = run_in_job_process(serve, spec.grace, lifeline)
     leave_folder(spec.run_dir)
     if created:
         remove_unused(spec.run_dir)
@@ -467,6 +480,10 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         )
     if options["engine"] and not _ENGINE.fullmatch(options["engine"]):
         raise ConfigError(f"--on {options['engine']} is no engine: give ray, or ray://HOST:PORT")
+    if options["engine"] and options["ui"]:
+        raise ConfigError(
+            "--ui shows the run folder, which with --on is on a node of the cluster; run lockstep ui there"
+        )
     if options["engine"] and options["workers"] is None:
         raise ConfigError("--on needs the number of workers; give -n too")
     for name in ("cpus", "gpus"):

@@ -47,6 +47,9 @@ LOAD_COLUMNS = ("time", "cores", "delayed", "memory", "faults")
 HOST_COLUMNS = ("time", "busy", "memory_used", "swapping", "throttled")
 """Of `HostInfo.load`, as in `LoadMeasured`."""
 
+GPU_COLUMNS = ("time", "utilization", "memory_used", "temperature", "power")
+"""Of `HostInfo.gpu_load`, as in `GpuLoad`; NaN for what the driver does not report."""
+
 METRIC_COLUMNS = ("time", "trained", "value", "epoch")
 """Of a metric: `value` is NaN if it was not finite; `epoch` is 0 within epochs."""
 
@@ -114,13 +117,17 @@ class WorkerInfo:
 
 @dataclass
 class HostInfo:
-    """A host of the run: its load, with the columns `HOST_COLUMNS`, and the newest state of its GPUs."""
+    """A host of the run: its load, with the columns `HOST_COLUMNS`, and the newest state of its GPUs.
+
+    `gpu_load` has their load by index, with the columns `GPU_COLUMNS`.
+    """
 
     name: str
     cores: int = 0
     memory_total: int = 0
     gpus: tuple[GpuLoad, ...] = ()
     load: Columns = field(default_factory=lambda: Columns(*HOST_COLUMNS))
+    gpu_load: dict[int, Columns] = field(default_factory=dict)
 
 
 @dataclass
@@ -257,6 +264,10 @@ class RunData:
         host = self.hosts.setdefault(line.host, HostInfo(line.host))
         host.cores, host.memory_total, host.gpus = line.cores, line.memory_total, line.gpus
         host.load.add(line.time, line.busy, line.memory_used, line.swapping, line.throttled)
+        for gpu in line.gpus:
+            found = (gpu.utilization, gpu.memory_used, gpu.temperature, gpu.power)
+            columns = host.gpu_load.setdefault(gpu.index, Columns(*GPU_COLUMNS))
+            columns.add(line.time, *(math.nan if value is None else value for value in found))
         for load in line.workers:
             info = self._worker(load.worker)
             info.host = line.host

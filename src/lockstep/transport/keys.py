@@ -154,6 +154,19 @@ class JobKey:
     def _expiry(self) -> datetime.datetime:
         return datetime.datetime.fromtimestamp(self.expires, datetime.UTC)
 
+    def derive(self, purpose: str) -> bytes:
+        """Return 32 bytes for a purpose, which every holder of the key can derive; secret.
+
+        Raises:
+            ImportError: the package cryptography is not installed.
+        """
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        # Includes the expiry: with another one, the key is a different key.
+        info = f"lockstep 1 {purpose} {self.expires}".encode()
+        return HKDF(hashes.SHA256(), length=_BYTES, salt=None, info=info).derive(self.secret)
+
     def mint(self, *, encrypted: bool = True) -> Credentials:
         """Return new credentials, which expire with the key.
 
@@ -165,9 +178,8 @@ class JobKey:
         """
         try:
             from cryptography import x509
-            from cryptography.hazmat.primitives import hashes, serialization
+            from cryptography.hazmat.primitives import serialization
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
             from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
         except ImportError:
             raise UnfitError(
@@ -175,15 +187,10 @@ class JobKey:
                 "pip install 'keras-lockstep[hosts]'"
             ) from None
 
-        def derive(purpose: str) -> bytes:
-            # Includes the expiry: with another one, the key is a different key.
-            info = f"lockstep 1 {purpose} {self.expires}".encode()
-            return HKDF(hashes.SHA256(), length=_BYTES, salt=None, info=info).derive(self.secret)
-
-        greeting_key = derive("greetings")
+        greeting_key = self.derive("greetings")
         if not encrypted:
             return Credentials(greeting_key, self.expires)
-        authority = Ed25519PrivateKey.from_private_bytes(derive("authority"))
+        authority = Ed25519PrivateKey.from_private_bytes(self.derive("authority"))
         identifier = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
         issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"lockstep {identifier.digest.hex()}")])
         issued_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier)

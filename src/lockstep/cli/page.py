@@ -1,0 +1,142 @@
+"""The commands `lockstep ui` and `lockstep report`: the page of runs, and a run in one file."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.cli.completion import complete_run
+from lockstep.coordinator.run_lookup import find_run
+from lockstep.errors import ConfigError
+from lockstep.system.environment import KEY_FILE, key_file
+from lockstep.system.notes import note
+from lockstep.system.prctl import die_with
+from lockstep.transport.addresses import is_loopback, resolve_host
+
+if TYPE_CHECKING:
+    import ssl
+
+_RESOLVES_WITHIN = 10.0
+
+
+@click.command()
+@click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the page.  [default: any free one]"
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address of this machine at which browsers connect. Beyond loopback, the page is encrypted and "
+    "needs a key: see lockstep key.",
+)
+@click.option("--ends-with", "parent", type=int, hidden=True, help="Process with which this one ends.")
+def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
+    """Show runs on a local web page, also while they train, until Ctrl-C.
+
+    \b
+    lockstep ui                      # all runs in ./runs
+    lockstep ui runs/train-20260102-150405 another/folder
+    lockstep ui train                # the running job of this name
+
+    RUN is the folder of a run, a folder that contains such folders, or the name of a running job. The printed
+    address opens the page in one browser, once.
+    """
+    from lockstep.monitoring.page_server import PageServer, RunsView
+    from lockstep.monitoring.run_catalog import Catalog, resolve
+
+    if parent is not None:
+        die_with(parent)
+    folders = resolve(runs)
+    family, place = resolve_host(host.removeprefix("[").removesuffix("]"), port, _RESOLVES_WITHIN)
+    loopback = is_loopback(str(place[0]))
+    context, fingerprint = (None, "") if loopback else _encryption(host, str(place[0]))
+    try:
+        server = PageServer(place, family, RunsView(Catalog(folders)), context, host)
+    except OSError as error:
+        at = f"port {port} of {host}" if port else host
+        raise ConfigError(
+            f"the page cannot use {at}: {error.strerror}; give another --port or --host"
+        ) from None
+    with server:
+        more = f"; its certificate has the SHA-256 fingerprint {fingerprint}" if fingerprint else ""
+        note(f"the page is at {server.address}{more}" + ("" if parent is not None else "; Ctrl-C ends it"))
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            note("the page has ended")
+
+
+@contextlib.contextmanager
+def page_beside(folder: Path) -> Iterator[None]:
+    """Show the page of a run in a process of its own, which ends with the block, or with this process.
+
+    It prints the address of the page, or why there is none. If it fails or hangs, the block does not notice.
+
+    Args:
+        folder: of the run, which may not have begun.
+    """
+    # -P: a module in the current folder must not replace one of ours.
+    own = (sys.executable, "-P", "-m", "lockstep")
+    command = (*own, ui.name or "", "--ends-with", str(os.getpid()), "--", os.fspath(folder.absolute()))
+    # In a session of its own, Ctrl-C reaches only the command.
+    null = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=null, stdout=null, start_new_session=True)
+    except OSError as error:
+        note(f"the page cannot be started: {error.strerror}")
+        yield
+        return
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
+    """Return what encrypts the page, and the fingerprint of its certificate.
+
+    Raises:
+        ConfigError, UnfitError: there is no key, or it cannot be used.
+    """
+    from lockstep.transport.keys import JobKey
+    from lockstep.transport.page_certificate import page_certificate
+
+    path = key_file()
+    if path is None:
+        raise ConfigError(
+            f"other machines can reach {host}, so the page needs a key: make one with lockstep key FILE, and "
+            f"set {KEY_FILE} to its path"
+        )
+    certificate = page_certificate(JobKey.read(path), host, number)
+    return certificate.server_context(), certificate.fingerprint
+
+
+@click.command()
+@click.argument("run", shell_complete=complete_run)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("report.html"),
+    show_default=True,
+    help="File to write; an existing file is replaced only if it is a report.",
+)
+def report(run: str, output: Path) -> None:
+    """Write what the page of lockstep ui shows of RUN to one HTML file, which needs no network.
+
+    RUN is the folder of a run, or the name of a running job.
+    """
+    from lockstep.monitoring.report import build_report, write_report
+
+    folder = find_run(run).folder.absolute()
+    size = write_report(output, build_report(folder))
+    click.echo(f"{click.format_filename(output)} shows {folder.name} ({size / 1e6:,.1f} MB)")

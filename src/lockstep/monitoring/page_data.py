@@ -1,0 +1,527 @@
+"""What the page and the report show of a run, as values that are ready for JSON. Pure.
+
+A run is shown in parts (`parts`), which change seldom, and in charts (`chart`), which have a bounded number
+of points whatever the length of the run. Times within a run are seconds since it started.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.monitoring.run_data import Columns, Happening, RunData, WorkerInfo
+from lockstep.observability.events import STEP_PARTS
+
+MOST_POINTS = 2000
+"""The largest number of points of a series."""
+
+MOST_SERIES = 64
+"""The largest number of series of a chart."""
+
+_SHOWN_EVENTS = 300
+_SHOWN_WAITS = 100
+_SHOWN_TEXT = 10_000
+_VALIDATION = "val_"
+_DIGITS = 6
+_NO_CONFIGURATION = ("event", "versions", "format")
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What part of a chart to compute.
+
+    Attributes:
+        axis: `step` for training steps, or `time` for seconds since the run started.
+        start, stop: of the axis; None for the first and the last value.
+        points: the number of points of a series at most, between 1 and `MOST_POINTS`.
+        smoothing: the width over which values are averaged, as a share of the window, from 0 to 1.
+    """
+
+    axis: str = "time"
+    start: float | None = None
+    stop: float | None = None
+    points: int = 1000
+    smoothing: float = 0.0
+
+
+def parts(data: RunData, *, active: bool) -> dict[str, Any]:
+    """Return everything but charts, by the name of the part.
+
+    Args:
+        data: the run.
+        active: whether a process holds the lock of the run folder.
+    """
+    return {
+        "summary": _summary(data, active),
+        "configuration": _configuration(data),
+        "workers": [_worker(data, info) for _, info in sorted(data.workers.items())],
+        "views": [
+            {
+                "number": view.number,
+                "time": _since(data, view.time),
+                "workers": view.workers,
+                "reason": view.reason,
+                "pause": _number(view.pause),
+            }
+            for view in data.views
+        ],
+        "waits": _waits(data),
+        "checkpoints": [
+            {"time": _since(data, one.time)} | {name: one.fields.get(name) for name in _CHECKPOINT}
+            for one in data.checkpoints
+        ],
+        "events": [_event(data, one) for one in list(data.events)[-_SHOWN_EVENTS:]],
+        "charts": _charts(data),
+    }
+
+
+_CHECKPOINT = ("path", "step", "seconds")
+
+
+def state(data: RunData, *, active: bool) -> str:
+    """Return in a few words whether the run trains, and how it has ended."""
+    return describe_state(None if data.finished is None else data.finished.get("status"), active=active)
+
+
+def describe_state(status: Any, *, active: bool) -> str:
+    """Return in a few words what a run does, from the status of its event `finished`; None without it."""
+    if status is None:
+        return "running" if active else "ended without a last event"
+    return "finished" if status == 0 else f"failed (status {status})"
+
+
+def _summary(data: RunData, active: bool) -> dict[str, Any]:
+    job, finished = data.job, data.finished or {}
+    end = data.last if not active or data.finished else None
+    failure = next((one for one in data.events if one.event == "failed"), None)
+    return {
+        "state": state(data, active=active),
+        "script": _text(job.get("target", "")),
+        "backend": _text(job.get("backend") or ""),
+        "host": _text(job.get("host", "")),
+        "began": data.began,
+        "seconds": None if end is None else _number(end - data.began),
+        "workers": sum(end is not None or _lives(data, one) for one in data.members),
+        "wanted": job.get("workers"),
+        "replicas": job.get("replicas"),
+        "seed": job.get("seed"),
+        "steps": max(data.trained, int(finished.get("steps") or 0)),
+        "epochs": max((int(columns.last().get("epoch", 0)) for columns in data.metrics.values()), default=0),
+        "call": _text(_current_call(data)),
+        "rate": _last_rate(data),
+        "lost": sum(one.event == "lost" for one in data.events),
+        "joined": sum(one.event == "joined" for one in data.events),
+        "pauses": sum(view.pause or 0.0 for view in data.views),
+        "message": _text(finished.get("message", "")),
+        "model": _text(finished.get("model", "")),
+        "digest": _text(finished.get("digest", "")),
+        "failure": None
+        if failure is None
+        else {
+            "worker": failure.worker,
+            "summary": _text(failure.fields.get("summary", "")),
+            "traceback": _text(failure.fields.get("traceback", "")),
+        },
+        "skipped": data.skipped,
+    }
+
+
+def _current_call(data: RunData) -> str:
+    last = data.calls[-1] if data.calls else None
+    return last.name if last is not None and last.ended is None and data.finished is None else ""
+
+
+def _last_rate(data: RunData) -> float | None:
+    """Return the examples per second in the last measurement of training."""
+    for one in _throughput(data):
+        if one.weight is not None and len(one.y):
+            return _number(float(one.y[-1] / one.weight[-1]))
+    return None
+
+
+def _lives(data: RunData, worker: int) -> bool:
+    return worker not in data.workers or data.workers[worker].ended is None
+
+
+def _configuration(data: RunData) -> list[dict[str, str]]:
+    """Return rows of `section`, `name` and `value`."""
+    rows = [
+        {"section": "job", "name": name, "value": _shown(value)}
+        for name, value in sorted(data.job.items())
+        if name not in _NO_CONFIGURATION
+    ]
+    versions = dict(data.job.get("versions") or {})
+    for one in data.events:
+        if one.event == "strategy":
+            versions |= one.fields.get("libraries") or {}
+            break
+    rows += [
+        {"section": "versions", "name": _text(name), "value": _shown(value)}
+        for name, value in sorted(versions.items())
+    ]
+    return rows
+
+
+def _worker(data: RunData, info: WorkerInfo) -> dict[str, Any]:
+    last, load = info.steps.last(), info.load.last()
+    return {
+        "worker": info.worker,
+        "phase": info.phase,
+        "pid": info.pid,
+        "host": _text(info.host),
+        "began": _since(data, info.began) if info.began else None,
+        "ended": None if info.ended is None else _since(data, info.ended),
+        "status": info.status,
+        "reason": _text(info.reason),
+        "call": _text(info.call),
+        "step": int(last["trained"]) if last else None,
+        "replicas": int(last["replicas"]) if last else None,
+        "cores": _number(load.get("cores")),
+        "memory": _number(load.get("memory")),
+    }
+
+
+def _waits(data: RunData) -> list[dict[str, Any]]:
+    """Return the newest waits, each with its last report; those in progress are `current`."""
+    found: list[Happening] = []
+    for one in data.events:
+        if one.event == "wait":
+            same = found and _key(found[-1]) == _key(one)
+            found[-1 if same else len(found) :] = [one]
+    current = {id(one) for one in data.waits.values()}
+    return [
+        {
+            "time": _since(data, one.time),
+            "worker": one.worker,
+            "what": _text(one.fields.get("what", "")),
+            "waits_for": one.fields.get("waits_for", ()),
+            "seconds": _number(one.fields.get("seconds")),
+            "current": id(one) in current,
+        }
+        for one in found[-_SHOWN_WAITS:]
+    ]
+
+
+def _key(one: Happening) -> tuple[Any, ...]:
+    return one.worker, one.fields.get("what")
+
+
+def _event(data: RunData, one: Happening) -> dict[str, Any]:
+    fields = (f"{name}: {_shown(value)}" for name, value in one.fields.items() if one.event != "job")
+    return {
+        "time": _since(data, one.time),
+        "event": _text(one.event),
+        "worker": one.worker,
+        "text": _text("; ".join(fields)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- charts
+
+
+@dataclass(frozen=True)
+class _Series:
+    """Values over an axis, ascending in it after a stable sort.
+
+    Attributes:
+        label: of the series in its chart.
+        role: `train`, `epoch` or `validation` for metrics, else empty.
+        x, y: of equal length; NaN in `y` for values that are not finite.
+        weight: sums instead of averages: a point is the sum of `y` over the sum of `weight`.
+    """
+
+    label: str
+    role: str
+    x: Numbers
+    y: Numbers
+    weight: Numbers | None = None
+
+
+def _charts(data: RunData) -> list[dict[str, Any]]:
+    """Return the charts of the run in their order on the page; `version` changes if one has gained values."""
+    found: list[dict[str, Any]] = []
+
+    def add(section: str, name: str, title: str, version: int, unit: str = "", kind: str = "lines") -> None:
+        if version:
+            found.append(
+                {"id": name, "section": section, "title": title, "unit": unit, "kind": kind}
+                | {"version": version}
+            )
+
+    for name in _metric_names(data):
+        version = sum(len(columns) for columns, _, _ in _columns_of(data, name))
+        add("metrics", f"metric:{name}", _text(name), version)
+    steps = sum(len(info.steps) for info in data.workers.values())
+    add("throughput", "throughput", "Throughput", steps, "examples/s")
+    add("throughput", "duration", "Duration of a step", steps, "s")
+    for worker, info in sorted(data.workers.items()):
+        add("parts", f"parts:{worker}", f"Worker {worker}", len(info.steps), "s", "stack")
+    loads = sum(len(info.load) for info in data.workers.values())
+    add("load", "load:cores", "Cores in use by each worker", loads)
+    add("load", "load:delayed", "Threads that wait for a core", loads)
+    add("load", "load:memory", "Memory of each worker", loads, "B")
+    hosts = sum(len(host.load) for host in data.hosts.values())
+    add("load", "host:busy", "Cores in use on each host", hosts)
+    add("load", "host:memory_used", "Memory in use on each host", hosts, "B")
+    gpus = sum(len(columns) for host in data.hosts.values() for columns in host.gpu_load.values())
+    add("load", "gpu:utilization", "GPU utilization", gpus, "%")
+    add("load", "gpu:memory_used", "GPU memory", gpus, "B")
+    return found
+
+
+def chart(data: RunData, name: str, window: Window) -> list[dict[str, Any]]:
+    """Return the first `MOST_SERIES` series of a chart, at most `window.points` points each.
+
+    A series has `label`, `role` and lists of equal length: `x`; `low` and `high`, the extremes of the values
+    that a point stands for, so that no spike is lost; `mean`, their average, over the width of the smoothing.
+    They are None where no value is finite. `missing` counts values that are not finite, `first_missing` is
+    the first one's place; `count` is the number of all values, `extent` the first and the last `x` of all.
+
+    Args:
+        data: the run.
+        name: the `id` of one of its charts.
+        window: what to compute.
+
+    Raises:
+        KeyError: the run has no such chart.
+    """
+    return [_decimated(one, window) for one in islice(_series(data, name, window.axis), MOST_SERIES)]
+
+
+def _series(data: RunData, name: str, axis: str) -> Iterator[_Series]:
+    kind, _, rest = name.partition(":")
+    match kind:
+        case "metric" if rest in _metric_names(data):
+            for columns, label, role in _columns_of(data, rest):
+                yield _Series(_text(label), role, _axis(data, columns, axis), columns.column("value"))
+        case "throughput":
+            yield from _throughput(data, axis)
+        case "duration":
+            for rows in _training(data):
+                seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
+                yield _Series("a step", "", _rows_axis(data, rows, axis), seconds, rows["count"])
+        case "parts" if rest.lstrip("-").isdigit() and int(rest) in data.workers:
+            rows = _without_first(data.workers[int(rest)].steps)
+            for part in STEP_PARTS:
+                yield _Series(part, "", _rows_axis(data, rows, axis), rows[part], rows["count"])
+        case "load" if rest in ("cores", "delayed", "memory"):
+            for worker, info in sorted(data.workers.items()):
+                if len(info.load):
+                    x = info.load.column("time") - data.began
+                    yield _Series(f"worker {worker}", "", x, info.load.column(rest))
+        case "host" if rest in ("busy", "memory_used"):
+            for host in data.hosts.values():
+                yield _Series(
+                    _text(host.name), "", host.load.column("time") - data.began, host.load.column(rest)
+                )
+        case "gpu" if rest in ("utilization", "memory_used"):
+            for host in data.hosts.values():
+                for index, columns in sorted(host.gpu_load.items()):
+                    label = _text(f"GPU {index} of {host.name}")
+                    yield _Series(label, "", columns.column("time") - data.began, columns.column(rest))
+        case _:
+            raise KeyError(name)
+
+
+def _metric_names(data: RunData) -> list[str]:
+    """Return the names of metrics, of which `val_loss` belongs to `loss`; the loss first."""
+    both = dict.fromkeys((*data.metrics, *data.batch_metrics))
+    names = dict.fromkeys(base if (base := name.removeprefix(_VALIDATION)) in both else name for name in both)
+    return sorted(names, key=lambda name: name != "loss")
+
+
+def _columns_of(data: RunData, name: str) -> Iterator[tuple[Columns, str, str]]:
+    for found, label, role in (
+        (data.batch_metrics, name, "train"),
+        (data.metrics, f"{name}, epochs", "epoch"),
+    ):
+        if name in found:
+            yield found[name], label, role
+    validation = _VALIDATION + name
+    for found in (data.batch_metrics, data.metrics):
+        if validation in found:
+            yield found[validation], validation, "validation"
+
+
+def _axis(data: RunData, columns: Columns, axis: str) -> Numbers:
+    return columns.column("trained") if axis == "step" else columns.column("time") - data.began
+
+
+def _rows_axis(data: RunData, rows: Mapping[str, Numbers], axis: str) -> Numbers:
+    return rows["trained"] if axis == "step" else rows["time"] - data.began
+
+
+def _without_first(steps: Columns) -> dict[str, Numbers]:
+    """Return measured steps without the first of each call, which compiles."""
+    keep = ~((steps.column("number") == 1) & (steps.column("count") == 1))
+    return {name: steps.column(name)[keep] for name in steps.names}
+
+
+def _training(data: RunData) -> Iterator[dict[str, Numbers]]:
+    """Yield the steps of calls that train, each step from one worker: another one's after a worker ended."""
+    calls = {
+        number
+        for number, call in enumerate(data.calls)
+        if not call.name.startswith(("validation", "evaluate", "predict", "test"))
+    }
+    until = -math.inf
+    found: list[dict[str, Numbers]] = []
+    for info in sorted(data.workers.values(), key=lambda info: (info.began, info.worker)):
+        rows = _without_first(info.steps)
+        keep = np.isin(rows["call"], list(calls)) & (rows["began"] >= until)
+        if keep.any():
+            found.append({name: column[keep] for name, column in rows.items()})
+            until = float(rows["time"][keep].max())
+    if found:
+        yield {name: np.concatenate([rows[name] for rows in found]) for name in found[0]}
+
+
+def _throughput(data: RunData, axis: str = "time") -> Iterator[_Series]:
+    for rows in _training(data):
+        seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
+        keep = seconds > 0
+        x = _rows_axis(data, rows, axis)[keep]
+        yield _Series("all workers", "", x, rows["examples"][keep], seconds[keep])
+
+
+def _decimated(series: _Series, window: Window) -> dict[str, Any]:
+    x, y = series.x, series.y
+    weight = np.ones(len(x)) if series.weight is None else series.weight
+    if len(x) > 1 and np.any(np.diff(x) < 0):
+        order = np.argsort(x, kind="stable")
+        x, y, weight = x[order], y[order], weight[order]
+    finite = np.isfinite(y)
+    described = {"label": series.label, "role": series.role, "count": len(x)}
+    lost = np.flatnonzero(~finite)
+    described |= {"missing": len(lost), "first_missing": _number(float(x[lost[0]])) if len(lost) else None}
+    described["extent"] = [float(x[0]), float(x[-1])] if len(x) else None
+    if not len(x):
+        return described | {"x": [], "low": [], "high": [], "mean": []}
+    start = float(x[0]) if window.start is None else window.start
+    stop = float(x[-1]) if window.stop is None else window.stop
+    half = max(stop - start, 0.0) * min(max(window.smoothing, 0.0), 1.0) / 2
+    # The averages at the edges need values beyond them; lines continue to the neighbours of the window.
+    first = max(int(np.searchsorted(x, start - half, "left")) - 1, 0)
+    last = min(int(np.searchsorted(x, stop + half, "right")) + 1, len(x))
+    x, y, weight, finite = x[first:last], y[first:last], weight[first:last], finite[first:last]
+    points = max(1, min(window.points, MOST_POINTS))
+    if len(x) > points:
+        share = (stop - start + 2 * half) / (stop - start) if stop > start else 1.0
+        edges = np.linspace(start - half, stop + half, max(1, int(points * share) - 2) + 1)
+        starts = np.unique(np.r_[0, np.searchsorted(x, edges, "left")])
+        starts = starts[starts < len(x)]
+    else:
+        starts = np.arange(len(x))
+    ends = np.r_[starts[1:], len(x)]
+    single = y / weight
+    low = np.fmin.reduceat(np.where(finite, single, np.nan), starts)
+    high = np.fmax.reduceat(np.where(finite, single, np.nan), starts)
+    sums = np.add.reduceat(np.where(finite, y, 0.0), starts)
+    counts = np.add.reduceat(np.where(finite, weight, 0.0), starts)
+    centre = (x[starts] + x[ends - 1]) / 2
+    left, right = np.arange(len(centre)), np.arange(len(centre)) + 1
+    if half > 0:
+        left = np.searchsorted(centre, centre - half, "left")
+        right = np.searchsorted(centre, centre + half, "right")
+    within = np.flatnonzero((centre >= start) & (centre <= stop))
+    if len(within):
+        within = np.arange(max(within[0] - 1, 0), min(within[-1] + 2, len(centre)))
+    else:
+        within = np.arange(len(centre))
+    mean = [_ratio(sums[left[at] : right[at]].sum(), counts[left[at] : right[at]].sum()) for at in within]
+    shown = within[: MOST_POINTS + 2]
+    return described | {
+        "x": [float(one) for one in np.round(centre[shown], 3)],
+        "low": _rounded(low[shown]),
+        "high": _rounded(high[shown]),
+        "mean": _rounded(np.array(mean[: len(shown)])),
+    }
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+def _rounded(values: Numbers) -> list[float | None]:
+    """Return values with six significant digits; None for NaN."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(values))))
+        rounded = np.where(np.isfinite(scale) & (scale > 0), np.round(values * scale) / scale, values)
+    return [float(one) if math.isfinite(one) else None for one in rounded]
+
+
+# ------------------------------------------------------------------------------------------ comparison
+
+
+def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return how two runs differ, differences first.
+
+    Args:
+        one, other: their `parts`.
+
+    Returns:
+        Rows of `section`, `name`, the values `a` and `b` (empty where a run has none), and `differs`.
+    """
+    left, right = _facts(one), _facts(other)
+    rows: list[dict[str, Any]] = [
+        {
+            "section": section,
+            "name": name,
+            "a": left.get((section, name), ""),
+            "b": right.get((section, name), ""),
+        }
+        for section, name in dict.fromkeys((*left, *right))
+    ]
+    rows = [row | {"differs": row["a"] != row["b"]} for row in rows]
+    return sorted(rows, key=lambda row: not row["differs"])
+
+
+def _facts(found: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    summary = found["summary"]
+    facts = {("result", name): _shown(summary[name]) for name in _RESULT}
+    return facts | {(row["section"], row["name"]): row["value"] for row in found["configuration"]}
+
+
+_RESULT = ("state", "steps", "epochs", "digest", "model", "lost", "joined")
+
+
+# ----------------------------------------------------------------------------------------------- values
+
+
+def _since(data: RunData, time: float) -> float:
+    return round(time - data.began, 3)
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, or None for anything else."""
+    ok = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if ok else None
+
+
+def _shown(value: Any) -> str:
+    """Return a value of an event as text."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "yes" if value else "no"
+        case Mapping():
+            return _text(", ".join(f"{name}: {_shown(one)}" for name, one in value.items()))
+        case str():
+            return _text(value)
+        case Iterable():
+            return _text(", ".join(map(_shown, value))) if not isinstance(value, bytes) else ""
+        case _:
+            return _text(value)
+
+
+def _text(value: Any) -> str:
+    """Return text of bounded length without lone surrogates, which JSON cannot carry."""
+    text = str(value)[:_SHOWN_TEXT]
+    return text.encode(errors="replace").decode()

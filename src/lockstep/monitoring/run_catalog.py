@@ -1,0 +1,134 @@
+"""The runs in folders that the user names, and what the ends of their logs say about them."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.coordinator.run_lookup import find_run, known_jobs
+from lockstep.errors import ConfigError
+from lockstep.system.files import open_regular
+from lockstep.system.locks import is_locked
+from lockstep.system.paths import RunPaths
+
+DEFAULT = "runs"
+"""Where `lockstep run` makes the folders of runs."""
+
+_HEAD = 256 * 1024
+_TAIL = 64 * 1024
+
+
+def resolve(words: Sequence[str]) -> list[Path]:
+    """Return the folders that words name: each a folder that contains run folders, or a run (`find_run`).
+
+    Raises:
+        ConfigError, UnfitError: a word names neither; without words, there is no folder of runs here.
+    """
+    if not words and not Path(DEFAULT).is_dir():
+        raise ConfigError(f"there is no folder {DEFAULT} here; name the folder of a run, or a running job")
+    return [_resolved(word) for word in words or (DEFAULT,)]
+
+
+def _resolved(word: str) -> Path:
+    folder = Path(word)
+    if word and folder.is_dir() and not is_run(folder) and word not in known_jobs():
+        return folder.absolute()
+    found = find_run(word).folder
+    if not found.is_dir():
+        raise ConfigError(f"the run folder of {word}, {found}, is not on this machine")
+    return found.absolute()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run that has begun."""
+    return RunPaths(folder).events.is_file()
+
+
+def is_active(folder: Path) -> bool:
+    """Whether a process of this machine holds the lock of a run folder."""
+    try:
+        return is_locked(RunPaths(folder).lock)
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What the ends of the event log say about a run.
+
+    Attributes:
+        script: what it runs; empty if unknown.
+        began: when its first run started, in seconds since 1970; 0 if unknown.
+        last: when its log was last written.
+        status: of its event `finished`; None if that is not its last event.
+        steps: training steps at its end; None if unknown.
+    """
+
+    script: str
+    began: float
+    last: float
+    status: int | None
+    steps: int | None
+
+
+class Catalog:
+    """The runs in some folders; runs may appear and grow.
+
+    Args:
+        folders: each a run folder, or a folder that contains run folders.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._seen: dict[Path, tuple[tuple[int, int, int], Glance]] = {}
+
+    def runs(self) -> dict[str, Path]:
+        """Return the folders of runs by name, which is unique; the name of the folder where that suffices."""
+        found: list[Path] = []
+        for folder in self._folders:
+            if is_run(folder):
+                found.append(folder)
+                continue
+            with contextlib.suppress(OSError):
+                found += sorted(one for one in folder.iterdir() if is_run(one))
+        found = list(dict.fromkeys(found))
+        names = [one.name for one in found]
+        return {one.name if names.count(one.name) == 1 else os.fspath(one): one for one in found}
+
+    def glance(self, folder: Path) -> Glance:
+        """Return what the event log of a run says, from its ends only."""
+        path = RunPaths(folder).events
+        try:
+            with os.fdopen(open_regular(path), "rb") as file:
+                found = os.fstat(file.fileno())
+                key = (found.st_ino, found.st_size, found.st_mtime_ns)
+                seen = self._seen.get(folder)
+                if seen is not None and seen[0] == key:
+                    return seen[1]
+                first = _fields(file.readline(_HEAD))
+                file.seek(max(0, found.st_size - _TAIL))
+                last = _fields(file.read(_TAIL).rstrip(b"\n").rpartition(b"\n")[2])
+        except OSError:
+            return Glance("", 0.0, 0.0, None, None)
+        ended = last.get("event") == "finished"
+        status, steps = last.get("status"), last.get("steps")
+        glance = Glance(
+            str(first.get("target", ""))[:1000],
+            float(time) if isinstance(time := first.get("time"), (int, float)) else 0.0,
+            found.st_mtime,
+            status if ended and isinstance(status, int) else None,
+            steps if ended and isinstance(steps, int) else None,
+        )
+        self._seen[folder] = key, glance
+        return glance
+
+
+def _fields(line: bytes) -> Mapping[str, Any]:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}

@@ -1,0 +1,1103 @@
+// The page of lockstep ui, and of the file of lockstep report, which has its data inside.
+"use strict";
+
+const POLL_EVERY = 2000;
+const MOST_POINTS = 2000;
+const MOST_ROWS = 200;
+const MOST_BARS = 100;
+const SHOWN_WORKERS = 8;
+const COLORS = 8;
+
+// ------------------------------------------------------------------------------------------------ elements
+
+const byId = (id) => document.getElementById(id);
+
+/** Returns an element. Children that are strings become text, never markup. */
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** Fills a table. A column is [title, text of a row, whether it is a number]. */
+function fillTable(table, columns, rows, empty, classOf = () => "") {
+  const head = make("tr", {}, ...columns.map(([title, , number]) =>
+    make("th", { scope: "col", class: number ? "number" : null }, title)));
+  const body = rows.map((row) => make("tr", { class: classOf(row) || null },
+    ...columns.map(([, text, number]) => make("td", { class: number ? "number" : null }, text(row)))));
+  if (rows.length) table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
+  else table.replaceChildren(make("tbody", {}, make("tr", {}, make("td", { class: "muted" }, empty))));
+}
+
+function fillSelect(select, options) {
+  const before = select.value;
+  const known = [...select.options].map((one) => one.value + "\n" + one.text).join("\n\n");
+  if (known === options.map(([value, text]) => value + "\n" + text).join("\n\n")) return;
+  select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+  if (options.some(([value]) => String(value) === before)) select.value = before;
+}
+
+// ------------------------------------------------------------------------------------------------- numbers
+
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+function figures(value, digits = 3) {
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(digits - 1).replace("e+", "e");
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, size >= 1000 ? 6 : 1) });
+}
+
+function duration(seconds) {
+  if (!isNumber(seconds)) return "";
+  const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
+  if (size < 0.9995e-3) return `${figures(seconds * 1e6)} µs`;
+  if (size < 0.9995) return `${figures(seconds * 1e3)} ms`;
+  if (size < 60) return `${figures(seconds)} s`;
+  const whole = Math.round(size), sign = seconds < 0 ? "−" : "";
+  const hours = Math.floor(whole / 3600), minutes = Math.floor((whole % 3600) / 60);
+  return sign + (hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`);
+}
+
+function bytes(value) {
+  if (!isNumber(value)) return "";
+  for (const [unit, size] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
+    if (Math.abs(value) >= size) return `${figures(value / size)} ${unit}`;
+  }
+  return `${figures(value)} B`;
+}
+
+function clock(seconds) {
+  const sign = seconds < 0 ? "−" : "", size = Math.abs(seconds);
+  if (size < 60) return `${sign}${figures(size)} s`;
+  const whole = Math.round(size), two = (value) => String(value).padStart(2, "0");
+  const hours = Math.floor(whole / 3600);
+  return `${sign}${hours ? `${hours}:${two(Math.floor((whole % 3600) / 60))}` : Math.floor(whole / 60)}:${two(whole % 60)}`;
+}
+
+function count(value) {
+  return isNumber(value) ? value.toLocaleString("en") : "";
+}
+
+const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "");
+
+/** Returns a value in the unit of a chart. */
+function inUnit(value, unit) {
+  if (!isNumber(value)) return "not finite";
+  if (unit === "s") return duration(value);
+  if (unit === "B") return bytes(value);
+  return figures(value, 4) + (unit ? ` ${unit}` : "");
+}
+
+const onAxis = (value, axis) => (axis === "step" ? count(Math.round(value * 100) / 100) : clock(value));
+
+// ------------------------------------------------------------------------------------------------- sources
+
+/** Asks the server of lockstep ui. */
+function serverSource() {
+  async function get(path, query = {}) {
+    const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
+    const answer = await fetch(`api/${path}?${new URLSearchParams(given)}`, { credentials: "same-origin" });
+    const value = answer.status === 403 ? { error: "this page is no longer valid; run lockstep ui again" } : await answer.json();
+    if (!answer.ok) throw new Error(value.error);
+    return value;
+  }
+  return {
+    live: true,
+    runs: (have) => get("runs", { have }),
+    run: (run, digests) => get("run", { run, have: Object.entries(digests).map((pair) => pair.join(":")).join(",") }),
+    chart: (run, chart, window) => get("chart", { run, chart, ...window }),
+    logs: (run) => get("logs", { run }),
+    log: (run, worker, place) => get("log", { run, worker, ...place }),
+    search: (run, worker, text, matchCase, start) => get("search", { run, worker, text, case: matchCase ? 1 : 0, start }),
+    compare: (run, other) => get("compare", { run, other }),
+  };
+}
+
+/** Answers from the data in the file of a report. */
+function reportSource(data) {
+  const lines = (worker) => {
+    const log = data.logs[worker];
+    return { ...log, stop: log.size };
+  };
+  return {
+    live: false,
+    runs: async () => ({ digest: "", runs: [{ id: data.name, ...data.parts.summary }] }),
+    run: async (run, digests) => (Object.keys(digests).length ? { parts: {}, digests: {} }
+      : { parts: data.parts, digests: Object.fromEntries(Object.keys(data.parts).map((name) => [name, "1"])) }),
+    chart: async (run, chart, window) => (data.charts[chart] ?? {})[window.axis] ?? [],
+    logs: async () => Object.entries(data.logs).map(([worker, log]) => [Number(worker), log.size]),
+    log: async (run, worker) => lines(worker),
+    search: async (run, worker, text, matchCase) => {
+      const fold = (line) => (matchCase ? line : line.toLowerCase());
+      const found = data.logs[worker].text.split("\n").filter((line) => fold(line).includes(fold(text)));
+      return { found: found.slice(0, 100).map((line) => ({ start: null, text: line })), resume: null };
+    },
+    compare: async () => [],
+  };
+}
+
+const embedded = byId("report-data");
+const source = embedded ? reportSource(JSON.parse(embedded.textContent)) : serverSource();
+
+// -------------------------------------------------------------------------------------------------- colors
+
+let palette = {};
+
+function readPalette() {
+  const style = getComputedStyle(document.documentElement);
+  const read = (name) => style.getPropertyValue(`--${name}`).trim();
+  palette = { read, text: read("text"), muted: read("muted"), grid: read("grid"), line: read("line"), bad: read("bad"), page: read("page") };
+  palette.series = Array.from({ length: COLORS }, (_, at) => read(`series-${at}`));
+}
+
+// -------------------------------------------------------------------------------------------------- charts
+
+/** The part of an axis that several charts show; null for all of it. */
+class Span {
+  constructor(axis) {
+    this.axis = axis;
+    this.start = null;
+    this.stop = null;
+    this.cursor = null;
+    this.charts = new Set();
+  }
+
+  extent() {
+    let first = Infinity, last = -Infinity;
+    for (const chart of this.charts) {
+      const [low, high] = chart.extent();
+      first = Math.min(first, low);
+      last = Math.max(last, high);
+    }
+    if (first > last) return [0, 1];
+    return first < last ? [first, last] : [first - 0.5, last + 0.5];
+  }
+
+  range() {
+    const [first, last] = this.extent();
+    return [this.start ?? first, this.stop ?? last];
+  }
+
+  /** Shows a range, within what there is. */
+  show(start, stop) {
+    const [first, last] = this.extent();
+    const least = (last - first) * 1e-6, width = Math.min(Math.max(stop - start, least), last - first);
+    if (width >= (last - first) * 0.999) {
+      this.start = this.stop = null;
+    } else {
+      this.start = Math.min(Math.max(start, first), last - width);
+      this.stop = this.start + width;
+    }
+    for (const chart of this.charts) {
+      chart.redraw();
+      chart.loadSoon();
+    }
+  }
+
+  zoom(factor, at) {
+    const [start, stop] = this.range();
+    const centre = at ?? (start + stop) / 2;
+    this.show(centre - (centre - start) * factor, centre + (stop - centre) * factor);
+  }
+
+  pan(share) {
+    const [start, stop] = this.range();
+    this.show(start + share * (stop - start), stop + share * (stop - start));
+  }
+
+  point(x) {
+    this.cursor = x;
+    for (const chart of this.charts) chart.redraw();
+  }
+}
+
+const onScreen = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    const chart = charts.get(entry.target.dataset.chart);
+    if (chart) chart.show(entry.isIntersecting);
+  }
+}, { rootMargin: "300px" });
+
+const resized = new ResizeObserver((entries) => {
+  for (const entry of entries) charts.get(entry.target.closest("figure").dataset.chart)?.redraw();
+});
+
+/** A chart with its legend, buttons and table. */
+class Chart {
+  constructor(spec, span) {
+    this.spec = spec;
+    this.span = span;
+    this.found = [];
+    this.loaded = "";
+    this.loading = false;
+    this.shown = false;
+    this.drawing = false;
+    this.canvas = make("canvas", { "aria-hidden": "true" });
+    this.readout = make("div", { class: "readout", "aria-live": "polite" });
+    this.plot = make("div", { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "chart",
+      "aria-label": spec.title, "aria-describedby": "keys" }, this.canvas, this.readout);
+    this.legend = make("ul", { class: "legend" });
+    this.table = make("table");
+    this.details = make("details", { ontoggle: () => this.fillTable() }, make("summary", {}, `Data of ${spec.title}`),
+      make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Data of ${spec.title}` }, this.table));
+    const tool = (text, label, act) => make("button", { type: "button", "aria-label": `${label}: ${spec.title}`, title: label, onclick: act }, text);
+    this.figure = make("figure", { "data-chart": spec.id }, make("figcaption", {}, make("span", {}, spec.title),
+      make("span", { class: "tools" }, tool("−", "Zoom out", () => span.zoom(2)), tool("+", "Zoom in", () => span.zoom(0.5)),
+        tool("↔", "Show everything", () => span.show(-Infinity, Infinity)))), this.plot, this.legend, this.details);
+    this.listen();
+    span.charts.add(this);
+    charts.set(spec.id, this);
+    onScreen.observe(this.figure);
+    resized.observe(this.plot);
+  }
+
+  remove() {
+    this.span.charts.delete(this);
+    charts.delete(this.spec.id);
+    onScreen.unobserve(this.figure);
+    resized.unobserve(this.plot);
+    this.figure.remove();
+  }
+
+  listen() {
+    let dragged = null;
+    const place = (event) => this.xAt(event.clientX - this.plot.getBoundingClientRect().left);
+    this.plot.addEventListener("pointerdown", (event) => {
+      if (event.button === 0) {
+        dragged = event.clientX;
+        this.plot.setPointerCapture(event.pointerId);
+      }
+    });
+    this.plot.addEventListener("pointermove", (event) => {
+      if (dragged !== null) {
+        this.span.pan((dragged - event.clientX) / Math.max(1, this.inner().width));
+        dragged = event.clientX;
+      }
+      this.span.point(place(event));
+    });
+    for (const name of ["pointerup", "pointercancel"]) this.plot.addEventListener(name, () => { dragged = null; });
+    this.plot.addEventListener("pointerleave", () => { if (dragged === null) this.span.point(null); });
+    this.plot.addEventListener("blur", () => this.span.point(null));
+    this.plot.addEventListener("dblclick", () => this.span.show(-Infinity, Infinity));
+    this.plot.addEventListener("wheel", (event) => {
+      const across = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
+      if (Math.abs(across) > Math.abs(event.shiftKey ? 0 : event.deltaY)) {
+        event.preventDefault();
+        this.span.pan(across / 1000);
+      } else if (event.ctrlKey || document.activeElement === this.plot) {
+        event.preventDefault();
+        this.span.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 400))), place(event));
+      }
+    }, { passive: false });
+    this.plot.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (side && event.shiftKey) this.step(side);
+      else if (side) this.span.pan(side / 8);
+      else if (event.key === "+" || event.key === "=") this.span.zoom(1 / 1.5, this.span.cursor);
+      else if (event.key === "-") this.span.zoom(1.5, this.span.cursor);
+      else if (event.key === "0" || event.key === "Home") this.span.show(-Infinity, Infinity);
+      else if (event.key === "Escape") this.span.point(null);
+      else return;
+      event.preventDefault();
+    });
+  }
+
+  /** Moves the cursor by a fiftieth of what is shown. */
+  step(side) {
+    const [start, stop] = this.span.range();
+    const at = this.span.cursor ?? (side > 0 ? start : stop);
+    this.span.point(Math.min(Math.max(at + (side * (stop - start)) / 50, start), stop));
+  }
+
+  show(visible) {
+    this.shown = visible;
+    if (visible) {
+      this.load();
+      this.redraw();
+    }
+  }
+
+  extent() {
+    const all = this.found.flatMap((one) => one.series).filter((one) => one.extent);
+    return all.length ? [Math.min(...all.map((one) => one.extent[0])), Math.max(...all.map((one) => one.extent[1]))] : [Infinity, -Infinity];
+  }
+
+  loadSoon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.load(), 120);
+  }
+
+  /** Asks for what is shown and a margin around it, unless that has been asked for. */
+  async load() {
+    if (!this.shown || this.loading) return;
+    const runs = shownRuns().filter((run) => versionOf(run, this.spec.id) !== null);
+    const [start, stop] = [this.span.start, this.span.stop];
+    const margin = start === null ? 0 : (stop - start) / 2;
+    const window = { axis: this.span.axis, start: start === null ? null : start - margin, stop: stop === null ? null : stop + margin,
+      points: Math.min(MOST_POINTS, Math.round((start === null ? 1 : 2) * Math.max(300, this.inner().width))),
+      smoothing: (this.spec.section === "metrics" ? smoothing() : 0) / (start === null ? 1 : 2) };
+    const asked = JSON.stringify([runs.map((run) => [run, versionOf(run, this.spec.id)]), window]);
+    if (asked === this.loaded) return;
+    this.loading = true;
+    try {
+      this.found = await Promise.all(runs.map(async (run) => ({ run, series: await source.chart(run, this.spec.id, window) })));
+      this.loaded = asked;
+    } catch (error) {
+      say(`A chart cannot be loaded: ${error.message}`);
+      return;
+    } finally {
+      this.loading = false;
+    }
+    this.fillLegend();
+    this.fillTable();
+    for (const chart of this.span.charts) chart.redraw();
+    this.load();
+  }
+
+  /** The lines of the chart: its series with their runs and colors. */
+  lines() {
+    const several = this.found.length > 1;
+    return this.found.flatMap(({ run, series }, at) => series.map((one, index) => {
+      let color = palette.series[index % COLORS];
+      if (this.spec.kind === "stack") color = palette.read(`part-${one.label}`);
+      else if (one.role) color = palette.series[(several ? at : one.role === "validation" ? 1 : 0) % COLORS];
+      else if (several && series.length === 1) color = palette.series[at % COLORS];
+      const dashed = one.role === "validation" || (!one.role && several && series.length > 1 && at % 2 === 1);
+      return { ...one, run, color, dashed, name: several ? `${one.label} (${run})` : one.label };
+    }));
+  }
+
+  fillLegend() {
+    this.legend.replaceChildren(...this.lines().map((line) => {
+      const swatch = make("span", { class: this.spec.kind === "stack" ? "swatch area" : "swatch" });
+      if (this.spec.kind === "stack") swatch.style.background = line.color;
+      else swatch.style.borderTopColor = line.color;
+      if (line.dashed) swatch.style.borderTopStyle = "dashed";
+      const lost = line.missing ? `; ${count(line.missing)} values are not finite, the first one at ${onAxis(line.first_missing, this.span.axis)}` : "";
+      return make("li", {}, swatch, line.name + lost);
+    }));
+    const text = this.lines().map((line) => `${line.name} ${inUnit(line.mean.at(-1), this.spec.unit)}`).join(", ");
+    this.plot.setAttribute("aria-label", `${this.spec.title}; last values: ${text || "none"}`);
+  }
+
+  fillTable() {
+    if (!this.details.open) return;
+    const axis = this.span.axis, unit = this.spec.unit, rows = [];
+    const lines = this.lines(), all = lines.reduce((sum, line) => sum + line.x.length, 0);
+    const every = Math.max(1, Math.ceil(all / MOST_ROWS));
+    for (const line of lines) {
+      for (let at = 0; at < line.x.length; at += every) rows.push([line.name, line.x[at], line.mean[at], line.low[at], line.high[at]]);
+    }
+    fillTable(this.table, [["Series", (row) => row[0]], [axis === "step" ? "Step" : "Time", (row) => onAxis(row[1], axis), true],
+      ["Mean", (row) => inUnit(row[2], unit), true], ["Lowest", (row) => inUnit(row[3], unit), true],
+      ["Highest", (row) => inUnit(row[4], unit), true]], rows, "No data");
+    if (every > 1) this.table.prepend(make("caption", {}, `${count(rows.length)} of ${count(all)} points; zoom in for others`));
+  }
+
+  redraw() {
+    if (this.drawing || !this.shown) return;
+    this.drawing = true;
+    requestAnimationFrame(() => {
+      this.drawing = false;
+      this.draw();
+    });
+  }
+
+  inner() {
+    return { left: 62, top: 8, width: Math.max(10, this.plot.clientWidth - 74), height: Math.max(10, this.plot.clientHeight - 32) };
+  }
+
+  xAt(pixel) {
+    const [start, stop] = this.span.range(), { left, width } = this.inner();
+    return start + ((pixel - left) / width) * (stop - start);
+  }
+
+  draw() {
+    const { clientWidth: width, clientHeight: height } = this.plot;
+    const scale = devicePixelRatio || 1;
+    if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
+      this.canvas.width = Math.round(width * scale);
+      this.canvas.height = Math.round(height * scale);
+    }
+    const context = this.canvas.getContext("2d");
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, width, height);
+    context.font = "12px system-ui, sans-serif";
+    const box = this.inner(), [start, stop] = this.span.range();
+    const toX = (x) => box.left + ((x - start) / (stop - start)) * box.width;
+    this.drawAxis(context, box, start, stop, toX);
+    this.drawContent(context, box, start, stop, toX);
+    this.drawCursor(context, box, start, stop, toX);
+  }
+
+  drawAxis(context, box, start, stop, toX) {
+    context.fillStyle = palette.muted;
+    context.textBaseline = "top";
+    context.textAlign = "center";
+    for (const tick of ticks(start, stop, Math.max(2, box.width / 90))) {
+      const x = toX(tick);
+      context.fillStyle = palette.grid;
+      context.fillRect(Math.round(x), box.top, 1, box.height);
+      context.fillStyle = palette.muted;
+      context.fillText(onAxis(tick, this.span.axis), x, box.top + box.height + 6);
+    }
+  }
+
+  drawContent(context, box, start, stop, toX) {
+    const lines = this.lines(), stacked = this.spec.kind === "stack";
+    const areas = stacked ? stack(lines) : [];
+    const logarithmic = !stacked && this.spec.section === "metrics" && byId("log-axis").checked;
+    let low = stacked ? 0 : Infinity, high = -Infinity;
+    for (const line of lines) {
+      const [first, last] = within(line.x, start, stop);
+      for (let at = first; at < last; at += 1) {
+        if (stacked || line.high[at] === null) continue;
+        if (!logarithmic || line.low[at] > 0) low = Math.min(low, line.low[at]);
+        if (!logarithmic || line.high[at] > 0) high = Math.max(high, line.high[at]);
+      }
+    }
+    if (stacked && areas.length) {
+      const top = areas.at(-1), [first, last] = within(top.x, start, stop);
+      for (let at = first; at < last; at += 1) high = Math.max(high, top.upper[at]);
+    }
+    if (!(low <= high)) [low, high] = logarithmic ? [0.1, 1] : [0, 1];
+    if (logarithmic) [low, high] = [Math.log10(low), Math.log10(high)];
+    if (low === high) [low, high] = [low - (Math.abs(low) / 10 || 0.5), high + (Math.abs(high) / 10 || 0.5)];
+    if (!stacked) [low, high] = [low - (high - low) * 0.05, high + (high - low) * 0.05];
+    const place = (value) => box.top + box.height - ((value - low) / (high - low)) * box.height;
+    const toY = logarithmic ? (value) => (value > 0 ? place(Math.log10(value)) : box.top + box.height + 1e4) : place;
+    const marks = logarithmic ? decades(low, high) : ticks(low, high, Math.max(2, box.height / 40));
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    for (const tick of marks) {
+      const y = place(tick);
+      context.fillStyle = palette.grid;
+      context.fillRect(box.left, Math.round(y), box.width, 1);
+      context.fillStyle = palette.muted;
+      context.fillText(mark(logarithmic ? 10 ** tick : tick, this.spec.unit), box.left - 6, y);
+    }
+    context.save();
+    context.beginPath();
+    context.rect(box.left, box.top - 2, box.width, box.height + 4);
+    context.clip();
+    context.lineJoin = "round";
+    for (const area of areas) drawArea(context, area, toX, toY, start, stop);
+    if (!stacked) {
+      const smooth = this.spec.section === "metrics" && smoothing() > 0;
+      for (const line of lines) drawLine(context, line, toX, toY, start, stop, smooth);
+    }
+    context.restore();
+  }
+
+  drawCursor(context, box, start, stop, toX) {
+    const at = this.span.cursor;
+    const shown = at !== null && at >= start && at <= stop && (document.activeElement === this.plot || this.plot.matches(":hover"));
+    if (at !== null && at >= start && at <= stop) {
+      context.fillStyle = palette.muted;
+      context.fillRect(Math.round(toX(at)), box.top, 1, box.height);
+    }
+    this.readout.style.display = shown ? "block" : "none";
+    if (!shown) return;
+    setText(this.readout, this.read(at));
+    const left = toX(at) < box.left + box.width / 2;
+    this.readout.style.left = left ? `${toX(at) + 8}px` : "auto";
+    this.readout.style.right = left ? "auto" : `${this.plot.clientWidth - toX(at) + 8}px`;
+  }
+
+  read(at) {
+    const rows = this.lines().slice(0, 12).filter((line) => line.x.length).map((line) => {
+      const near = nearest(line.x, at);
+      const extremes = line.low[near] !== line.high[near] ? ` (${inUnit(line.low[near], this.spec.unit)} to ${inUnit(line.high[near], this.spec.unit)})` : "";
+      return `${line.name}: ${inUnit(line.mean[near], this.spec.unit)}${extremes}`;
+    });
+    return [`${this.span.axis === "step" ? "step " : ""}${onAxis(at, this.span.axis)}`, ...rows].join("\n");
+  }
+}
+
+/** The workers of a run over its time, with its views and pauses. */
+class Timeline extends Chart {
+  constructor(span) {
+    super({ id: "membership", title: "Workers over time", unit: "", kind: "bars", section: "membership" }, span);
+    this.details.remove();
+    this.plot.setAttribute("aria-label", "Workers over time; the tables below have the same data");
+  }
+
+  rows() {
+    return (partsOf(state.run).workers ?? []).slice(-MOST_BARS);
+  }
+
+  end() {
+    const { summary, workers, views, events } = partsOf(state.run);
+    if (!summary) return 1;
+    const times = [...(workers ?? []).flatMap((one) => [one.began, one.ended]), ...(views ?? []).map((one) => one.time),
+      ...(events ?? []).slice(-1).map((one) => one.time), summary.seconds].filter(isNumber);
+    const now = summary.state === "running" ? Date.now() / 1000 - summary.began : 0;
+    return Math.max(1e-3, now, ...times);
+  }
+
+  extent() {
+    return partsOf(state.run).summary ? [0, this.end()] : [Infinity, -Infinity];
+  }
+
+  load() {
+    const rows = this.rows();
+    this.plot.style.height = `${rows.length * 22 + 64}px`;
+    this.legend.replaceChildren(...[["in the job", "series-0"], ["lost or failed", "bad"], ["left or finished", "series-2"], ["new view, with its pause", "muted"]]
+      .map(([text, color]) => {
+        const swatch = make("span", { class: "swatch area" });
+        swatch.style.background = palette.read(color);
+        return make("li", {}, swatch, text);
+      }));
+    this.redraw();
+  }
+
+  color(one) {
+    if (["lost", "failed"].includes(one.phase) || one.status > 0) return palette.bad;
+    return palette.read(one.ended === null ? "series-0" : "series-2");
+  }
+
+  drawContent(context, box, start, stop, toX) {
+    const rows = this.rows(), views = partsOf(state.run).views ?? [], end = this.end();
+    context.textBaseline = "middle";
+    rows.forEach((one, at) => {
+      const y = box.top + 14 + at * 22;
+      context.textAlign = "right";
+      context.fillStyle = palette.muted;
+      context.fillText(`worker ${one.worker}`, box.left - 6, y);
+      const from = Math.max(toX(one.began ?? 0), box.left), to = Math.min(toX(one.ended ?? end), box.left + box.width);
+      context.fillStyle = this.color(one);
+      if (to > box.left && from < box.left + box.width) context.fillRect(from, y - 6, Math.max(2, to - from), 12);
+    });
+    context.textAlign = "left";
+    let free = -Infinity;
+    for (const view of views) {
+      const x = toX(view.time);
+      if (x < box.left || x > box.left + box.width) continue;
+      context.fillStyle = palette.muted;
+      context.fillRect(Math.round(x), box.top, 2, box.height);
+      const text = `view ${view.number}` + (view.pause === null ? "" : `, pause ${duration(view.pause)}`);
+      const room = context.measureText(text).width + 8;
+      const left = Math.min(x + 4, box.left + box.width - room);
+      if (left < free) continue;
+      context.fillStyle = palette.page;
+      context.fillRect(left, box.top + box.height - 16, room - 4, 16);
+      context.fillStyle = palette.text;
+      context.fillText(text, left + 2, box.top + box.height - 8);
+      free = left + room;
+    }
+  }
+
+  read(at) {
+    const living = this.rows().filter((one) => (one.began ?? 0) <= at && (one.ended ?? Infinity) >= at).map((one) => one.worker);
+    return `${clock(at)}\nworkers: ${living.slice(0, 20).join(", ") || "none"}`;
+  }
+}
+
+/** Returns round numbers between two values. */
+function ticks(low, high, most) {
+  const rough = (high - low) / most;
+  if (!(rough > 0) || !Number.isFinite(rough)) return [];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const size = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough) ?? 10 * power;
+  const found = [];
+  for (let at = Math.ceil(low / size); at * size <= high; at += 1) found.push(Number((at * size).toPrecision(12)));
+  return found;
+}
+
+/** Returns the logarithms at which a logarithmic axis has marks. */
+function decades(low, high) {
+  const whole = ticks(Math.floor(low), Math.ceil(high), Math.max(2, Math.min(6, high - low))).filter((one) => Number.isInteger(one) && one >= low && one <= high);
+  if (whole.length > 1) return whole;
+  return [...ticks(10 ** low, 10 ** high, 4)].filter((one) => one > 0).map(Math.log10);
+}
+
+function mark(value, unit) {
+  if (unit === "s") return duration(value);
+  if (unit === "B") return bytes(value);
+  if (Math.abs(value) >= 1e6) return value.toExponential(1).replace("e+", "e");
+  if (Math.abs(value) >= 1e4) return `${figures(value / 1000)}k`;
+  return figures(value);
+}
+
+/** Returns the index of the first number that is not below a value. */
+function lowerBound(numbers, value) {
+  let low = 0, high = numbers.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/** Returns the indices of the points in a range, with a neighbor on each side. */
+function within(numbers, start, stop) {
+  return [Math.max(0, lowerBound(numbers, start) - 1), Math.min(numbers.length, lowerBound(numbers, stop) + 2)];
+}
+
+function nearest(numbers, value) {
+  const at = lowerBound(numbers, value);
+  if (at === 0) return 0;
+  if (at === numbers.length) return at - 1;
+  return numbers[at] - value < value - numbers[at - 1] ? at : at - 1;
+}
+
+function drawLine(context, line, toX, toY, start, stop, smooth) {
+  const [first, last] = within(line.x, start, stop);
+  context.strokeStyle = context.fillStyle = line.color;
+  context.setLineDash(line.dashed ? [6, 4] : []);
+  context.lineWidth = line.role === "train" ? 1 : 1.75;
+  context.globalAlpha = smooth ? 0.3 : 1;
+  // Each point goes from its lowest to its highest value, so that a spike shows at every zoom.
+  context.beginPath();
+  let pen = false;
+  for (let at = first; at < last; at += 1) {
+    const low = line.low[at], high = line.high[at];
+    if (low === null) {
+      pen = false;
+      continue;
+    }
+    const x = toX(line.x[at]);
+    if (pen) context.lineTo(x, toY(low));
+    else context.moveTo(x, toY(low));
+    if (high !== low) context.lineTo(x, toY(high));
+    pen = true;
+  }
+  context.stroke();
+  context.globalAlpha = 1;
+  if (smooth) {
+    context.lineWidth = 2;
+    context.beginPath();
+    pen = false;
+    for (let at = first; at < last; at += 1) {
+      if (line.mean[at] === null) {
+        pen = false;
+        continue;
+      }
+      if (pen) context.lineTo(toX(line.x[at]), toY(line.mean[at]));
+      else context.moveTo(toX(line.x[at]), toY(line.mean[at]));
+      pen = true;
+    }
+    context.stroke();
+  }
+  context.setLineDash([]);
+  if (last - first <= 60) {
+    for (let at = first; at < last; at += 1) {
+      if (line.low[at] === null) continue;
+      context.beginPath();
+      context.arc(toX(line.x[at]), toY(smooth ? line.mean[at] : line.low[at]), line.role === "train" ? 1.5 : 2.5, 0, 2 * Math.PI);
+      context.fill();
+    }
+  }
+}
+
+/** Returns the areas of lines that are added up, the lowest first. */
+function stack(lines) {
+  let lower = null;
+  return lines.map((line) => {
+    const below = lower ?? line.x.map(() => 0);
+    const upper = line.mean.map((value, at) => (below[at] ?? 0) + (value ?? 0));
+    lower = upper;
+    return { x: line.x, lower: below, upper, color: line.color };
+  });
+}
+
+function drawArea(context, area, toX, toY, start, stop) {
+  const [first, last] = within(area.x, start, stop);
+  context.fillStyle = area.color;
+  context.beginPath();
+  if (last - first === 1) {
+    const x = toX(area.x[first]);
+    context.fillRect(x - 2, toY(area.upper[first]), 4, toY(area.lower[first]) - toY(area.upper[first]));
+    return;
+  }
+  for (let at = first; at < last; at += 1) context.lineTo(toX(area.x[at]), toY(area.upper[at]));
+  for (let at = last - 1; at >= first; at -= 1) context.lineTo(toX(area.x[at]), toY(area.lower[at]));
+  context.fill();
+}
+
+// --------------------------------------------------------------------------------------------------- state
+
+const charts = new Map();
+const metricSpan = new Span("step");
+const timeSpan = new Span("time");
+const state = { runs: [], runsDigest: "", run: null, others: new Set(), known: new Map(), drawn: {}, said: "", failing: false,
+  log: { worker: null, start: 0, stop: 0, size: 0, last: true, search: null } };
+
+const partsOf = (run) => state.known.get(run)?.parts ?? {};
+const shownRuns = () => (state.run === null ? [] : [state.run, ...state.others]);
+const smoothing = () => Number(byId("smoothing").value) / 100;
+
+/** Returns the version of a chart of a run; null if the run has no such chart. */
+function versionOf(run, chart) {
+  return (partsOf(run).charts ?? []).find((one) => one.id === chart)?.version ?? null;
+}
+
+/** Says a change of state, also to screen readers. */
+function say(text) {
+  setText(byId("status"), text);
+}
+
+function readAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  if (given.has("run")) {
+    state.run = given.get("run");
+    state.others = new Set(given.getAll("with"));
+  }
+}
+
+function writeAddress() {
+  if (!source.live) return;
+  const given = new URLSearchParams([["run", state.run], ...[...state.others].map((run) => ["with", run])]);
+  history.replaceState(null, "", `#${given}`);
+}
+
+function choose(run) {
+  state.run = run;
+  state.others.delete(run);
+  state.drawn = {};
+  state.said = "";
+  state.log = { worker: null, start: 0, stop: 0, size: 0, last: true, search: null };
+  byId("log-results").replaceChildren();
+  setText(byId("log-found"), "");
+  byId("log-more").hidden = true;
+  for (const span of [metricSpan, timeSpan]) span.start = span.stop = span.cursor = null;
+  writeAddress();
+  drawRuns();
+  say(`Reading ${run} …`);
+  poll();
+}
+
+function overlay(run, chosen) {
+  if (chosen) state.others.add(run);
+  else state.others.delete(run);
+  writeAddress();
+  poll();
+}
+
+// ----------------------------------------------------------------------------------------------- rendering
+
+function drawRuns() {
+  const wanted = byId("runs-filter").value.toLowerCase();
+  const rows = state.runs.filter((run) => `${run.id} ${run.script} ${run.state}`.toLowerCase().includes(wanted));
+  setText(byId("runs-count"), `${count(rows.length)} of ${count(state.runs.length)}`);
+  const list = byId("runs-list"), focused = document.activeElement?.dataset?.key;
+  list.replaceChildren(...rows.map((run) => make("li", {},
+    make("button", { type: "button", "aria-current": run.id === state.run ? "true" : null, "data-key": `run ${run.id}`, onclick: () => choose(run.id) },
+      make("span", { class: "name" }, run.id), make("small", {}, [run.state, run.steps ? `${count(run.steps)} steps` : "", date(run.began)].filter(Boolean).join(", "))),
+    run.id === state.run ? null : make("label", {}, make("input", { type: "checkbox", checked: state.others.has(run.id), "data-key": `with ${run.id}`,
+      "aria-label": `Overlay ${run.id}`, onchange: (event) => overlay(run.id, event.target.checked) }), " overlay"))));
+  if (focused) [...list.querySelectorAll("[data-key]")].find((node) => node.dataset.key === focused)?.focus();
+}
+
+function drawSummary(summary) {
+  const facts = [["State", summary.state], ["Steps", count(summary.steps)], ["Epochs", count(summary.epochs)],
+    ["Speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} examples/s` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
+    ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
+    ["Lost", count(summary.lost)], ["Joined", count(summary.joined)], ["Pauses", duration(summary.pauses)], ["Backend", summary.backend],
+    ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Script", summary.script, true],
+    ["Model", summary.model], ["Digest", summary.digest, true], ["Message", summary.message, true],
+    ["Lines that cannot be read", summary.skipped ? count(summary.skipped) : ""]];
+  byId("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value, long]) => {
+    const mood = name !== "State" ? null : value === "finished" ? "good" : value === "running" ? null : "bad";
+    return make("div", { class: long ? "long" : null }, make("dt", {}, name), make("dd", { class: mood }, value));
+  }));
+  const failure = byId("failure");
+  failure.hidden = summary.failure === null;
+  failure.replaceChildren(...(summary.failure === null ? [] : [
+    make("p", { class: "bad" }, `The script failed on worker ${summary.failure.worker}: ${summary.failure.summary}`),
+    make("details", {}, make("summary", {}, "Traceback"), make("pre", { tabindex: "0" }, summary.failure.traceback))]));
+  setText(byId("title"), state.run);
+  document.title = `${state.run} (${summary.state}): Lockstep`;
+  announce(summary);
+}
+
+/** Says what has changed since the last announcement. */
+function announce(summary) {
+  const waits = (partsOf(state.run).waits ?? []).filter((one) => one.current);
+  const text = [`${state.run}: ${summary.state}`, `${summary.workers} of ${summary.wanted ?? "?"} workers`,
+    summary.lost ? `${summary.lost} lost` : "", summary.joined ? `${summary.joined} joined` : "",
+    waits.length ? `worker ${waits[0].worker} waits for ${waits[0].waits_for.map((one) => `worker ${one}`).join(", ")}` : ""].filter(Boolean).join(", ");
+  if (text !== state.said) say(state.said = text);
+}
+
+const TABLES = {
+  workers: (rows) => fillTable(byId("workers-table"), [["Worker", (row) => String(row.worker), true], ["Phase", (row) => row.phase], ["Host", (row) => row.host],
+    ["Process", (row) => String(row.pid ?? ""), true], ["Step", (row) => count(row.step), true], ["Replicas", (row) => count(row.replicas), true],
+    ["Cores", (row) => (row.cores === null ? "" : figures(row.cores)), true], ["Memory", (row) => bytes(row.memory), true],
+    ["Started", (row) => (row.began === null ? "" : clock(row.began)), true], ["Ended", (row) => (row.ended === null ? "" : clock(row.ended)), true],
+    ["Status", (row) => String(row.status ?? ""), true], ["Reason", (row) => row.reason]], rows, "No worker has started."),
+  views: (rows) => fillTable(byId("views-table"), [["View", (row) => String(row.number), true], ["Time", (row) => clock(row.time), true],
+    ["Pause", (row) => duration(row.pause), true], ["Workers", (row) => row.workers.join(", ")], ["Reason", (row) => row.reason]], rows, "The membership has not changed."),
+  waits: (rows) => fillTable(byId("waits-table"), [["Time", (row) => clock(row.time), true], ["Worker", (row) => String(row.worker), true], ["Waits for", (row) => row.waits_for.join(", ")],
+    ["In", (row) => row.what], ["Duration", (row) => duration(row.seconds), true], ["", (row) => (row.current ? "in progress" : "ended")]], [...rows].reverse(), "No worker has waited for long."),
+  checkpoints: (rows) => fillTable(byId("checkpoints-table"), [["Step", (row) => count(row.step), true], ["Time", (row) => clock(row.time), true],
+    ["Written in", (row) => duration(row.seconds), true], ["Path", (row) => String(row.path ?? "")]], [...rows].reverse(), "No checkpoint has been written."),
+  events: (rows) => fillTable(byId("events-table"), [["Time", (row) => clock(row.time), true], ["Event", (row) => row.event], ["Worker", (row) => String(row.worker ?? ""), true],
+    ["Details", (row) => row.text]], [...rows].reverse(), "No event yet."),
+  configuration: (rows) => fillTable(byId("configuration-table"), [["Of", (row) => row.section], ["Name", (row) => row.name], ["Value", (row) => row.value]], rows, "The run has not started."),
+};
+
+/** Creates the charts that the runs have, and removes others. */
+function drawCharts() {
+  const specs = new Map(shownRuns().reverse().flatMap((run) => (partsOf(run).charts ?? []).map((spec) => [spec.id, spec])));
+  const workers = [...specs.values()].filter((spec) => spec.section === "parts");
+  fillSelect(byId("parts-workers"), [["", workers.length > SHOWN_WORKERS ? `the first ${SHOWN_WORKERS}` : "all"], ...workers.map((spec) => [spec.id, spec.title])]);
+  const chosen = byId("parts-workers").value;
+  const hidden = workers.filter((spec, at) => (chosen ? spec.id !== chosen : at >= SHOWN_WORKERS));
+  for (const spec of hidden) specs.delete(spec.id);
+  for (const chart of [...charts.values()]) if (!specs.has(chart.spec.id) && chart.spec.kind !== "bars") chart.remove();
+  let before = {};
+  for (const section of ["metrics", "throughput", "parts", "load"]) {
+    const found = [...(partsOf(state.run).charts ?? []), ...specs.values()].filter((spec) => spec.section === section && specs.has(spec.id));
+    const place = byId(`${section}-charts`);
+    for (const id of new Set(found.map((spec) => spec.id))) {
+      const chart = charts.get(id) ?? new Chart(specs.get(id), section === "metrics" ? metricSpan : timeSpan);
+      const last = before[section];
+      if (last ? last.nextSibling !== chart.figure : place.firstChild !== chart.figure) last ? last.after(chart.figure) : place.prepend(chart.figure);
+      before[section] = chart.figure;
+      chart.load();
+    }
+    let empty = place.querySelector(":scope > p");
+    if (before[section]) empty?.remove();
+    else if (!empty) place.append(make("p", { class: "muted" }, "No data yet."));
+  }
+  if (!charts.has("membership")) byId("membership-charts").append(new Timeline(timeSpan).figure);
+  charts.get("membership").load();
+}
+
+/** Draws the parts of the chosen run that have changed. */
+function draw() {
+  const known = state.known.get(state.run);
+  if (!known) return;
+  let changed = false;
+  for (const [name, digest] of Object.entries(known.digests)) {
+    const drawn = `${state.run} ${digest}`;
+    if (state.drawn[name] === drawn) continue;
+    state.drawn[name] = drawn;
+    changed = true;
+    if (name in TABLES) TABLES[name](known.parts[name]);
+    else if (name === "summary") drawSummary(known.parts.summary);
+  }
+  announce(known.parts.summary);
+  drawCharts();
+  drawComparison(changed);
+}
+
+async function drawComparison(changed) {
+  const others = state.runs.filter((run) => run.id !== state.run);
+  const select = byId("comparison-run");
+  fillSelect(select, [["", others.length ? "choose a run" : "no other run"], ...others.map((run) => [run.id, run.id])]);
+  const first = [...state.others][0];
+  if (!select.value && first && others.some((run) => run.id === first)) select.value = first;
+  const pair = `${state.run} ${select.value}`;
+  if (!changed && state.compared === pair) return;
+  state.compared = pair;
+  const rows = select.value ? await attempt(() => source.compare(state.run, select.value)) ?? [] : [];
+  fillTable(byId("comparison-table"), [["", (row) => (row.differs ? "differs" : "equal")], ["Of", (row) => row.section], ["Name", (row) => row.name],
+    [state.run ?? "", (row) => row.a], [select.value || "other run", (row) => row.b]], rows, "Choose a run to compare with.", (row) => (row.differs ? "differs" : ""));
+}
+
+// ---------------------------------------------------------------------------------------------------- logs
+
+async function drawLogs() {
+  const run = state.run;
+  const sizes = await attempt(() => source.logs(run));
+  if (!sizes || run !== state.run) return;
+  fillSelect(byId("log-worker"), sizes.length ? sizes.map(([worker]) => [worker, `worker ${worker}`]) : [["", "no worker"]]);
+  const log = state.log, worker = byId("log-worker").value;
+  if (worker === "") return;
+  const size = Object.fromEntries(sizes)[worker];
+  if (log.worker !== worker || (log.last && size !== log.size)) {
+    log.worker = worker;
+    await showPage({});
+  }
+}
+
+async function showPage(place) {
+  const log = state.log, pre = byId("log");
+  const page = await attempt(() => source.log(state.run, log.worker, place));
+  if (!page) return;
+  const atEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 4;
+  log.last = page.stop === page.size && place.start === undefined;
+  [log.start, log.stop, log.size] = [page.start, page.stop, page.size];
+  setText(pre, page.text || "The log is empty.");
+  pre.setAttribute("aria-label", `Log of worker ${log.worker}`);
+  if (place.start !== undefined) pre.scrollTop = 0;
+  else if (log.last && (atEnd || log.fresh !== log.worker)) pre.scrollTop = pre.scrollHeight;
+  log.fresh = log.worker;
+  setText(byId("log-place"), `${bytes(page.start)} to ${bytes(page.stop)} of ${bytes(page.size)}`);
+  byId("log-first").disabled = byId("log-previous").disabled = page.start === 0 || !source.live;
+  byId("log-next").disabled = page.stop >= page.size || !source.live;
+  byId("log-last").disabled = !source.live;
+}
+
+/** Searches from a byte of the log on until enough lines are found, or the log ends. */
+async function find(start) {
+  const log = state.log, text = byId("log-text").value, matchCase = byId("log-case").checked;
+  const search = log.search = { text, resume: null };
+  const list = byId("log-results"), more = byId("log-more");
+  if (start === 0) list.replaceChildren();
+  more.hidden = true;
+  if (!text || log.worker === null) {
+    setText(byId("log-found"), "");
+    return;
+  }
+  let at = start, found = 0;
+  do {
+    const answer = await attempt(() => source.search(state.run, log.worker, text, matchCase, at));
+    if (!answer || log.search !== search) return;
+    for (const line of answer.found) {
+      const shown = line.text || "(empty line)";
+      list.append(make("li", {}, line.start === null ? shown
+        : make("button", { type: "button", onclick: () => showPage({ start: line.start }) }, shown)));
+    }
+    found += answer.found.length;
+    at = answer.resume;
+    setText(byId("log-found"), at === null ? `${count(list.children.length)} lines found` : `${count(list.children.length)} lines found in ${bytes(at)} of ${bytes(answer.size)}`);
+  } while (at !== null && found < 100);
+  search.resume = at;
+  more.hidden = at === null;
+}
+
+// ----------------------------------------------------------------------------------------------- the page
+
+/** Returns what an action returns; if it fails, says so and returns null. */
+async function attempt(action) {
+  try {
+    return await action();
+  } catch (error) {
+    state.failing = true;
+    say(error instanceof TypeError ? "The server of this page does not respond; trying again." : `Error: ${error.message}`);
+    return null;
+  }
+}
+
+async function refresh() {
+  const failed = state.failing;
+  state.failing = false;
+  const answer = await attempt(() => source.runs(state.runsDigest));
+  if (!answer) return;
+  if (failed) state.said = "";
+  if (answer.runs) {
+    [state.runs, state.runsDigest] = [answer.runs, answer.digest];
+    if (!state.runs.some((run) => run.id === state.run)) state.run = state.runs[0]?.id ?? null;
+    state.others = new Set([...state.others].filter((run) => run !== state.run && state.runs.some((one) => one.id === run)));
+    drawRuns();
+  }
+  if (state.run === null) {
+    say("There is no run yet.");
+    return;
+  }
+  for (const run of shownRuns()) {
+    const known = state.known.get(run) ?? { parts: {}, digests: {} };
+    const news = await attempt(() => source.run(run, known.digests));
+    if (!news) return;
+    Object.assign(known.parts, news.parts);
+    Object.assign(known.digests, news.digests);
+    state.known.set(run, known);
+  }
+  draw();
+  await drawLogs();
+}
+
+let polling = null, again = false, timer = null;
+
+/** Refreshes now, once at a time, and then every two seconds while the page is visible. */
+async function poll() {
+  again = true;
+  if (polling) return;
+  polling = true;
+  clearTimeout(timer);
+  while (again) {
+    again = false;
+    await refresh();
+  }
+  polling = false;
+  if (source.live && !document.hidden) timer = setTimeout(poll, POLL_EVERY);
+}
+
+function start() {
+  readPalette();
+  if (!source.live) {
+    document.body.classList.add("report");
+    byId("log-pages").hidden = true;
+  }
+  const sections = [...document.querySelectorAll("main > section")].filter((section) => source.live || section.id !== "comparison");
+  byId("sections").append(...sections.map((section) => make("a", { href: `#${section.id}`, onclick: (event) => {
+    event.preventDefault();
+    section.scrollIntoView();
+    section.querySelector("h2").setAttribute("tabindex", "-1");
+    section.querySelector("h2").focus({ preventScroll: true });
+  } }, section.querySelector("h2").textContent)));
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    byId("main").focus();
+  });
+  if (matchMedia("(max-width: 52rem)").matches) document.querySelector("#runs details").open = false;
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    readPalette();
+    for (const chart of charts.values()) {
+      if (chart.spec.kind === "bars") chart.load();
+      else chart.fillLegend();
+      chart.redraw();
+    }
+  });
+  const metricCharts = () => [...metricSpan.charts];
+  byId("smoothing").addEventListener("input", () => {
+    const share = Number(byId("smoothing").value);
+    setText(byId("smoothing-value"), share ? `mean over ${share} % of what is shown` : "off");
+    for (const chart of metricCharts()) {
+      chart.redraw();
+      chart.loadSoon();
+    }
+  });
+  byId("log-axis").addEventListener("change", () => metricCharts().forEach((chart) => chart.redraw()));
+  byId("metric-axis").addEventListener("change", () => {
+    metricSpan.axis = byId("metric-axis").value;
+    metricSpan.start = metricSpan.stop = metricSpan.cursor = null;
+    metricCharts().forEach((chart) => chart.load());
+  });
+  byId("parts-workers").addEventListener("change", drawCharts);
+  byId("runs-filter").addEventListener("input", drawRuns);
+  byId("comparison-run").addEventListener("change", () => drawComparison(true));
+  byId("log-worker").addEventListener("change", () => {
+    state.log = { worker: byId("log-worker").value, start: 0, stop: 0, size: 0, last: true, search: null };
+    byId("log-results").replaceChildren();
+    setText(byId("log-found"), "");
+    byId("log-more").hidden = true;
+    showPage({});
+  });
+  byId("log-search").addEventListener("submit", (event) => {
+    event.preventDefault();
+    find(0);
+  });
+  byId("log-more").addEventListener("click", () => find(state.log.search?.resume ?? 0));
+  byId("log-first").addEventListener("click", () => showPage({ start: 0 }));
+  byId("log-previous").addEventListener("click", () => showPage({ before: state.log.start }));
+  byId("log-next").addEventListener("click", () => showPage({ start: state.log.stop }));
+  byId("log-last").addEventListener("click", () => showPage({}));
+  addEventListener("hashchange", () => {
+    const before = state.run;
+    readAddress();
+    if (state.run !== before) choose(state.run);
+  });
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && source.live) poll(); });
+  readAddress();
+  say("Reading the run …");
+  poll();
+}
+
+start();

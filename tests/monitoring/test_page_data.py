@@ -1,0 +1,279 @@
+"""What the page shows: charts of any length keep their extremes, and runs are compared by what differs."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.monitoring.page_data import MOST_POINTS, MOST_SERIES, Window, chart, compare, parts
+from lockstep.monitoring.run_data import METRIC_COLUMNS, Columns, RunData, RunFolder, WorkerInfo
+
+from .made_runs import END, EVENTS, HOSTILE, MEASURED, event, job, make_hostile_run, make_run, metrics, steps
+
+
+def read(folder: Path) -> RunData:
+    run = RunFolder(folder)
+    run.update()
+    return run.data
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> RunData:
+    return read(make_run(tmp_path / "run"))
+
+
+def with_losses(values: list[float]) -> RunData:
+    data = RunData()
+    columns = data.batch_metrics.setdefault("loss", _columns())
+    for at, value in enumerate(values):
+        columns.add(float(at), float(at), value, 0)
+    return data
+
+
+def _columns() -> Columns:
+    return Columns(*METRIC_COLUMNS)
+
+
+def loss(data: RunData, **window: Any) -> dict[str, Any]:
+    return chart(data, "metric:loss", Window(axis="step", **window))[0]
+
+
+def test_a_run_in_parts(data: RunData) -> None:
+    found = parts(data, active=False)
+    summary = found["summary"]
+    assert {name: summary[name] for name in ("state", "workers", "wanted", "steps", "epochs", "digest")} == {
+        "state": "finished",
+        "workers": 2,
+        "wanted": 2,
+        "steps": 60,
+        "epochs": 2,
+        "digest": "ab12",
+    }
+    assert (summary["lost"], summary["joined"], summary["seconds"]) == (1, 1, 10.0)
+    assert summary["pauses"] == pytest.approx(0.012621)
+    # The last measurement of training: 640 examples in a second.
+    assert summary["rate"] == pytest.approx(640.0)
+    assert [(one["worker"], one["phase"], one["ended"]) for one in found["workers"]] == [
+        (0, "finished", 9.2),
+        (1, "lost", 4.0),
+        (2, "ended", 9.2),
+    ]
+    assert [(one["number"], one["time"], one["pause"]) for one in found["views"]] == [
+        (2, 4.0, 0.0123),
+        (3, 6.0, 0.000321),
+    ]
+    assert [(one["worker"], one["waits_for"], one["current"]) for one in found["waits"]] == [(0, [1], False)]
+    assert found["checkpoints"] == [{"time": 7.0, "path": "saved/step-40", "step": 40, "seconds": 0.25}]
+    assert {"section": "versions", "name": "keras", "value": "3.15.1"} in found["configuration"]
+    assert {"section": "job", "name": "seed", "value": "7"} in found["configuration"]
+    assert len(found["events"]) == len(EVENTS) + len(END)
+    json.dumps(found, allow_nan=False)
+
+
+def test_states(tmp_path: Path) -> None:
+    def state(name: str, events: list[dict[str, Any]], *, active: bool) -> str:
+        run = make_run(tmp_path / name, events)
+        return str(parts(read(run), active=active)["summary"]["state"])
+
+    failed = event(9.0, "finished", status=137, message="killed", steps=None)
+    assert state("a", EVENTS, active=True) == "running"
+    assert state("b", EVENTS, active=False) == "ended without a last event"
+    assert state("c", [*EVENTS, *END], active=True) == "finished"
+    assert state("d", [*EVENTS, failed], active=False) == "failed (status 137)"
+
+
+def test_a_run_that_has_not_begun_has_parts_and_no_charts() -> None:
+    found = parts(RunData(), active=True)
+    assert found["charts"] == found["workers"] == found["events"] == []
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_charts_of_a_run(data: RunData) -> None:
+    names = [one["id"] for one in parts(data, active=False)["charts"]]
+    assert names == [
+        *("metric:loss", "metric:accuracy", "throughput", "duration", "parts:0", "parts:1", "parts:2"),
+        *("load:cores", "load:delayed", "load:memory", "host:busy", "host:memory_used"),
+        *("gpu:utilization", "gpu:memory_used"),
+    ]
+    for name in names:
+        for axis in ("step", "time"):
+            for one in chart(data, name, Window(axis=axis)):
+                assert one["x"], name
+                json.dumps(one, allow_nan=False)
+
+
+@pytest.mark.parametrize("name", ["", "metric:other", "parts:9", "parts:x", "load:pid", "host:", "gpu:name"])
+def test_a_chart_that_does_not_exist(data: RunData, name: str) -> None:
+    with pytest.raises(KeyError):
+        chart(data, name, Window())
+
+
+def test_metrics_of_training_and_validation_share_a_chart(data: RunData) -> None:
+    found = chart(data, "metric:loss", Window(axis="step"))
+    assert [(one["label"], one["role"], one["x"], one["mean"]) for one in found] == [
+        ("loss", "train", [10, 20], [0.9, 0.7]),
+        ("loss, epochs", "epoch", [30, 60], [0.6, 0.4]),
+        ("val_loss", "validation", [30, 60], [0.65, None]),
+    ]
+    assert (found[2]["missing"], found[2]["first_missing"]) == (1, 60.0)
+    assert chart(data, "metric:loss", Window(axis="time"))[0]["x"] == [3.0, 4.0]
+
+
+def test_a_metric_of_validation_alone_has_a_chart_of_its_own(tmp_path: Path) -> None:
+    data = read(make_run(tmp_path / "run", measured=[metrics(1.0, 1, 1, loss=1.0, val_top=0.5)]))
+    assert [one["id"] for one in parts(data, active=False)["charts"]] == ["metric:loss", "metric:val_top"]
+    assert chart(data, "metric:val_top", Window())[0]["mean"] == [0.5]
+
+
+def test_the_parts_of_a_step_are_seconds_of_one_step(data: RunData) -> None:
+    found = chart(data, "parts:0", Window())
+    assert [one["label"] for one in found] == ["input", "compute", "wait", "exchange", "update", "other"]
+    assert [one["mean"] for one in found] == [[value] * 5 for value in (0.01, 0.04, 0.02, 0.01, 0.01, 0.01)]
+
+
+def test_each_step_counts_once_in_the_throughput(tmp_path: Path) -> None:
+    measured = [
+        *(steps(at + 1.0, 0, 10 * at) for at in range(1, 4)),
+        *(steps(at + 1.1, 1, 10 * at) for at in range(1, 8)),
+        steps(20.0, 1, 5, call="validation within fit 1"),
+        steps(21.0, 1, 1, count=1, call="fit 2"),
+    ]
+    events = [job(), event(0.1, "started", worker=0, pid=1), event(0.2, "started", worker=1, pid=2)]
+    found = chart(read(make_run(tmp_path / "run", events, measured)), "throughput", Window())
+    # Worker 0 until its last step at 4 s, then worker 1; without the validation and the first step of a call.
+    assert [(one["x"], one["mean"]) for one in found] == [([2.0, 3.0, 4.0, 5.1, 6.1, 7.1, 8.1], [640.0] * 7)]
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300),
+    points=st.integers(1, 100),
+    smoothing=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+)
+def test_no_extreme_is_lost(values: list[float], points: int, smoothing: float) -> None:
+    found = loss(with_losses(values), points=points, smoothing=smoothing)
+    finite = [value for value in values if math.isfinite(value)]
+    low = [value for value in found["low"] if value is not None]
+    high = [value for value in found["high"] if value is not None]
+    assert len(found["x"]) == len(found["low"]) == len(found["high"]) == len(found["mean"])
+    assert len(found["x"]) <= max(points, 2)
+    assert found["count"] == len(values)
+    assert found["missing"] == len(values) - len(finite)
+    assert found["x"] == sorted(found["x"])
+    if finite:
+        assert min(low) == pytest.approx(min(finite), rel=1e-5, abs=1e-300)
+        assert max(high) == pytest.approx(max(finite), rel=1e-5, abs=1e-300)
+        means = [value for value in found["mean"] if value is not None]
+        assert all(min(finite) - 11 <= value <= max(finite) + 11 for value in means)
+    else:
+        assert not low
+
+
+def test_a_spike_of_one_step_in_a_million_is_shown() -> None:
+    values = np.ones(1_000_000)
+    values[123_456] = 9.0
+    data = RunData()
+    columns = data.batch_metrics.setdefault("loss", _columns())
+    columns._rows = np.stack([np.arange(1e6), np.arange(1e6), values, np.zeros(1_000_000)], axis=1)
+    columns._size = len(values)
+    found = loss(data, points=100)
+    assert len(found["x"]) <= 100
+    assert max(found["high"]) == 9.0
+    at = found["high"].index(9.0)
+    assert abs(found["x"][at] - 123_456) <= 10_500
+    near = loss(data, start=123_450.0, stop=123_460.0, points=100)
+    assert near["x"][near["high"].index(9.0)] == 123_456.0
+    assert near["extent"] == [0.0, 999_999.0]
+
+
+def test_the_window_continues_to_its_neighbors() -> None:
+    data = with_losses([float(at) for at in range(100)])
+    assert loss(data, start=10.5, stop=12.5)["x"] == [10.0, 11.0, 12.0, 13.0]
+    assert loss(data, start=10.2, stop=10.4)["x"] == [10.0, 11.0]
+    assert len(loss(data, start=1000.0, stop=2000.0)["x"]) <= 2
+
+
+def test_smoothing_averages_over_a_share_of_the_window() -> None:
+    values = [float(at % 2) for at in range(100)]
+    found = loss(with_losses(values), smoothing=0.2)
+    # At step 50: the mean of the steps within 9.9 of it.
+    assert found["mean"][50] == pytest.approx(sum(values[41:60]) / 19, rel=1e-5)
+    assert (found["low"][50], found["high"][51]) == (0.0, 1.0)
+    edge = loss(with_losses(values), start=50.0, stop=60.0, smoothing=1.0)
+    assert edge["mean"][edge["x"].index(50.0)] == pytest.approx(sum(values[45:56]) / 11, rel=1e-5)
+
+
+def test_the_number_of_points_is_bounded() -> None:
+    data = with_losses([0.0] * 10_000)
+    assert len(loss(data, points=10**9)["x"]) <= MOST_POINTS
+    assert len(loss(data, points=-5)["x"]) <= 2
+
+
+def test_huge_and_infinite_values() -> None:
+    found = loss(with_losses([1e308, -1e308, math.inf, 5e-324, 0.0]))
+    assert found["low"] == [1e308, -1e308, None, 5e-324, 0.0]
+    json.dumps(found, allow_nan=False)
+
+
+def test_steps_that_were_trained_again_are_in_order() -> None:
+    data = RunData()
+    columns = data.batch_metrics.setdefault("loss", _columns())
+    for at, step in enumerate([1, 2, 3, 2, 3, 4]):
+        columns.add(float(at), float(step), float(at), 0)
+    found = loss(data)
+    assert (found["x"], found["mean"]) == ([1, 2, 2, 3, 3, 4], [0, 1, 3, 2, 4, 5])
+
+
+def test_two_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
+    one = parts(read(make_run(tmp_path / "a")), active=False)
+    other_events = [job(seed=8, replicas=None, versions={"keras": "3.15.1", "torch": "2.13"}), *EVENTS[1:]]
+    other = parts(read(make_run(tmp_path / "b", other_events)), active=False)
+    rows = compare(one, other)
+    differing = {(row["section"], row["name"]): (row["a"], row["b"]) for row in rows if row["differs"]}
+    assert differing == {
+        ("result", "state"): ("finished", "ended without a last event"),
+        ("result", "digest"): ("ab12", ""),
+        ("result", "model"): ("sequential", ""),
+        ("job", "replicas"): ("2", "none"),
+        ("job", "seed"): ("7", "8"),
+        ("versions", "python"): ("3.11.7", ""),
+        ("versions", "torch"): ("", "2.13"),
+        ("result", "steps"): ("60", "51"),
+    }
+    assert [row["differs"] for row in rows] == sorted((row["differs"] for row in rows), reverse=True)
+    assert not any(row["differs"] for row in compare(one, one))
+
+
+def test_the_number_of_series_is_bounded() -> None:
+    data = RunData()
+    for worker in range(100):
+        info = data.workers.setdefault(worker, WorkerInfo(worker))
+        info.load.add(1.0, 1.0, 0.0, 1.0, 0.0)
+    assert len(chart(data, "load:cores", Window())) == MOST_SERIES
+
+
+def test_texts_are_kept_as_they_are(tmp_path: Path) -> None:
+    found = parts(read(make_hostile_run(tmp_path / "run")), active=False)
+    assert found["summary"]["script"] == found["summary"]["failure"]["summary"] == HOSTILE
+    assert found["charts"][0] == {
+        "id": f"metric:{HOSTILE}",
+        "section": "metrics",
+        "title": HOSTILE,
+        "unit": "",
+        "kind": "lines",
+        "version": 1,
+    }
+
+
+def test_a_lone_surrogate_does_not_break_the_json(tmp_path: Path) -> None:
+    found = parts(read(make_run(tmp_path / "run", [job(target="a\ud800b")])), active=False)
+    json.dumps(found, ensure_ascii=False).encode()
+
+
+def test_measurements_without_events(tmp_path: Path) -> None:
+    data = read(make_run(tmp_path / "run", [], MEASURED))
+    assert next(one["id"] for one in parts(data, active=True)["charts"]) == "metric:loss"
