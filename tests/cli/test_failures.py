@@ -106,6 +106,10 @@ def test_the_stack_of_a_stuck_worker_is_shown(lockstep: Any) -> None:
         shown,
     )
     assert "in blocked" in (done.folder / "worker-1.stack").read_text()
+    log = (done.folder / "worker-1.log").read_text()
+    assert log.startswith("lockstep: worker 1 was here (most recent call first):\nFile ")
+    assert "in blocked\n" in log
+    assert "was here" not in (done.folder / "worker-0.log").read_text()
     assert not (done.folder / "worker-0.stack").exists()
 
 

@@ -156,7 +156,7 @@ def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], J
         if instruction == StartProcess(2):
             failed = Failed(1, "KeyError: 'x'", "the traceback\n", False, prints=False)
             written = [OutputWritten(2, 1, b"a\nb"), OutputWritten(2, 2, b"c\n"), OutputWritten(2, 1, b"d\n")]
-            return [*written, WorkerSaid(2, failed), ProcessExited(2, 1)]
+            return [*written, WorkerSaid(2, failed), ProcessExited(2, 1, stack="the stack\n")]
         if isinstance(instruction, EndHost):
             evidence = WorkerEvidence(2, True, ("c", "d"), ())
             return [HostEnded((), (evidence,) if host == 1 else ())]
@@ -164,7 +164,7 @@ def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], J
 
     job = make(react)
     assert job.coordinator.run() == 1
-    assert (job.folder / "worker-2.log").read_text() == "a\nbc\nd\nthe traceback\n"
+    assert (job.folder / "worker-2.log").read_text() == "a\nbc\nd\nthe traceback\nthe stack\n"
     assert (job.folder / "out").read_text() == "[worker 2] a\n[worker 2] bd\n"
     assert "lockstep: worker 2: KeyError: 'x'" in job.notes()
     assert f"log: {job.folder}/worker-2.log" in job.notes()

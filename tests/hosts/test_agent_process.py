@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Rejected
 from lockstep.system import disk_work
-from lockstep.system.clock import SystemClock
+from lockstep.system.clock import SystemClock, VirtualClock
 from lockstep.system.disk_work import DiskWork
 from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
@@ -81,6 +82,21 @@ def disk() -> Iterator[Disk]:
     disk = Disk()
     yield disk
     disk.released.set()
+
+
+def test_an_address_that_sends_nothing_is_perhaps_no_coordinator() -> None:
+    channel: Any = SimpleNamespace(received=0)
+    clock = VirtualClock()
+    silence = agent_process._Silence(channel, clock)
+    silence.check(5.0)
+    clock.advance(6.0)
+    with pytest.raises(CoordinatorGone, match="for 5 s: another program listens there, or"):
+        silence.check(5.0)
+    channel.received = 1
+    silence.check(5.0)
+    clock.advance(6.0)
+    with pytest.raises(CoordinatorGone, match="the coordinator has been silent for 5 s"):
+        silence.check(5.0)
 
 
 class Processes:

@@ -98,3 +98,11 @@ def test_a_worker_with_more_replicas_is_not_slower() -> None:
 def test_scores_are_relative_to_the_fastest() -> None:
     workers = {0: times(measured(compute=2.0)), 1: times(measured(compute=1.0, wait=1.0)), 2: WorkerTimes()}
     assert scores(workers) == {0: 0.5, 1: 1.0}
+
+
+def test_a_wait_without_a_slow_worker_has_other_causes() -> None:
+    waits = times(measured(compute=1.0, wait=9.0))
+    assert describe("fit 1", {0: waits}).endswith(
+        "; waiting for workers that were lost, or have left, takes the most time"
+    )
+    assert describe("fit 1", {0: waits, 1: waits}).endswith("use their cores, or workers were lost")

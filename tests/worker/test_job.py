@@ -6,6 +6,8 @@ from typing import NoReturn
 import pytest
 
 from lockstep.collectives.contract import Communicator
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import WORKER_EVENTS, DistributionBegan, Event, FirstStepEnded
@@ -61,6 +63,19 @@ def test_a_call_is_repeated_without_joined_workers_that_differ() -> None:
     assert call.views == [1, 2]
     assert job.view.workers == (0,)
     assert agent.calls == ["they differ"]
+
+
+def test_waits_of_earlier_views_count() -> None:
+    first, agent = job_of(worker=0, began_with=4)
+    hub = Hub(ReducePlan.of(place(1, (0,))))
+    hub.waited[0] = 1000.0
+    job = Job(first.context, (first.view, hub.member(0)), agent)
+    with job.detached():
+        assert job.waited == 1000.0
+    assert job.waited == 1000.0
+    job.exchange(Call((4, 5)))
+    assert job.view.workers == (0,)
+    assert 1000.0 <= job.waited < 2000.0
 
 
 def test_a_joined_worker_that_differs_exits() -> None:

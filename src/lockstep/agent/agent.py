@@ -406,7 +406,9 @@ class Agent:
         if status == UNKNOWN_STATUS:
             status = worker.said
         kills = self._new_memory_kills() if status in (-signal.SIGKILL, UNKNOWN_STATUS) else 0
-        self._tell(ProcessExited(worker.worker, status, kills))
+        stack = worker.described_stack()
+        worker.log_only(stack)
+        self._tell(ProcessExited(worker.worker, status, kills, stack))
 
     def _new_memory_kills(self) -> int:
         before, self._memory_kills = self._memory_kills, memory_kills()

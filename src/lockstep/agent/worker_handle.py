@@ -115,8 +115,18 @@ class WorkerHandle:
     def evidence(self) -> WorkerEvidence:
         """Return its evidence."""
         log = tuple(self.log.tail(_LOG_LINES)) if self.log is not None else ()
-        stack = self.stack_since(self._stack_start, _FRAMES) if self._stack_start is not None else ()
-        return WorkerEvidence(self.worker, self.log is not None, log, stack)
+        return WorkerEvidence(self.worker, self.log is not None, log, self._requested_stack())
+
+    def described_stack(self) -> str:
+        """Return lines for its log about the stack that it was asked for as evidence; empty if it was not."""
+        if self._stack_start is None:
+            return ""
+        frames = self._requested_stack()
+        heading = "was here (most recent call first):" if frames else "sent no stack"
+        return "".join(f"{line}\n" for line in (f"lockstep: worker {self.worker} {heading}", *frames))
+
+    def _requested_stack(self) -> tuple[str, ...]:
+        return self.stack_since(self._stack_start, _FRAMES) if self._stack_start is not None else ()
 
     def close(self) -> None:
         """Close its descriptors and log, and remove its stack file if that is empty."""

@@ -751,6 +751,8 @@ class Coordinator:
         worker, status = exited.worker, exited.status
         if self._progress is not None:
             self._progress.gone(worker)
+        if exited.stack and self.agents[self.state.workers[worker].host].remote:
+            self._output.log_only(worker, exited.stack)
         event = run_events.WorkerExited(worker, status)
         self.events.publish(event)
         if exited.memory_kills and self.state.active:

@@ -183,8 +183,14 @@ class _Silence:
 
     def check(self, patience: float) -> None:
         """Raise CoordinatorGone if the coordinator has been silent for longer than `patience` seconds."""
-        if self.seconds() > patience:
-            raise CoordinatorGone(f"the coordinator has been silent for {patience:g} s")
+        if self.seconds() <= patience:
+            return
+        if not self.channel.received:
+            raise CoordinatorGone(
+                f"nothing has arrived from the address of the coordinator for {patience:g} s: another "
+                "program listens there, or the coordinator is stopped"
+            )
+        raise CoordinatorGone(f"the coordinator has been silent for {patience:g} s")
 
 
 @dataclass

@@ -138,13 +138,15 @@ def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> st
         return ""
     if largest != "wait":
         return _ADVICE[largest]
+    if len(workers) == 1:
+        return "waiting for workers that were lost, or have left, takes the most time"
     paces = {worker: times.pace for worker, times in workers.items()}
     slowest = max(paces, key=lambda worker: paces[worker])
     fastest = min(paces, key=lambda worker: paces[worker])
     if paces[slowest] < _SLOWER * paces[fastest]:
         return (
             "waiting takes the most time although the workers are equally fast: other processes may use "
-            "their cores"
+            "their cores, or workers were lost"
         )
     behind = {part: workers[slowest].parts[part] / workers[slowest].steps for part in ("input", "compute")}
     ahead = {part: workers[fastest].parts[part] / workers[fastest].steps for part in ("input", "compute")}

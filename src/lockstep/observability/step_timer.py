@@ -19,7 +19,7 @@ class StepTimer:
 
     Args:
         events: the bus that publishes steps.
-        waited: returns the seconds that this worker has waited for others in its view so far.
+        waited: returns the seconds that this worker has waited for others so far.
         now: reads a clock, in seconds.
     """
 
@@ -64,8 +64,7 @@ class StepTimer:
         seconds = now - self._last
         self._last = now
         if waited != self._last_waited:
-            # A new view starts to count at zero.
-            waiting = max(0.0, waited - self._last_waited)
+            waiting = waited - self._last_waited
             self._last_waited = waited
             self._parts["wait"] += waiting
             seconds -= waiting

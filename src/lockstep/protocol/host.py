@@ -506,11 +506,13 @@ class ProcessExited(msgspec.Struct, frozen=True, tag="exited"):
         status: its exit status, negative for a signal, or `UNKNOWN_STATUS`.
         memory_kills: how many processes the kernel has killed for lack of memory since a worker was last
             killed; 0 if this one was not killed.
+        stack: lines for its log about where it was, if it was asked for its stack; otherwise empty.
     """
 
     worker: int
     status: int
     memory_kills: int = 0
+    stack: str = ""
 
 
 class OutputWritten(msgspec.Struct, frozen=True, tag="output"):

@@ -644,7 +644,8 @@ def _stage_over(state: State, now: float) -> Decision:
                 state = _unstuck(state)
                 for worker in stuck:
                     state = state.with_worker(worker, replace(state.workers[worker], condemned=True))
-                text = f"{outcome.message}; killing {'it' if len(stuck) == 1 else 'them'}"
+                ends = "it; its log ends" if len(stuck) == 1 else "them; their logs end"
+                text = f"{outcome.message}; killing {ends} with the Python stack"
                 reported = Decision(state, (ShowMessage(text),), outcome.message)
                 return reported.after(*map(KillWorker, stuck))
             # Stuck workers do not react to the abort.

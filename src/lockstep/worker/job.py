@@ -161,10 +161,11 @@ class Job:
         self.checkpoints = checkpoints or WorkerCheckpoints()
         self.policy = policy or WaitPolicy()
         self.task = "worker"
-        self.timer = StepTimer(context.events, lambda: self.communicator.waited)
+        self.timer = StepTimer(context.events, lambda: self.waited)
         self._context = context
         self._place = place
         self._joins = joins
+        self._waited_before = 0.0
         self._drives = False
         self._undone: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._published: set[Event] = set()
@@ -194,6 +195,11 @@ class Job:
     def communicator(self) -> Communicator:
         """This worker's end of the view's exchange."""
         return self._place[1]
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this worker has waited for others so far, in all views and for the next ones."""
+        return self._waited_before + self.communicator.waited
 
     @property
     def joins(self) -> bool:
@@ -331,7 +337,7 @@ class Job:
                     self.communicator.barrier(what="the change of workers")
             except PeerLostError as over:
                 lost, expected = over, False
-            self._enter(self.membership.next_place(lost, expected=expected))
+            self._enter_next_place(lost, expected=expected)
             self._tell_of_pause(begun)
 
     def _tell_of_pause(self, begun: float) -> None:
@@ -341,14 +347,15 @@ class Job:
     @contextmanager
     def detached(self) -> Iterator[None]:
         """Let this worker compute all replicas alone within the block, without the other workers."""
-        before = self._place, self._joins
+        before = self._place, self._joins, self._waited_before
+        self._waited_before = self.waited
         view = place(self.view.replicas, (self.worker,))
         self._place, self._joins = (view, by_itself(view)), True
         try:
             yield
         finally:
             self.communicator.close()
-            self._place, self._joins = before
+            self._place, self._joins, self._waited_before = before
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -383,7 +390,7 @@ class Job:
     def _enter_next(
         self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._enter(self.membership.next_place(lost))
+        self._enter_next_place(lost)
         due = [act for applies, act in self._undone if applies()]
         self._undone = [(applies, act) for applies, act in self._undone if not applies()]
         if due:
@@ -391,7 +398,13 @@ class Job:
                 for act in due:
                     act()
 
+    def _enter_next_place(self, lost: PeerLostError, *, expected: bool = False) -> None:
+        begun = time.monotonic()
+        self._enter(self.membership.next_place(lost, expected=expected))
+        self._waited_before += time.monotonic() - begun
+
     def _enter(self, place: Place) -> None:
+        self._waited_before = self.waited
         self.communicator.close()
         self._place = place
 
