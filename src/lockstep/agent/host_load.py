@@ -174,8 +174,9 @@ class LoadMeter:
         self._proc, self._host_files = proc, HostCounterFiles(proc, cgroups)
         self._cores = usable_cores()
         self._gpus = None if open_gpus is None else _GpuThread(open_gpus)
-        self._born = self._read_at = self._due = self._clock.now()
-        self._before: HostCounters | None = None
+        self._born = self._read_at = self._clock.now()
+        self._due = self._born + _EVERY
+        self._before = self._host_files.read()
         self._workers: dict[int, _Read] = {}
 
     @classmethod
@@ -191,7 +192,7 @@ class LoadMeter:
 
         Returns:
             The load since the last measurement, or of a worker since this saw it first; None if it is not
-            due yet, and for the first call.
+            due yet.
         """
         now = self._clock.now()
         for worker in processes.keys() - self._workers.keys():
@@ -207,8 +208,6 @@ class LoadMeter:
         self._due = now + max(_EVERY, (now - self._born) * _SHARE, cost)
         before, seconds = self._before, now - self._read_at
         self._before, self._workers, self._read_at = host, workers, now
-        if before is None or seconds <= 0:
-            return None
         return LoadMeasured(
             host=self._host,
             cores=self._cores,
@@ -237,6 +236,7 @@ class _GpuThread:
     def __init__(self, open_gpus: GpuReader) -> None:
         self._open_gpus = open_gpus
         self._wanted = threading.Event()
+        self._wanted.set()
         self._reading: tuple[GpuLoad, ...] = ()
         self._closed = False
         threading.Thread(target=self._read, name="gpus", daemon=True).start()
