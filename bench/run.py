@@ -5,6 +5,7 @@ import os
 import allreduce
 import budget
 import checkpoints
+import digests
 import events
 import hosts_losses
 import hosts_reduce
@@ -57,6 +58,7 @@ def main() -> None:
         scaling,
         overhead,
         watching,
+        digests,
         events,
         recovery,
         joining,

@@ -47,6 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     "monitoring": {
         *("coordinator", "errors", "observability", "protocol", "supervisor", "system", "topology", "worker"),
     },
+    # It only reads what runs have recorded.
+    "diff": {"errors", "observability", "system"},
     "local_job": {
         *("agent", "collectives", "coordinator", "errors", "observability", "protocol", "supervisor"),
         *("system", "transport"),
@@ -64,8 +66,9 @@ ALLOWED: dict[str, set[str]] = {
     "functions": {"errors", "system", "worker"},
     "ray": {"errors", "functions", "hosts", "keras", "protocol", "system", "transport", "worker"},
     "cli": {
-        *("agent", "checkpoint", "coordinator", "doctor", "errors", "hosts", "launcher", "local_job"),
+        *("agent", "checkpoint", "coordinator", "diff", "doctor", "errors", "hosts", "launcher"),
         *(
+            "local_job",
             "monitoring",
             "observability",
             "protocol",
@@ -102,6 +105,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
     },
     {"backends"},
     {"shared_saves", "synchronization"},
+    {"step_digests"},
     {"state"},
     {"replica_run"},
     {"input"},

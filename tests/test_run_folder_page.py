@@ -9,12 +9,15 @@ import msgspec
 from lockstep.coordinator.job_report import JobSummary
 from lockstep.coordinator.provenance import provenance
 from lockstep.observability.events import (
+    DIGEST_FORMAT,
     FORMAT,
     MEASUREMENTS,
     RUN_EVENTS,
+    WORKER_DIGESTS,
     WORKER_EVENTS,
     JobFinished,
     JobStarted,
+    StepDigests,
 )
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.worker.script import Script
@@ -38,9 +41,18 @@ def defined(kinds: tuple[type, ...]) -> dict[str, set[str]]:
 def test_every_event_is_described_with_its_fields() -> None:
     of_agents, rest = PAGE.read_text().split("Workers report these events;")
     of_workers, measured = rest.split("## measurements.jsonl")
+    measured, digests = measured.split("## digests")
     assert described(of_agents) == defined(tuple(kind for kind in RUN_EVENTS if kind not in WORKER_EVENTS))
     assert described(of_workers) == defined(WORKER_EVENTS)
     assert described(measured) == defined(MEASUREMENTS)
+    assert described(digests.split("A step has the fields")[0]) == defined(WORKER_DIGESTS)
+
+
+def test_every_field_of_a_recorded_step_is_described() -> None:
+    _, rows = PAGE.read_text().split("| field | meaning |")
+    cells = re.findall(r"^\| (`[^|]*`) \|", rows, re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(names) == sorted(StepDigests.__struct_fields__)
 
 
 def test_the_first_and_the_last_event_describe_the_whole_job() -> None:
@@ -52,3 +64,4 @@ def test_the_first_and_the_last_event_describe_the_whole_job() -> None:
 
 def test_the_format_is_the_one_that_the_page_describes() -> None:
     assert f"this page describes format {FORMAT}." in PAGE.read_text()
+    assert f"this page describes format {DIGEST_FORMAT}, with" in PAGE.read_text()

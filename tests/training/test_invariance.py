@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from lockstep.diff.comparison import compare
+from lockstep.diff.recording import read_recording
+from lockstep.diff.wording import detail
+
 Launch = Callable[..., Any]
 Trained = Callable[..., list[list[str]]]
 
@@ -62,12 +66,20 @@ def assert_near(found: list[str], wanted: list[str]) -> None:
         assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
+def assert_same_records(one: Path, other: Path) -> None:
+    """The digest logs of two runs are equal, and have steps."""
+    found = compare(read_recording(one), read_recording(other))
+    assert found.equal, detail(found)
+    assert found.compared
+
+
 @pytest.fixture(scope="session")
 def trained(launch: Launch) -> Trained:
     """Run programs together on several workers; check that the workers agree; return the results of each.
 
-    `optimized` as in `lean`.
+    All runs of the same programs must have recorded equal hashes of their steps. `optimized` as in `lean`.
     """
+    first: dict[tuple[object, ...], Path] = {}
 
     @functools.cache
     def run(
@@ -81,6 +93,8 @@ def trained(launch: Launch) -> Trained:
         assert parts == [parts[0]] * workers
         assert len(parts[0]) == len(programs)
         assert all(parts[0])
+        before = first.setdefault((backend, programs, replicas, optimized), done.folder)
+        assert_same_records(before, done.folder)
         return parts[0]
 
     return run

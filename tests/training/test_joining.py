@@ -1,9 +1,14 @@
 """Workers leave and join a job while it runs: all workers at the end have the same bits."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lockstep.diff.comparison import compare
+from lockstep.diff.recording import read_recording
+from lockstep.diff.wording import detail
 
 Launch = Callable[..., Any]
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
@@ -15,16 +20,25 @@ def results(run: Any, worker: int) -> list[str]:
 
 
 @pytest.fixture
-def undisturbed(undisturbed_run: Launch) -> Callable[[str], list[str]]:
-    """The results of an undisturbed run of a backend."""
+def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
+    """An undisturbed run of a backend."""
 
-    def run(backend: str) -> list[str]:
-        return results(undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend), 0)
+    def run(backend: str) -> Any:
+        return undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend)
 
     return run
 
 
-Undisturbed = Callable[[str], list[str]]
+Undisturbed = Callable[[str], Any]
+
+
+def assert_same_records(one: Path, other: Path) -> None:
+    """The digest logs of two runs are equal, and the second one has no gap."""
+    first, second = read_recording(one), read_recording(other)
+    found = compare(first, second)
+    assert found.equal, detail(found)
+    steps = sorted(key.step for key in second.steps if not key.tests)
+    assert steps == list(range(1, first.last + 1))
 
 
 @pytest.fixture
@@ -36,7 +50,8 @@ def join(launch: Launch, undisturbed: Undisturbed, tmp_path_factory: Any) -> Cal
         options = f"-n 2 --replicas 4 {options}"
         done = launch(options, "joining.py", folder, how, *place.split(), backend=backend)
         for worker in last:
-            assert results(done, worker) == undisturbed(backend)
+            assert results(done, worker) == results(undisturbed(backend), 0)
+        assert_same_records(undisturbed(backend).folder, done.folder)
         notes: str = done.stderr
         return notes
 

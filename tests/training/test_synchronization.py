@@ -24,6 +24,8 @@ from lockstep.keras.synchronization import (
     gathered_scalars,
     spread,
 )
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Alone, Job, JobContext, Place
 
@@ -39,7 +41,7 @@ def all_reduces(workers: int) -> list[Synchronization]:
 def jobs(workers: int) -> list[Job]:
     view = place(REPLICAS, tuple(range(workers)))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
-    contexts = [JobContext(worker, 0, 1, lambda event, **fields: None) for worker in range(workers)]
+    contexts = [JobContext(worker, 0, 1, Bus(SystemClock(), worker)) for worker in range(workers)]
     return [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
 

@@ -10,9 +10,11 @@ import click
 
 from lockstep import __version__
 from lockstep.cli.completion import complete_job, complete_run
+from lockstep.cli.diff import diff
 from lockstep.cli.export import export
 from lockstep.cli.logs import logs
 from lockstep.cli.page import report, ui
+from lockstep.cli.rerun import rerun
 from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.environment import KEY_FILE
@@ -56,6 +58,8 @@ cli.add_command(export)
 cli.add_command(logs)
 cli.add_command(ui)
 cli.add_command(report)
+cli.add_command(diff)
+cli.add_command(rerun)
 
 
 @cli.command()

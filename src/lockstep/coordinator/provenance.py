@@ -22,6 +22,7 @@ def provenance(script: Script) -> dict[str, Any]:
         "script": _hashed(script),
         "cores": usable_cores(),
         "host": socket.gethostname(),
+        "directory": str(Path.cwd()),
     }
 
 

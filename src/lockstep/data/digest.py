@@ -1,7 +1,7 @@
 """Fast hashes by which workers detect that they read different data; not for security."""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,15 +23,43 @@ def digest_arrays(arrays: Iterable[npt.NDArray[Any]], prefix: bytes = b"") -> by
     state = xxhash.xxh3_128(prefix)
     for array in arrays:
         state.update(_described(array.dtype, array.shape))
-        if array.dtype.kind == "O":
-            for item in array.flat:
-                text = item if isinstance(item, bytes) else str(item).encode()
-                state.update(len(text).to_bytes(8, "little") + text)
-        elif array.dtype in _PLAIN and array.flags.c_contiguous:
-            state.update(array.data)
-        else:
-            state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        state.update(_bytes_of(array))
     return state.digest()
+
+
+def digest_array(array: npt.NDArray[Any]) -> bytes:
+    """Hash the bytes of an array, which may contain strings, but not its shape or dtype (8 bytes)."""
+    return xxhash.xxh3_64_digest(_bytes_of(array))
+
+
+def digest_rows(arrays: Sequence[npt.NDArray[Any]], parts: int) -> bytes:
+    """Hash the first axis of `arrays`, all of one length, in at most `parts` parts (4 bytes each).
+
+    Every part but the last has the same number of rows, the smallest possible.
+    """
+    count = len(arrays[0])
+    size = max(1, -(-count // parts))
+    starts = range(0, count, size)
+    seeds = [0] * len(starts)
+    for array in arrays:
+        if array.dtype.kind == "O":
+            pieces = [_bytes_of(array[start : start + size]) for start in starts]
+        else:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            row = len(flat) // count
+            pieces = [flat[start * row : (start + size) * row] for start in starts]
+        seeds = [xxhash.xxh3_64_intdigest(piece, seed) for piece, seed in zip(pieces, seeds, strict=True)]
+    return b"".join(struct.pack("<I", seed & 0xFFFFFFFF) for seed in seeds)
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> Any:
+    """Return a buffer with the contents of an array; strings count by content, with their lengths."""
+    if array.dtype.kind == "O":
+        texts = [item if isinstance(item, bytes) else str(item).encode() for item in array.flat]
+        return b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+    if array.dtype in _PLAIN and array.flags.c_contiguous:
+        return array
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def sample_rows(count: int) -> npt.NDArray[np.int64]:

@@ -148,6 +148,16 @@ def processor_model(file: Path = Path("/proc/cpuinfo")) -> str:
 
 
 @cache
+def processor_features(file: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the features of this machine's processor that the kernel lists, in alphabetical order."""
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return " ".join(sorted(value.split()))
+    return "unknown"
+
+
+@cache
 def computed_bits() -> str:
     """Return a hash of the results of a fixed small program on the backend.
 

@@ -39,6 +39,11 @@ class LastModel:
         self._model: Any = None
         self._facts: dict[str, str] = {}
 
+    @property
+    def model(self) -> Any:
+        """The model; None if there is none, or another one was compiled since."""
+        return self._model
+
     def trains(self, model: Any) -> None:
         """Note that `model` is about to be trained."""
         self._model = model

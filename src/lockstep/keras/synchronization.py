@@ -91,6 +91,10 @@ class Round:
         settle: returns once nothing reads the memory of the last total.
         catching_up: see `lockstep.worker.job.Job.exchange`.
         started: the partials of the replicas whose computation has begun on this worker.
+        contributed: the arrays of the replicas that this worker has given to a sum, in the order of the
+            layout's names, valid until the next round.
+        inputs: returns what a replica that has contributed computes from, as far as this is known: arrays of
+            NumPy or of the backend.
     """
 
     what: str
@@ -104,6 +108,8 @@ class Round:
     settle: Callable[[], None] = lambda: None
     catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
     started: dict[int, Partial] = field(default_factory=dict)
+    contributed: dict[int, Sequence[Array]] = field(default_factory=dict)
+    inputs: Callable[[int], Sequence[Any]] = lambda replica: ()
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
         """Begin the computation of those `replicas` that have not begun; return the layout of the partials.
@@ -207,6 +213,7 @@ class AllReduce:
         # Hash the inputs while the backend is still computing.
         check = this.check(layout.names) if len(view.workers) > 1 else b""
         partials = this.partials(own)
+        this.contributed.update(partials)
         this.settle()
         summed = partials
         if layout.scalars or layout.joined:

@@ -30,6 +30,15 @@ class VariableState:
         """Assign the values of `arrays` to the variables."""
         assign(self._model, arrays, whole=True)
 
+    def lasting_variables(self) -> Mapping[str, Any]:
+        """Return the variables of the model and its optimizers, by path."""
+        variables = all_variables(self._model)
+        return named_arrays(variables, variables)
+
+    def lasting_values(self, state: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the present values of variables."""
+        return [one.value if hasattr(one, "assign") else one for one in variables.values()]
+
 
 def all_variables(model: Any) -> list[Any]:
     """Return the variables of a model and of its optimizers, each once."""

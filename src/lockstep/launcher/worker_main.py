@@ -15,7 +15,13 @@ from pathlib import Path
 
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import WORKER_EVENTS, WORKER_MEASUREMENTS, ImportStarted, SourceChanged
+from lockstep.observability.events import (
+    WORKER_DIGESTS,
+    WORKER_EVENTS,
+    WORKER_MEASUREMENTS,
+    ImportStarted,
+    SourceChanged,
+)
 from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
@@ -59,6 +65,7 @@ def main(arguments: Sequence[str]) -> None:
     # Before the client: the measurements of a call precede the event of its end.
     recorder = StepRecorder(events, clock, _is_chief)
     events.subscribe(client.report, *WORKER_EVENTS, *WORKER_MEASUREMENTS)
+    events.subscribe(client.report, *WORKER_DIGESTS)
     try:
         _enter_job(config, client, events)
     except PeerLostError as over:
@@ -121,6 +128,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
         config.joint_input,
         config.host,
         membership.over_hosts,
+        config.digests,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)
     job.enter(job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins))
@@ -154,7 +162,10 @@ def _run(script: Script, client: AgentClient, recorder: StepRecorder, has_log: b
     from lockstep.worker import job
 
     try:
-        script.run()
+        try:
+            script.run()
+        finally:
+            job.current().exit()
     except SystemExit as leaving:
         # Python handles it as usual.
         if leaving.code in (None, 0):

@@ -1,8 +1,8 @@
-"""Writes `events.jsonl` and `measurements.jsonl`: a JSON object per line, as docs/run-folder.md describes."""
+"""Writes what a run publishes to its folder: a JSON object per line, as docs/run-folder.md describes."""
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,17 +10,24 @@ from typing import Self
 import msgspec
 
 from lockstep.observability.bus import Bus, PublishedEvent
-from lockstep.observability.events import MEASUREMENTS, RUN_EVENTS
+from lockstep.observability.digest_log import DigestLog
+from lockstep.observability.events import MEASUREMENTS, RUN_EVENTS, WORKER_DIGESTS, JobStarted
 from lockstep.system.files import AppendFile, Complain
 from lockstep.system.paths import RunPaths
 
 
 @contextmanager
 def recorded(events: Bus, paths: RunPaths, complain: Complain) -> Iterator[None]:
-    """Write the events and measurements of a run to its folder during the block."""
-    with EventLog.open(paths.events, complain) as log, EventLog.open(paths.measurements, complain) as figures:
+    """Write the events, measurements and digests of a run to its folder during the block."""
+    with (
+        EventLog.open(paths.events, complain) as log,
+        EventLog.open(paths.measurements, complain) as figures,
+        closing(DigestLog(paths.digests, encoded, complain)) as digests,
+    ):
         events.subscribe(log.append, *RUN_EVENTS)
         events.subscribe(figures.append, *MEASUREMENTS)
+        events.subscribe(digests.announce, JobStarted)
+        events.subscribe(digests.append, *WORKER_DIGESTS)
         yield
 
 
@@ -45,15 +52,7 @@ class EventLog:
 
     def append(self, published: PublishedEvent) -> None:
         """Append one event; it is lost if the file cannot be written."""
-        line = {"time": round(published.time, 3), **msgspec.to_builtins(published.event)}
-        if published.worker is not None:
-            line["worker"] = published.worker
-        try:
-            text = msgspec.json.encode(line)
-        except UnicodeEncodeError:
-            # For a file name that is not UTF-8, JSON can escape each byte.
-            text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")
-        self._file.write(text + b"\n")
+        self._file.write(encoded(published))
 
     def close(self) -> None:
         """Close the file."""
@@ -66,3 +65,16 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def encoded(published: PublishedEvent) -> bytes:
+    """Return the line of an event."""
+    line = {"time": round(published.time, 3), **msgspec.to_builtins(published.event)}
+    if published.worker is not None:
+        line["worker"] = published.worker
+    try:
+        text = msgspec.json.encode(line)
+    except UnicodeEncodeError:
+        # For a file name that is not UTF-8, JSON can escape each byte.
+        text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")
+    return text + b"\n"

@@ -15,6 +15,9 @@ from lockstep.system.nvml import Gpu
 FORMAT = 1
 """The format of `events.jsonl`; docs/run-folder.md states what a format number guarantees."""
 
+DIGEST_FORMAT = 1
+"""The format of the digest log."""
+
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event"):
     """An immutable event; its tag is its name on disk."""
@@ -29,6 +32,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
         script: `path` and `sha256` of its file; None if it cannot be read.
         cores: number of cores that the run may use.
         host: the name of the host.
+        directory: in which the command was started.
 
     The other fields are those of `lockstep.protocol.job_spec.JobSpec`, as built-in types.
     """
@@ -38,6 +42,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     script: dict[str, str] | None
     cores: int
     host: str
+    directory: str
     target: str
     module: bool
     arguments: tuple[str, ...]
@@ -562,6 +567,125 @@ class LoadMeasured(_Event, frozen=True, kw_only=True, tag="load"):
     gpus: tuple[GpuLoad, ...] = ()
 
 
+class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
+    """What the bits of a run depend on besides its data, as a worker sees it; published when it changes.
+
+    Attributes:
+        format: of the digest log.
+        seed: of the job.
+        replicas: R.
+        threads: number of threads that compute one replica.
+        input: how the workers read datasets: `divided` or `joint`.
+        backend: of Keras.
+        versions: of Python and of the imported libraries, by name.
+        flags: environment variables that can change what a script computes, by name.
+        processor: the kind of the processor.
+        features: the instruction sets of the processor, separated by spaces.
+        sources: SHA-256 of the program's own source files, by path; below the script's folder relative to it.
+        script: the path of the script in `sources`; empty if there is none.
+    """
+
+    format: int = DIGEST_FORMAT
+    seed: int
+    replicas: int
+    threads: int
+    input: str
+    backend: str
+    versions: dict[str, str]
+    flags: dict[str, str]
+    processor: str
+    features: str
+    sources: dict[str, str]
+    script: str
+
+
+class SettingsRecorded(_Event, frozen=True, kw_only=True, tag="settings"):
+    """The settings of a distributed call that begins: of the call, the model, optimizer, loss and callbacks.
+
+    Published for the first call of a method, and for those with other settings than the call before.
+
+    Attributes:
+        call: such as `fit 1`.
+        trained: number of training steps before the call.
+        settings: short texts by name.
+    """
+
+    call: str
+    trained: int
+    settings: dict[str, str]
+
+
+class NamesRecorded(_Event, frozen=True, tag="names"):
+    """The names of the arrays of partials and totals, or of variables, in the order of their hashes.
+
+    Attributes:
+        key: identifies this list of names in `StepDigests`.
+        names: of the arrays.
+    """
+
+    key: str
+    names: tuple[str, ...]
+
+
+class StepDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Hashes (XXH3, hexadecimal) of one step, of what one worker has computed of it.
+
+    A hash of several arrays is that of their 8-byte hashes in the order of their names. `..._parts` has
+    these, 16 digits each, one after the other.
+
+    Attributes:
+        step: number of training steps of the job, with this one if it trains, in all calls.
+        call: such as `fit 1`.
+        number: of the step in its call, from 1.
+        trains: whether it is a training step.
+        examples: of each replica that this worker has computed, by replica.
+        inputs: the examples of each replica as read.
+        rows: the examples of each replica in at most 1024 parts of equal numbers of rows, 8 digits per part.
+        names: key of the names of partials and total.
+        partials: the partial of each replica that this worker has computed.
+        partial_parts: the same by array.
+        total: the sum of all partials; empty if not recorded.
+        total_parts: the same by array.
+        variables: key of the names of the variables.
+        before: the weights, layer state and optimizer's variables before the step; empty if not recorded.
+        before_parts: the same by variable.
+        after: the same after the step, before anything else changes them.
+        after_parts: the same by variable.
+    """
+
+    step: int
+    call: str
+    number: int
+    trains: bool = True
+    examples: dict[int, int] = {}
+    inputs: dict[int, str] = {}
+    rows: dict[int, str] = {}
+    names: str = ""
+    partials: dict[int, str] = {}
+    partial_parts: dict[int, str] = {}
+    total: str = ""
+    total_parts: str = ""
+    variables: str = ""
+    before: str = ""
+    before_parts: str = ""
+    after: str = ""
+    after_parts: str = ""
+
+
+class DigestsRecorded(_Event, frozen=True, kw_only=True, tag="digests"):
+    """Hashes of steps of a worker, in the order in which it has completed them.
+
+    Attributes:
+        serial: number of this event among those of its worker's process, from 1: a missing one was lost.
+        stride: of the last of the steps; steps whose number it does not divide are not recorded.
+        steps: the steps.
+    """
+
+    serial: int
+    stride: int
+    steps: tuple[StepDigests, ...]
+
+
 CoordinatorEvent = (
     JobStarted
     | WorkerStarted
@@ -617,7 +741,10 @@ WorkerMeasurement = StepsMeasured | MetricsRecorded
 Measurement = WorkerMeasurement | LoadMeasured
 """Figures of a run. They decide nothing, and may be lost when a process is slow or killed."""
 
-Event = CoordinatorEvent | WorkerEvent | Measurement | StepEnded
+WorkerDigest = ProgramRecorded | SettingsRecorded | NamesRecorded | DigestsRecorded
+"""What a worker records of the bits of a training; the coordinator publishes it again."""
+
+Event = CoordinatorEvent | WorkerEvent | Measurement | WorkerDigest | StepEnded
 """All events. `StepEnded` stays in its worker."""
 
 WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)
@@ -631,3 +758,6 @@ WORKER_MEASUREMENTS: tuple[type[Event], ...] = get_args(WorkerMeasurement)
 
 MEASUREMENTS: tuple[type[Event], ...] = (*WORKER_MEASUREMENTS, LoadMeasured)
 """The events in `measurements.jsonl`."""
+
+WORKER_DIGESTS: tuple[type[Event], ...] = get_args(WorkerDigest)
+"""The events in the digest log, after the `job` event of each run."""

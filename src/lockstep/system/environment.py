@@ -26,9 +26,26 @@ _SHARED = (
     "XLA_",
 )
 """Prefixes of variables that can change what a script computes."""
+_NUMERIC = (
+    *("CUBLAS_WORKSPACE", "JAX_", "KMP_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_"),
+    *(
+        "TF_CUDNN",
+        "TF_DETERMINISTIC",
+        "TF_DISABLE",
+        "TF_ENABLE",
+        "TF_NUM",
+        "TF_USE",
+        "TF_XLA",
+        "TORCH_",
+        "XLA_",
+    ),
+)
+_NOT_NUMERIC = ("CACHE", "CONFIG", "DIR", "FILE", "HOME", "KEY", "LOG", "PASSWORD", "PATH", "SECRET", "TOKEN")
 _OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_HOME")
 KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
+DIGESTS = f"{_PREFIX}DIGESTS"
+"""The variable that says which steps a run records; see `lockstep.worker.job.JobContext.digests`."""
 ENGINE = f"{_PREFIX}ENGINE"
 """The variable with the descriptor of the socket of the engine that has started this process."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
@@ -83,6 +100,7 @@ class WorkerConfig:
         joint_input: whether this worker reads everything of a dataset, also where reading could be divided.
         by_hand: whether the user started this process.
         host: the name of the worker's host, as the user wrote it; empty if the job has one host.
+        digests: which steps to record; see `lockstep.worker.job.JobContext`.
     """
 
     worker: int
@@ -102,6 +120,7 @@ class WorkerConfig:
     joint_input: bool = False
     by_hand: bool = False
     host: str = ""
+    digests: str = ""
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -138,6 +157,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         joint_input=f"{_PREFIX}JOINT_INPUT" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
         host=environ.get(f"{_PREFIX}HOST", ""),
+        digests=environ.get(DIGESTS, ""),
     )
     if config.worker >= config.workers and not config.joins:
         raise ConfigError(
@@ -191,6 +211,7 @@ def job_environment(
         backend: the Keras backend; None to leave it unchanged.
     """
     environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
+    environment |= {name: value for name, value in inherited.items() if name == DIGESTS}
     environment |= _thread_variables(threads)
     environment["PYTHONHASHSEED"] = str(seed % 2**32)
     environment["PYTHONUNBUFFERED"] = "1"
@@ -310,6 +331,25 @@ def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(_SHARED) and name not in _OF_ONE_HOST
     }
+
+
+def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables with which libraries choose how they compute, for a log; none names a secret."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_NUMERIC) and not any(part in name for part in _NOT_NUMERIC)
+    }
+
+
+def repeating(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment in which a run with these `numeric_flags` is repeated.
+
+    Variables that follow from the number of threads, which the job sets itself, keep their present values.
+    """
+    own = {name: value for name, value in environ.items() if name not in numeric_flags(environ)}
+    threads = _thread_variables(1)
+    return own | {name: value for name, value in flags.items() if name not in threads}
 
 
 def ssh_address(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -30,6 +30,11 @@ class RunPaths:
         return self.root / "measurements.jsonl"
 
     @property
+    def digests(self) -> Path:
+        """The folder of the digest log."""
+        return self.root / "digests"
+
+    @property
     def sources(self) -> Path:
         """The source files of the script and its modules that the workers run."""
         return self.root / "sources"

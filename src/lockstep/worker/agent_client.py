@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.errors import InternalError
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import WorkerEvent, WorkerMeasurement
+from lockstep.observability.events import WorkerDigest, WorkerEvent, WorkerMeasurement
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AgentMessage,
@@ -28,6 +28,7 @@ from lockstep.system.event_loop import wait_for
 from lockstep.system.mounts import is_shared
 
 _PATIENCE = 1.0
+_SHORT_PATIENCE = 0.2
 
 
 class AgentClient:
@@ -47,11 +48,17 @@ class AgentClient:
     def report(self, published: PublishedEvent) -> None:
         """Forward an event of this worker, which the coordinator publishes on the bus of the run.
 
-        A measurement is dropped if the agent is slow: training does not wait for it.
+        A measurement is dropped if the agent is slow: training does not wait for it. Digests, of which many
+        may follow each other, wait shortly.
         """
         event = published.event
-        assert isinstance(event, WorkerEvent | WorkerMeasurement)
-        self._channel.send(EventReport(event), 0.0 if isinstance(event, WorkerMeasurement) else _PATIENCE)
+        assert isinstance(event, WorkerEvent | WorkerMeasurement | WorkerDigest)
+        patience = _PATIENCE
+        if isinstance(event, WorkerMeasurement):
+            patience = 0.0
+        elif isinstance(event, WorkerDigest):
+            patience = _SHORT_PATIENCE
+        self._channel.send(EventReport(event), patience)
 
     def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
         """Report the workers for which this one waits; dropped if the agent is slow, as others follow."""

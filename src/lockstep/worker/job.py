@@ -113,6 +113,7 @@ class JobContext:
         host: the name of its host, as the user wrote it; empty if that is not known.
         over_hosts: whether the job has several hosts; then some members may enter a view one call later than
             others.
+        digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
     """
 
     worker: int
@@ -124,6 +125,7 @@ class JobContext:
     joint_input: bool = False
     host: str = ""
     over_hosts: bool = False
+    digests: str = ""
 
 
 class Job:
@@ -170,6 +172,7 @@ class Job:
         self._undone: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._published: set[Event] = set()
         self._at_end: list[Callable[[], object]] = []
+        self._at_exit: list[Callable[[], object]] = []
 
     @property
     def context(self) -> JobContext:
@@ -240,6 +243,15 @@ class Job:
     def at_end(self, act: Callable[[], object]) -> None:
         """Call `act` when the script has ended, if this worker is the chief then."""
         self._at_end.append(act)
+
+    def at_exit(self, act: Callable[[], object]) -> None:
+        """Call `act` when the script has ended on this worker, also if it has raised."""
+        self._at_exit.append(act)
+
+    def exit(self) -> None:
+        """Call what `at_exit` has registered; before `end`, and before the script's error is reported."""
+        for act in self._at_exit:
+            act()
 
     def end(self) -> None:
         """After the script, on the chief: save the last state, and call what `at_end` has registered."""

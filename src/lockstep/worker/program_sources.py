@@ -99,6 +99,12 @@ def own_sources() -> dict[str, str]:
     return found
 
 
+def script_source() -> str:
+    """Return the name of the script's file in `own_sources`; empty if it has none."""
+    script = _file(sys.modules["__main__"])
+    return script.name if script is not None and is_own(str(script)) else ""
+
+
 def file_hash(path: Path) -> str | None:
     """Return the hash of a file's contents; None if there is no file."""
     try:

@@ -49,6 +49,12 @@ class TrainingState(Protocol):
             CheckpointError: they do not fit the model.
         """
 
+    def lasting_variables(self) -> Mapping[str, Any]:
+        """Return the variables on which later steps depend, by name: those of metrics are not included."""
+
+    def lasting_values(self, state: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the values of `lasting_variables` in `state`; faster than `named_state`."""
+
 
 class Program(TrainingState, Protocol):
     """One step of one model, of one kind, in two halves with the sum over the replicas between them.

@@ -152,6 +152,21 @@ class JaxState:
             lambda new, old: jax.device_put(new, old.sharding), loaded, tuple(state)
         )
 
+    def lasting_variables(self) -> Mapping[str, Any]:
+        """Return the variables of the model and of the optimizer that it trains with, by path."""
+        model = self._model
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        if self._kind == "train":
+            variables += model.optimizer.variables
+        return named_arrays(variables, variables)
+
+    def lasting_values(self, state: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the arrays in `state`, or of the variables if it is None."""
+        if state is None:
+            return [variable.value for variable in variables.values()]
+        metrics = 0 if self._kind == "predict" else 1
+        return [value for group in state[: len(state) - metrics] for value in group]
+
     def _variables(self) -> list[Any]:
         model = self._model
         groups = [model.trainable_variables, model.non_trainable_variables]

@@ -154,6 +154,10 @@ class TorchState(VariableState):
         """Return the variables and buffers that steps read and write, by path."""
         return {**super().named_state(state), **module_buffers(self._model)}
 
+    def lasting_variables(self) -> Mapping[str, Any]:
+        """Return the variables of the model and its optimizers, and the buffers of modules, by path."""
+        return {**super().lasting_variables(), **module_buffers(self._model)}
+
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
         """Assign the values of `arrays` to the variables and buffers."""
         buffers = module_buffers(self._model)

@@ -5,6 +5,7 @@ function takes the step; if checkpoints are saved, a wrapper counts its steps.
 """
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
 from lockstep.keras.synchronization import (
     AllReduce,
     Packed,
@@ -64,6 +66,8 @@ class GlobalStep:
         self._kind = kind
         self._snapshots = snapshots
         self._timer = job.timer
+        self._digests = recorder_of(job, backend.to_numpy)
+        self._describe = variable_names(model)
 
     def take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step on a batch of Keras's loop; return (logs, state), or (outputs, state) to predict."""
@@ -88,11 +92,16 @@ class GlobalStep:
         self._timer.begin(label)
         data = self._read(state, batch)
         self._timer.lap("input")
-        logs, state = self._step(state, data)
+        trains = self._kind == "train"
+        record = self._digests.begin(self._calls.taken + trains, call.name, number, trains=trains)
+        logs, state = self._step(state, data, record)
+        self._digests.after_update(record, self._program, state, self._describe)
         self._next_step(logs, state)
         owned = len(self._job.view.replicas_of(self._job.worker))
         trained = self._calls.taken
         self._timer.end(number, logs, trained=trained, examples=data.examples, replicas=owned)
+        if self._digests.ends_after(trained):
+            sys.exit(0)
         return logs, state
 
     def _join_job(self, state: Any, batch: GlobalBatch) -> Any:
@@ -109,15 +118,19 @@ class GlobalStep:
                 raise CallFinishedElsewhere
         return state
 
-    def _step(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
+    def _step(self, state: Any, batch: GlobalBatch, record: RecordedStep | None = None) -> tuple[Any, Any]:
         totals: list[Total] = []
         complete = False
         while not complete:
-            total = self._total(self._round(state, batch, totals), len(totals))
+            this = self._round(state, batch, totals, record)
+            total = self._total(this, len(totals))
             complete = self._program.is_last(len(totals))
             # The next reduce reuses the total's memory.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
             self._timer.lap("exchange")
+            if record is not None:
+                record.add_round(this, totals[-1])
+        self._digests.before_update(record, self._program, state)
         result = self._program.apply(state, totals)
         self._timer.lap("update")
         return result
@@ -140,6 +153,7 @@ class GlobalStep:
 
         rows = self._job.exchange(join)
         if only.layout is not None and only.layout.leaves:
+            self._digests.settle()
             _, state = self._program.apply(state, [self._total(only, 0)])
         self._calls.current.steps += 1
         return rows, state
@@ -150,7 +164,13 @@ class GlobalStep:
             return batch.read(partial(self._program.published, state))
         return batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
 
-    def _round(self, state: Any, batch: GlobalBatch, earlier: Sequence[Total]) -> Round:
+    def _round(
+        self,
+        state: Any,
+        batch: GlobalBatch,
+        earlier: Sequence[Total],
+        record: RecordedStep | None = None,
+    ) -> Round:
         """Return the round that follows the rounds with the totals `earlier`.
 
         Replicas without examples contribute nothing. In the first step, a worker that has only such replicas
@@ -162,6 +182,8 @@ class GlobalStep:
         def computed(share: Share) -> Partial:
             read = self._timer.charging("input", share.data) if self._timer.running else share.data
             data = read()
+            if record is not None:
+                record.read(share.replica, data)
             share = share._replace(data=lambda: data)
             with misfits_explained(self._model, share.examples):
                 return self._program.compute(state, share, earlier)

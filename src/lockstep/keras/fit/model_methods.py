@@ -4,9 +4,10 @@ A model that is compiled in a strategy's scope, or in a script without a strateg
 replicas compute its steps. Everything else in Keras's loops (callbacks, logs, epochs) stays Keras's own.
 """
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +41,7 @@ from lockstep.keras.sidecar_evaluator import EvaluatorFit
 from lockstep.keras.state.callback_states import (
     attribute_hashes,
     callback_states,
+    listed,
     listeners,
     set_callback_states,
 )
@@ -48,6 +50,7 @@ from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.variables import model_state
 from lockstep.keras.worker_exchange import Facts, agree, chiefs_decision, setting_facts, state_facts
 from lockstep.observability.events import CallEnded, CallStarted, ChiefWrites, MetricsRecorded, TrainingEnded
@@ -57,6 +60,8 @@ from lockstep.worker.job import Job
 
 Original = Callable[..., Any]
 _KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
+_ARGUMENTS = ("batch_size", "shuffle", "steps_per_epoch", "class_weight", "validation_split")
+"""The arguments of `fit` that are recorded."""
 _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
@@ -70,6 +75,8 @@ class ModelMethods:
     def __init__(self, job: Job, backend: Backend) -> None:
         self._job = job
         self._backend = backend
+        # Before the recorder, which publishes at the end what it has recorded.
+        job.at_exit(self._record_last)
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -88,6 +95,7 @@ class ModelMethods:
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
+        self._digests = recorder_of(job, backend.to_numpy)
         job.at_end(lambda: job.events.publish(self.trained()))
         if job.checkpoints.resumed is not None:
             self._resumable.begin(job.checkpoints.resumed)
@@ -170,12 +178,16 @@ class ModelMethods:
                 "train",
                 training,
                 lambda: {**epochs, **_all_facts(training, validation), **_setting_facts(model)},
+                lambda: self._recorded_settings(model, given),
             )
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = writing_once(callbacks, given["verbose"], resumes=self.forwarding)
             if len(self._job.view.hosts) > 1 and (files := chief_files(call.callbacks)):
                 self._job.events.publish(ChiefWrites(files))
+            if self._alone:
+                self._digests.begin_call(call.name, self._steps, self._recorded_settings(model, given))
+                self._record_now(f"the beginning of {call.name}", model)
             self._snapshots.note_settings(model)
             call.callback_hashes = [attribute_hashes(call.callbacks)]
             call.model, call.by_batch = model, has_batch_methods(call.callbacks)
@@ -184,6 +196,7 @@ class ModelMethods:
                 result = original(*bound.args, **bound.kwargs)
             except CallFinishedElsewhere:
                 return replay_fit(model, callbacks, self._resumable.replay())
+            self._record_now(f"the end of {call.name}", model)
             self._finish(result)
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
@@ -197,7 +210,7 @@ class ModelMethods:
         recorded = MetricsRecorded(
             call=call.name,
             epoch=epoch + 1,
-            trained=self._calls.taken + self._plain_steps,
+            trained=self._steps,
             values=finite_values({**(logs or {}), **_reported(call.model, epoch)}),
         )
         self._job.as_chief(lambda: self._job.events.publish(recorded))
@@ -211,11 +224,13 @@ class ModelMethods:
 
     def trained(self) -> TrainingEnded:
         """Return the number of training steps, and the name and digest of the model that was trained last."""
-        return TrainingEnded(self._calls.taken + self._plain_steps, **self._last.facts())
+        return TrainingEnded(self._steps, **self._last.facts())
 
     def steps_ended(self) -> None:
         """Hold the state at the end of the last step of an epoch: it may be the last step of the training."""
         call = self._calls.current
+        if self._alone and call.model is not None:
+            self._record_now(f"the end of an epoch of {call.name}", call.model)
         if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
             held = self._backend.training_state(call.model)
             self._snapshots.hold(
@@ -324,7 +339,13 @@ class ModelMethods:
                 self._introduce(call, model, batch)
         self._models.load_waiting(model)
         if self._models.is_built(model):
-            self._compare(call, model, lambda: _setting_facts(model))
+            first = self._calls.outermost == 1
+            self._compare(
+                call,
+                model,
+                lambda: _setting_facts(model),
+                lambda: setting_facts(settings_of_call(model, (), first=first)),
+            )
             self._compared[model].add(kind)
 
     def _replay_batch(
@@ -383,6 +404,22 @@ class ModelMethods:
         """Whether Keras's own methods do everything: one replica, nothing to save or to resume from."""
         return self._alone and self._job.checkpoints.scheduler is None and not self._resumable.behind
 
+    @property
+    def _steps(self) -> int:
+        """The number of training steps so far."""
+        return self._calls.taken + self._plain_steps
+
+    def _record_now(self, what: str, model: Any) -> None:
+        """Record the state of a model, which is in its variables, outside of any step."""
+        self._digests.record_state_now(self._steps, what, self._backend.training_state(model))
+
+    def _record_last(self) -> None:
+        """Record, at the end of the script, the state of the model that was trained last."""
+        if self._last.model is not None:
+            # As for its digest, a failed step may have taken its memory.
+            with contextlib.suppress(Exception):
+                self._record_now("the end of the script", self._last.model)
+
     def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
         x, y, weight = given["x"], given["y"], given["sample_weight"]
         validation = given["validation_data"]
@@ -425,9 +462,15 @@ class ModelMethods:
         return data
 
     def _begin(
-        self, call: NumberedCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: Kind,
+        data: GlobalInput,
+        facts: Callable[[], Facts],
+        settings: Callable[[], Facts] = dict,
     ) -> None:
-        """Build what needs the first batch, and refuse what replicas cannot compute."""
+        """Build what needs the first batch, and refuse what replicas cannot compute; see `_compare`."""
         if self._alone and not (self._resumable.behind or self._models.awaits(model)):
             return
         self._models.build(model, kind, lambda: self._sample(data, model))
@@ -435,7 +478,7 @@ class ModelMethods:
             return
         refuse_metrics_that_do_not_add(model, data.peek)
         self._introduce(call, model, data.peek)
-        self._compare(call, model, facts)
+        self._compare(call, model, facts, settings)
 
     def _introduce(self, call: NumberedCall, model: Any, rows: Callable[[], Any]) -> None:
         """Print once that a script without a strategy is distributed, and each part that is per replica."""
@@ -465,15 +508,41 @@ class ModelMethods:
         """Yield the first batch in the form of Keras's epoch iterators; read it only when asked for it."""
         yield 0, 0, [self._sample(data, model)]
 
-    def _compare(self, call: NumberedCall, model: Any, facts: Callable[[], Facts]) -> None:
-        """Check that all workers begin the same call with the same model; publish that it begins."""
+    def _recorded_settings(self, model: Any, given: Mapping[str, Any]) -> Facts:
+        """Return settings of a `fit` that may differ between runs, but not between workers."""
+        callbacks = listed(given["callbacks"] or ())
+        arguments = {name: given[name] for name in _ARGUMENTS}
+        return {
+            **{f"call {name.replace('_', ' ')}": str(value) for name, value in arguments.items()},
+            **setting_facts(settings_of_call(model, callbacks, first=self._calls.outermost == 1)),
+        }
+
+    def _compare(
+        self,
+        call: NumberedCall,
+        model: Any,
+        facts: Callable[[], Facts],
+        settings: Callable[[], Facts] = dict,
+    ) -> None:
+        """Check that all workers begin the same call with the same model; publish that it begins.
+
+        Args:
+            call: that begins.
+            model: of the call.
+            facts: returns what must be equal on all workers.
+            settings: returns what is recorded of the call besides.
+        """
         if self._resumable.catches_up:
             return
         self._job.events.publish(CallStarted(call.name))
-        if len(self._job.view.workers) > 1:
+        several = len(self._job.view.workers) > 1
+        found = facts() if several or self._digests.active else {}
+        seeds = {"the seeds of the script": f"{call.seed:x}"}
+        recorded = settings() if self._digests.active else {}
+        self._digests.begin_call(call.name, self._calls.taken, {**seeds, **found, **recorded})
+        if several:
             state = state_facts(self._backend.to_numpy, model_state(model))
-            this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
-            agree(self._job, call.name, this | dict(facts()) | state)
+            agree(self._job, call.name, {"call": call.name} | seeds | dict(found) | state)
 
     def _finish(self, result: Any) -> Any:
         """Record the result of a top-level call."""
@@ -481,6 +550,7 @@ class ModelMethods:
         if len(self._calls.stack) == 2:
             self._resumable.finish(result)
             if not call.at_end:
+                self._digests.end_call()
                 self._job.events.publish(CallEnded(call.name))
         return result
 

@@ -18,6 +18,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras.backends.contract import Partial, Total
 from lockstep.keras.per_replica import Values
+from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.synchronization import AllReduce, PartialLayout, Round
 from lockstep.keras.worker_exchange import Facts, compare_all
 from lockstep.topology import View
@@ -39,6 +40,7 @@ class RunRounds:
     def __init__(self, job: Job, to_numpy: Callable[[Any], Array]) -> None:
         self._job = job
         self._synchronization = AllReduce(self._exchange, job.worker)
+        self._digests = recorder_of(job, to_numpy)
         self.to_numpy = to_numpy
         self._compared = False
 
@@ -82,7 +84,12 @@ class RunRounds:
 
         layout = None if like is None else PartialLayout.of(like)
         settle = partial(self._job.timer.lap, "compute")
-        return Round(what, compute, self.to_numpy, check, _ADVICE, layout=layout, settle=settle)
+
+        def read(replica: int) -> list[Any]:
+            """Return the leaves of the inputs of a replica."""
+            return [leaf for values in inputs for leaf in values.of(replica)]
+
+        return Round(what, compute, self.to_numpy, check, _ADVICE, layout=layout, settle=settle, inputs=read)
 
     def total(self, this: Round) -> Total:
         """Return the total of a round of a function, valid until the next call.
@@ -104,6 +111,7 @@ class RunRounds:
         timer.lap("compute")
         total = self._synchronization.synchronize(this)
         timer.lap("exchange")
+        self._digests.take_loop_round(this, total, driven=self._job.driven)
         return total
 
     def agree(self, what: str, facts: Facts) -> None:

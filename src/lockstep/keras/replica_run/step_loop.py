@@ -1,5 +1,6 @@
 """Custom loops that Lockstep drives: workers join and leave between their steps."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.checkpoint_callback import Checkpoint, ScriptCheckpoints
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.variables import named_arrays, refuse_misfits
 from lockstep.keras.worker_exchange import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.observability.events import CallEnded, CallStarted
@@ -43,6 +45,7 @@ class StepLoops:
         self._resumable = snapshots.resumable
         self._checkpoints = checkpoints
         self._last = last
+        self._digests = recorder_of(job, backend.to_numpy)
 
     def steps(
         self, count: int, state: Mapping[str, Any], checkpoint: Checkpoint | None = None
@@ -89,15 +92,20 @@ class StepLoops:
                     else:
                         self._job.events.publish(CallStarted(call.name))
                         settings = setting_facts(settings_of_parts(loop.parts))
+                        seeds = {"the seeds of the script": f"{call.seed:x}"}
+                        self._digests.begin_call(call.name, self._calls.taken, seeds | settings)
                         self._compare(f"the beginning of {call.name}", loop, settings)
                     while call.steps < count:
                         self._job.timer.begin(call.name)
+                        taken = self._calls.taken + 1
+                        self._digests.begin_loop_step(taken, call.name, call.steps + 1, loop)
                         yield call.steps
                         self._end_step(call, loop, count)
             except GeneratorExit:
                 self._resumable.finish(None)
                 raise
             finally:
+                self._digests.end_call()
                 self._job.timer.stop()
                 self._job.events.publish(CallEnded(call.name))
             self._resumable.finish(None)
@@ -120,6 +128,7 @@ class StepLoops:
     def _end_step(self, call: NumberedCall, loop: "LoopState", count: int) -> None:
         # A graph of TensorFlow updates after the last total; other functions have returned long ago.
         self._job.timer.lap("update" if keras.backend.backend() == "tensorflow" else "other")
+        self._digests.end_loop_step(loop)
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
@@ -134,6 +143,8 @@ class StepLoops:
             trained=self._calls.taken,
             replicas=len(self._job.view.replicas_of(self._job.worker)),
         )
+        if self._digests.ends_after(self._calls.taken):
+            sys.exit(0)
         if call.steps == count:
             self._snapshots.hold(lambda: self._snapshots.take(True, None, None, loop))
 
@@ -224,6 +235,14 @@ class LoopState:
             else:
                 found[name] = np.frombuffer(_encoded(name, part), "uint8")
         return found
+
+    def lasting_variables(self) -> Mapping[str, Any]:
+        """Return the present values of the parts, of which none is known not to matter."""
+        return self.named_state(None)
+
+    def lasting_values(self, state: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the present values of the parts."""
+        return list(self.named_state(None).values())
 
     def load(self, state: Any, arrays: Arrays) -> None:
         """Set the parts to the values that `named_state` has returned, perhaps in another process.

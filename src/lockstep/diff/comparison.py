@@ -1,0 +1,464 @@
+"""The first difference of two recordings, and its cause; pure.
+
+Facts come first: at which step something recorded differs first, and what of the step: the state before it,
+its examples, a partial, the total or the state after it. The cause explains that: a difference between
+the programs, versions or hosts if one can have this effect, otherwise the fact itself.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lockstep.diff.recording import Key, RecordedHashes, Recording
+
+Cause = Literal[
+    "configuration",
+    "versions",
+    "processor",
+    "script",
+    "seed",
+    "input",
+    "gradient",
+    "reduction",
+    "update",
+    "state",
+]
+Place = Literal["first state", "state", "input", "gradient", "reduction", "update", "result", "length", "end"]
+"""What differs first: `first state` before the first step, `state` between two steps, `result` of a test, the
+number of steps (`length`), and the model at the `end`, although all recorded steps are equal."""
+
+END_OF_SCRIPT = "the end of the script"
+"""Names the record of the state of the model that was trained last."""
+DIGITS = 16
+ROW_DIGITS = 8
+_OPTIMIZER = "setting optimizer"
+_CALLBACKS = "setting callback"
+_LENGTH = ("call epochs", "call steps", _CALLBACKS)
+_DATA = ("data reading", "data", "order", "call batch", "call shuffle", "call validation", "call class")
+_DRAWN = (", random states ", ", seed ")
+
+
+@dataclass(frozen=True)
+class HeadDifference:
+    """A difference of what the bits of two runs depend on.
+
+    Attributes:
+        cause: its kind.
+        name: such as `versions: numpy`.
+        first: of the first run.
+        second: of the second run.
+    """
+
+    cause: Cause
+    name: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of a comparison.
+
+    Attributes:
+        equal: whether everything that both runs have recorded is equal.
+        compared: number of training steps that both have recorded.
+        step: the first step that differs, from 1; None if the runs are equal.
+        after: the last step before it that both have recorded, and that is equal; 0 if there is none.
+        place: what differs first.
+        cause: why.
+        explained: the difference of the programs or hosts that explains it; None if there is none.
+        heads: all differences of the programs and hosts.
+        replicas: the replicas whose examples or partials differ.
+        of: the number of replicas that were compared.
+        rows: for replicas whose examples differ, the rows that do, from 0, if they were recorded.
+        swapped: whether these rows are those of the other run in another order.
+        names: of the arrays or variables that differ; empty if they were not recorded.
+        missing: what would have to be recorded to be sure of the step, the place and the names.
+        key: of the step.
+        lengths: the numbers of steps of both runs.
+        points: number of points outside of steps at which both have recorded the state.
+        job_replicas: R.
+    """
+
+    equal: bool
+    compared: int
+    step: int | None = None
+    after: int = 0
+    place: Place | None = None
+    cause: Cause | None = None
+    explained: HeadDifference | None = None
+    heads: tuple[HeadDifference, ...] = ()
+    replicas: tuple[int, ...] = ()
+    of: int = 0
+    rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    swapped: bool = False
+    names: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    key: Key | None = None
+    lengths: tuple[int, int] = (0, 0)
+    points: int = 0
+    job_replicas: int = 0
+
+
+@dataclass(frozen=True)
+class _Fact:
+    place: Place
+    replicas: tuple[int, ...] = ()
+    of: int = 0
+    rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    swapped: bool = False
+    names: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def compare(first: Recording, second: Recording) -> Comparison:
+    """Compare two runs of the same number of replicas.
+
+    If their backends differ, only the examples are compared: other numbers cannot be equal.
+    """
+    heads = tuple(_heads(first, second))
+    only_inputs = any(head.name == "backend" for head in heads)
+    common = sorted(first.steps.keys() & second.steps.keys())
+    compared = sum(not key.tests for key in common)
+    lengths = first.finished.get("steps") or first.last, second.finished.get("steps") or second.last
+    points = [key for key in common if key.tests and not key.number]
+    before: RecordedHashes | None = None
+    last_equal = 0
+    knows_state = False
+    for key in common:
+        one, other = first.steps[key], second.steps[key]
+        previous = (first.steps[before.key], second.steps[before.key]) if before is not None else None
+        found = _differing(one, other, previous, first.replicas, only_inputs)
+        if found is not None:
+            if found.place == "first state" and knows_state:
+                found = replace(found, place="state")
+            gap = key.step - (not key.tests) > last_equal and found.place != "first state"
+            missing = ("the steps between",) if gap else ()
+            # A step between may differ anywhere.
+            cause, explained = _cause(_Fact("end") if gap and found.place == "state" else found, heads)
+            return Comparison(
+                equal=False,
+                compared=compared,
+                step=max(1, key.step),
+                after=last_equal,
+                place=found.place,
+                cause=cause,
+                explained=explained,
+                heads=heads,
+                replicas=found.replicas,
+                of=found.of,
+                rows=found.rows,
+                swapped=found.swapped,
+                names=found.names,
+                missing=(*missing, *found.missing),
+                key=key,
+                lengths=lengths,
+                points=len(points),
+                job_replicas=first.replicas,
+            )
+        knows_state = knows_state or bool(one.before and other.before)
+        if not key.tests:
+            before = one
+        if not key.tests or key in points:
+            last_equal = key.step
+    ended = _at_the_end(first, second, heads, compared, last_equal, lengths, only_inputs)
+    return replace(ended, points=len(points), job_replicas=first.replicas)
+
+
+def _at_the_end(
+    first: Recording,
+    second: Recording,
+    heads: tuple[HeadDifference, ...],
+    compared: int,
+    last_equal: int,
+    lengths: tuple[int, int],
+    only_inputs: bool,
+) -> Comparison:
+    """Compare how runs end whose common steps are equal."""
+    equal = Comparison(True, compared, after=last_equal, heads=heads, lengths=lengths)
+    if not (first.succeeded and second.succeeded):
+        return equal
+    if lengths[0] != lengths[1]:
+        found = _Fact("length")
+        cause, explained = _cause(found, heads)
+        step = min(lengths) + 1
+        return Comparison(
+            False, compared, step, min(lengths), "length", cause, explained, heads, lengths=lengths
+        )
+    digests = first.finished.get("digest"), second.finished.get("digest")
+    # The digest also depends on the names and values of metrics.
+    ends = [recording.steps.get(Key(lengths[0], True, END_OF_SCRIPT, 0)) for recording in (first, second)]
+    same_state = all(end is not None and end.before for end in ends)
+    if all(digests) and digests[0] != digests[1] and not (only_inputs or same_state):
+        found = _Fact("end")
+        cause, explained = _cause(found, heads)
+        missing = ("the steps after",) if last_equal < lengths[0] else ("the state after the last step",)
+        step = min(last_equal + 1, lengths[0])
+        return Comparison(
+            False,
+            compared,
+            step,
+            last_equal,
+            "end",
+            cause,
+            explained,
+            heads,
+            missing=missing,
+            lengths=lengths,
+        )
+    return equal
+
+
+def _differing(
+    one: RecordedHashes,
+    other: RecordedHashes,
+    previous: tuple[RecordedHashes, RecordedHashes] | None,
+    replicas: int,
+    only_inputs: bool,
+) -> _Fact | None:
+    """Return what differs first in a step; None if all that both have recorded of it is equal."""
+    state_differs = not only_inputs and _differ(one.before, other.before)
+    if state_differs and (names := _state_names(one, other, "before")):
+        return _before(one, other, previous, names)
+    if found := _input(one, other):
+        return found
+    if only_inputs:
+        return None
+    return _partial(one, other, replicas) or _total(one, other, replicas) or _after(one, other)
+
+
+def _before(
+    one: RecordedHashes,
+    other: RecordedHashes,
+    previous: tuple[RecordedHashes, RecordedHashes] | None,
+    names: tuple[str, ...],
+) -> _Fact:
+    names = () if names == _UNKNOWN else names
+    missing = () if names else ("the variables",)
+    if previous is None:
+        return _Fact("first state", names=names, missing=missing)
+    if not (previous[0].after and previous[1].after):
+        missing = (*missing, "the state after the step before")
+    return _Fact("state", names=names, missing=missing)
+
+
+def _input(one: RecordedHashes, other: RecordedHashes) -> _Fact | None:
+    common = one.inputs.keys() & other.inputs.keys()
+    replicas = tuple(sorted(r for r in common if one.inputs[r] != other.inputs[r]))
+    if not replicas:
+        return None
+    rows: dict[int, list[int]] = {}
+    ours: list[str] = []
+    theirs: list[str] = []
+    for replica in replicas:
+        mine, yours = (_split(each.rows.get(replica, ""), ROW_DIGITS) for each in (one, other))
+        count = one.examples.get(replica)
+        if mine and len(mine) == len(yours) == count:
+            rows[replica] = [row for row, (a, b) in enumerate(zip(mine, yours, strict=True)) if a != b]
+        ours += mine
+        theirs += yours
+    missing = () if rows.keys() == set(replicas) else ("the rows",)
+    swapped = not missing and sorted(ours) == sorted(theirs)
+    return _Fact("input", replicas, len(common), rows, swapped, missing=missing)
+
+
+def _partial(one: RecordedHashes, other: RecordedHashes, replicas: int) -> _Fact | None:
+    common = one.partials.keys() & other.partials.keys()
+    differing = []
+    names: list[str] = []
+    for replica in sorted(r for r in common if one.partials[r] != other.partials[r]):
+        parts = one.partial_parts.get(replica, ""), other.partial_parts.get(replica, "")
+        found = _named((one.names, parts[0]), (other.names, parts[1]))
+        if found:
+            differing.append(replica)
+            names += [name for name in found if name not in names and found != _UNKNOWN]
+    if not differing:
+        return None
+    missing = [] if names else ["the gradients by variable"]
+    if one.key.tests:
+        return _Fact("result", tuple(differing), len(common), names=tuple(names), missing=tuple(missing))
+    if not (one.before and other.before) and len(differing) == len(common):
+        missing.append("the state before the step")
+    if not all(replica in one.inputs and replica in other.inputs for replica in differing):
+        missing.append("the examples")
+    return _Fact("gradient", tuple(differing), len(common), names=tuple(names), missing=tuple(missing))
+
+
+def _total(one: RecordedHashes, other: RecordedHashes, replicas: int) -> _Fact | None:
+    if not _differ(one.total, other.total):
+        return None
+    names = _named((one.names, one.total_parts), (other.names, other.total_parts))
+    if not names:
+        return None
+    known = one.partials.keys() & other.partials.keys()
+    missing = () if len(known) == replicas else ("the partials of all replicas",)
+    names = () if names == _UNKNOWN else names
+    return _Fact("reduction", names=names, missing=missing)
+
+
+def _after(one: RecordedHashes, other: RecordedHashes) -> _Fact | None:
+    if not _differ(one.after, other.after) or not (names := _state_names(one, other, "after")):
+        return None
+    names = () if names == _UNKNOWN else names
+    missing = [] if names else ["the variables"]
+    if not (one.total and other.total):
+        missing.append("the total")
+    if not (one.before and other.before):
+        missing.append("the state before the step")
+    return _Fact("update", names=names, missing=tuple(missing))
+
+
+_UNKNOWN = ("?",)
+"""Instead of names: something differs whose name was not recorded."""
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether both hashes are recorded, and differ."""
+    return bool(one and other) and one != other
+
+
+def _state_names(
+    one: RecordedHashes, other: RecordedHashes, when: Literal["before", "after"]
+) -> tuple[str, ...]:
+    parts = (
+        (one.before_parts, other.before_parts) if when == "before" else (one.after_parts, other.after_parts)
+    )
+    return _named((one.variables, parts[0]), (other.variables, parts[1]))
+
+
+def _named(one: tuple[tuple[str, ...], str], other: tuple[tuple[str, ...], str]) -> tuple[str, ...]:
+    """Return the names whose hashes differ in two records whose hashes of everything differ.
+
+    Returns:
+        `_UNKNOWN` if the hashes by name are not recorded. Nothing if only the names differ: a record may have
+        the results of more metrics.
+    """
+    ours, theirs = (dict(zip(names, _split(parts, DIGITS), strict=False)) for names, parts in (one, other))
+    if not ours or not theirs:
+        return _UNKNOWN
+    common = [name for name in ours if name in theirs]
+    if not common and len(ours) == len(theirs):
+        # Variables may have other names after a change of the script.
+        pairs = zip(ours.items(), theirs.values(), strict=True)
+        return tuple(name for (name, mine), yours in pairs if mine != yours)
+    return tuple(name for name in common if ours[name] != theirs[name]) if common else _UNKNOWN
+
+
+def _split(text: str, digits: int) -> list[str]:
+    return [text[at : at + digits] for at in range(0, len(text), digits)]
+
+
+def _heads(first: Recording, second: Recording) -> Iterable[HeadDifference]:
+    """Yield what differs in what the bits of the runs depend on, the most general first."""
+    one, other = first.program, second.program
+
+    def changed(cause: Cause, name: str, ours: object, theirs: object) -> Iterable[HeadDifference]:
+        if ours != theirs:
+            yield HeadDifference(cause, name, _shown(ours), _shown(theirs))
+
+    def all_changed(cause: Cause, kind: str, name: str) -> Iterable[HeadDifference]:
+        ours, theirs = one.get(name, {}), other.get(name, {})
+        for each in sorted({*ours, *theirs}):
+            yield from changed(cause, f"{kind}{each}", ours.get(each), theirs.get(each))
+
+    yield from changed("seed", "seed", one.get("seed"), other.get("seed"))
+    for name in ("backend", "replicas", "threads", "input"):
+        yield from changed("configuration", name, one.get(name), other.get(name))
+    yield from all_changed("versions", "version of ", "versions")
+    yield from all_changed("configuration", "environment variable ", "flags")
+    yield from changed("processor", "processor", one.get("processor"), other.get("processor"))
+    features = [set(str(each.get("features", "")).split()) for each in (one, other)]
+    for name in sorted(features[0] ^ features[1]):
+        yield HeadDifference(
+            "processor", f"processor feature {name}", *(_has(name, some) for some in features)
+        )
+    sources = [dict(each.get("sources", {})) for each in (one, other)]
+    pairs = zip(sources, (one, other), strict=True)
+    scripts = [each.pop(program.get("script", ""), None) for each, program in pairs]
+    yield from changed("script", "script", scripts[0], scripts[1])
+    for name in sorted({*sources[0]} | {*sources[1]}):
+        yield from changed("script", f"module {name}", sources[0].get(name), sources[1].get(name))
+    yield from _setting_differences(first.settings, second.settings)
+    arguments = [" ".join(recording.job.get("arguments", ())) for recording in (first, second)]
+    yield from changed("configuration", "arguments of the script", arguments[0], arguments[1])
+
+
+def _setting_differences(
+    first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[str, str]]
+) -> Iterable[HeadDifference]:
+    for call in [call for call in first if call in second]:
+        ours, theirs = first[call], second[call]
+        for name in dict.fromkeys([*ours, *theirs]):
+            values = ours.get(name, "absent"), theirs.get(name, "absent")
+            if values[0] == values[1] or name.endswith("data sample"):
+                continue
+            if name == "the seeds of the script":
+                yield HeadDifference("seed", f"{name} in {call}", *values)
+            elif not name.endswith("order") or _without_draws(values[0]) != _without_draws(values[1]):
+                yield HeadDifference("configuration", f"{name} in {call}", *values)
+
+
+def _without_draws(order: str) -> str:
+    """Return the description of an order without the random numbers that determine it."""
+    for mark in _DRAWN:
+        order = order.partition(mark)[0]
+    return order
+
+
+def _cause(found: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDifference | None]:
+    """Return the cause of a difference, and the difference of the programs or hosts that explains it."""
+    order: tuple[Cause, ...] = ("seed", "configuration", "versions", "processor", "script")
+    able = [head for head in heads if _explains(head, found)]
+    for cause in order:
+        for head in able:
+            if head.cause == cause:
+                return cause, head
+    match found.place:
+        case "first state" | "state" | "end" | "length":
+            return "state", None
+        case "result":
+            return "gradient", None
+        case place:
+            return place, None
+
+
+def _explains(head: HeadDifference, found: _Fact) -> bool:
+    """Whether a difference of the programs or hosts can have an effect where the runs differ first."""
+    name = head.name
+    of_optimizer = name.startswith(_OPTIMIZER)
+    of_callbacks = name.startswith(_CALLBACKS)
+    of_data = name.startswith(("validation ", *_DATA))
+    of_length = name.startswith(_LENGTH)
+    match found.place:
+        case "first state":
+            assigned = bool(found.names) and all(map(_is_optimizers, found.names))
+            if of_optimizer or of_callbacks:
+                return assigned
+            return not (of_data or of_length)
+        case "state":
+            # What differs first is no result of a computation: something has assigned it.
+            return of_callbacks and bool(found.names) and all(map(_is_optimizers, found.names))
+        case "input":
+            return head.cause in ("seed", "versions") or name == "input" or of_data
+        case "gradient" | "result":
+            return not (of_optimizer or of_callbacks or of_data or of_length)
+        case "reduction":
+            return head.cause in ("versions", "processor")
+        case "update":
+            return head.cause != "seed" and not (of_callbacks or of_data or of_length)
+        case "length":
+            return of_length or of_data or head.cause == "script"
+        case "end":
+            return True
+
+
+def _is_optimizers(name: str) -> bool:
+    return name.rpartition("/")[2] in ("learning_rate", "iteration")
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is None else str(value)
+
+
+def _has(name: str, names: set[str]) -> str:
+    return "present" if name in names else "absent"

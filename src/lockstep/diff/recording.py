@@ -1,0 +1,234 @@
+"""The digest log of a run, read into steps: what all workers have recorded of a step is one object.
+
+A folder may contain several runs, one after the other. The last one counts, with the steps before it that
+earlier runs have recorded, if it has resumed after them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lockstep.errors import ConfigError
+from lockstep.observability.digest_log import segments
+from lockstep.observability.events import DIGEST_FORMAT
+from lockstep.system.files import read_regular
+from lockstep.system.paths import RunPaths
+
+BY_REPLICA = ("examples", "inputs", "rows", "partials", "partial_parts")
+_SHARED = ("total", "total_parts", "before", "before_parts", "after", "after_parts")
+
+
+class Key(NamedTuple):
+    """Identifies a step; keys are in the order of the steps. A test follows the training step of its number.
+
+    Attributes:
+        step: number of training steps of the run, with this one if it trains.
+        tests: whether it is no training step.
+        call: such as `evaluate 2`; empty for a training step.
+        number: of the step in its call; 0 for a training step, and for the state outside of any step, where
+            `call` names the point, such as `the end of fit 1`.
+    """
+
+    step: int
+    tests: bool
+    call: str = ""
+    number: int = 0
+
+
+@dataclass
+class RecordedHashes:
+    """What is known of one step; the fields are those of `StepDigests`, by replica where they are so there.
+
+    Attributes:
+        names: of the arrays of partials and total; empty if unknown.
+        variables: the names of the variables; empty if unknown.
+    """
+
+    key: Key
+    call: str = ""
+    number: int = 0
+    names: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    examples: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, str] = field(default_factory=dict)
+    rows: dict[int, str] = field(default_factory=dict)
+    partials: dict[int, str] = field(default_factory=dict)
+    partial_parts: dict[int, str] = field(default_factory=dict)
+    total: str = ""
+    total_parts: str = ""
+    before: str = ""
+    before_parts: str = ""
+    after: str = ""
+    after_parts: str = ""
+
+
+@dataclass
+class Recording:
+    """The last run of a folder.
+
+    Attributes:
+        folder: of the run.
+        job: the fields of the event `job`.
+        program: the fields of the event `program` of the first worker.
+        settings: for each call that has recorded them, the settings.
+        steps: the recorded steps by key.
+        finished: the fields of the event `finished`; empty if the run has not ended.
+        lost: number of events of workers that are missing in the log.
+    """
+
+    folder: Path
+    job: Mapping[str, Any] = field(default_factory=dict)
+    program: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    steps: dict[Key, RecordedHashes] = field(default_factory=dict)
+    finished: Mapping[str, Any] = field(default_factory=dict)
+    lost: int = 0
+
+    @property
+    def replicas(self) -> int:
+        """R."""
+        return int(self.program.get("replicas", self.job.get("replicas", 0)))
+
+    @property
+    def first(self) -> int:
+        """The first recorded training step; 0 if there is none."""
+        return min((key.step for key in self.steps if not key.tests), default=0)
+
+    @property
+    def last(self) -> int:
+        """The last recorded training step; 0 if there is none."""
+        return max((key.step for key in self.steps if not key.tests), default=0)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run has ended with status 0."""
+        return self.finished.get("status") == 0
+
+
+def read_recording(folder: Path) -> Recording:
+    """Read the digest log of a run folder.
+
+    Raises:
+        ConfigError: the folder has no digest log, or one of a format that this version cannot read.
+    """
+    paths = RunPaths(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; give that of a run, such as runs/train-...")
+    found = segments(paths.digests) if paths.digests.is_dir() else []
+    if not found:
+        raise ConfigError(
+            f"{folder} has no digest log: it is not a run folder, or the run trained nothing, or an earlier "
+            "version of Lockstep wrote it"
+        )
+    runs = [_Reader(folder)]
+    for record in (record for path in found for record in _lines(path)):
+        if record.get("event") == "job":
+            runs.append(_Reader(folder, thinned=runs[-1].thinned))
+        runs[-1].take(record)
+    runs = [run for run in runs if run.recording.steps or run.recording.program]
+    if not runs:
+        raise ConfigError(f"{folder}: the digest log has no steps")
+    last = runs.pop().recording
+    while runs and last.first > 1:
+        earlier = runs.pop().recording
+        known = {key: step for key, step in earlier.steps.items() if key.step < last.first}
+        last.steps = known | last.steps
+        last.settings = earlier.settings | last.settings
+    _join_loops(last)
+    last.finished = _finished(paths.events)
+    return last
+
+
+def _join_loops(recording: Recording) -> None:
+    """Add the state before a step of a loop: the script's own code between two steps belongs to a step."""
+    for key, step in recording.steps.items():
+        before = recording.steps.get(Key(key.step - 1, tests=False))
+        if step.call.startswith("steps ") and before is not None and before.call == step.call:
+            step.before, step.before_parts = before.after, before.after_parts
+
+
+class _Reader:
+    def __init__(self, folder: Path, *, thinned: bool = False) -> None:
+        self.recording = Recording(folder)
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._serials: dict[int, int] = {}
+        self.thinned = thinned
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in a line; one that is not what it should be is skipped."""
+        into = self.recording
+        match record:
+            case {"event": "job"}:
+                into.job = record
+            case {"event": "segment", "stride": int(stride)}:
+                # Whole events are missing in a segment that was thinned.
+                self.thinned = stride > 1
+                self._serials.clear()
+            case {"event": "program", "format": int(number)} if number > DIGEST_FORMAT:
+                raise ConfigError(
+                    f"{into.folder}: the digest log has format {number}, and this version reads "
+                    f"format {DIGEST_FORMAT}: install the version of Lockstep that has written it"
+                )
+            case {"event": "program", "worker": int(worker)}:
+                if not into.program or worker <= into.program["worker"]:
+                    into.program = record
+                self._serials.pop(worker, None)
+            case {"event": "settings", "call": str(call), "settings": {**settings}}:
+                into.settings.setdefault(call, {str(name): str(text) for name, text in settings.items()})
+            case {"event": "names", "key": str(key), "names": [*names]}:
+                self._names[key] = tuple(map(str, names))
+            case {"event": "digests", "worker": int(worker), "serial": int(serial), "steps": [*steps]}:
+                before = serial - 1 if self.thinned else self._serials.get(worker, serial - 1)
+                into.lost += max(0, serial - before - 1)
+                self._serials[worker] = serial
+                for step in steps:
+                    self._take_step(step)
+
+    def _take_step(self, step: Any) -> None:
+        match step:
+            case {"step": int(count), "call": str(call), "number": int(number)}:
+                tests = not step.get("trains", True)
+                key = Key(count, tests, call, number) if tests else Key(count, tests)
+            case _:
+                return
+        known = self.recording.steps.setdefault(key, RecordedHashes(key, call, number))
+        known.names = self._names.get(step.get("names", ""), ()) or known.names
+        known.variables = self._names.get(step.get("variables", ""), ()) or known.variables
+        for name in BY_REPLICA:
+            found = step.get(name)
+            if isinstance(found, dict):
+                getattr(known, name).update({int(replica): value for replica, value in found.items()})
+        for name in _SHARED:
+            if text := step.get(name):
+                setattr(known, name, str(text))
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects of a file; other lines, such as an incomplete last one, are skipped."""
+    try:
+        text = read_regular(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    for line in text.splitlines():
+        try:
+            record = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _finished(events: Path) -> Mapping[str, Any]:
+    """Return the event `finished` of the last run in an event log; empty if it has not ended."""
+    found: Mapping[str, Any] = {}
+    if events.is_file():
+        for record in _lines(events):
+            match record.get("event"):
+                case "job":
+                    found = {}
+                case "finished":
+                    found = record
+    return found
