@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,7 @@ class Stage:
         on_event: Callable[[run_events.Event], None] = lambda event: None,
         tee: str = "chief",
         joining: int = 0,
+        limits: TimeLimits = QUICK,
     ) -> Outcome:
         paths, aborts = RunPaths(self.folder), []
         launcher = FakeLauncher(lambda worker: plays[worker.launch.worker](worker), react)
@@ -169,7 +170,7 @@ class Stage:
                         console,
                         events,
                         SystemClock(),
-                        State.of(spec.view, QUICK, JobSize.of(wanted, 1, 0)),
+                        State.of(spec.view, limits, JobSize.of(wanted, 1, 0)),
                     )
                     with contextlib.closing(agent):
                         status = coordinator.run()
@@ -344,7 +345,8 @@ def test_an_unknown_message_is_logged_and_ignored(stage: Stage, packet: bytes) -
 
 def test_a_stop_reaches_every_worker_once(stage: Stage) -> None:
     stage.command.send(Stop(signal.SIGTERM))
-    outcome = stage.run(waits, waits)
+    # On a busy machine the workers need their time to end.
+    outcome = stage.run(waits, waits, limits=replace(QUICK, term=60))
     assert outcome.status == 143
     assert [worker.signals for worker in outcome.workers] == [[15], [15]]
     assert outcome.stderr == "lockstep: stopped by SIGTERM\n"
