@@ -31,7 +31,9 @@ from lockstep.keras.input.item_draws import ItemDraws
 from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of
+from lockstep.observability.bus import Bus
 from lockstep.protocol.worker import Notice
+from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker.job import Alone, Job, JobContext, Place, by_itself
 
@@ -62,7 +64,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 def job_of(view: View) -> Job:
-    context = JobContext(0, 0, 1, lambda event, **fields: None)  # type: ignore[arg-type]
+    context = JobContext(0, 0, 1, Bus(SystemClock(), 0))
     return Job(context, (view, by_itself(view)))
 
 
@@ -213,7 +215,7 @@ class Worker:
             found: Place = view, by_itself(view)
         else:
             found = membership.entered(world.place_of(self.worker))
-        context = JobContext(self.worker, 0, 1, lambda event, **fields: None)  # type: ignore[arg-type]
+        context = JobContext(self.worker, 0, 1, Bus(SystemClock(), self.worker))
         self.job = Job(context, found, membership, joins=joins)
         visited = ReorderedDataset(self.dataset, self.shuffle, (SEED,))
         source = division(visited, lambda batch: batch, ReadingWorker(self.job, SEED))
