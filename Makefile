@@ -8,6 +8,9 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 # Keras backends to test or measure: names, or "all". By default JAX and TensorFlow, and PyTorch if installed.
 export BACKENDS
 
+# The processes of tests read these modules compiled, also where PYTHONDONTWRITEBYTECODE is set.
+COMPILE_OWN := $(BIN)/python -m compileall -q -j 0 src tests
+
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
@@ -17,9 +20,11 @@ demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
+	$(COMPILE_OWN)
 	$(BIN)/python -m pytest $(SHARED) -m "not slow"
 
 test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
+	$(COMPILE_OWN)
 	$(BIN)/python -m pytest $(SHARED)
 
 check: style types layers

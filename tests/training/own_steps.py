@@ -1,13 +1,13 @@
 """Steps, logs and calls of programs for plain Keras. Nothing in them is random.
 
-    own_steps.py [--both | --adopted]
+    own_steps.py [--both | --adopted] [NAME...]
 
-Prints a digest of the results of each training, and the numbers; with --both, those of plain Keras first.
-With --adopted there is no strategy.
+Prints a digest of the results of each training, by default of all, and the numbers; with --both, those of
+plain Keras first. With --adopted there is no strategy.
 """
 
+import argparse
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -286,11 +286,16 @@ def figures(history: Any) -> list[float]:
 
 
 def main() -> None:
-    trainings = [*TRAININGS, *(IN_GRAPHS if BACKEND == "tensorflow" else [])]
-    if "--both" in sys.argv:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--both", action="store_true")
+    parser.add_argument("--adopted", action="store_true")
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    known = [*TRAININGS, *(IN_GRAPHS if BACKEND == "tensorflow" else [])]
+    trainings = [one for one in known if not arguments.names or one.__name__ in arguments.names]
+    if arguments.both:
         train(trainings, contextlib.nullcontext, "plain")
-    adopted = "--adopted" in sys.argv
-    scope = contextlib.nullcontext if adopted else lockstep.MultiWorkerMirroredStrategy().scope
+    scope = contextlib.nullcontext if arguments.adopted else lockstep.MultiWorkerMirroredStrategy().scope
     train(trainings, scope, "numbers")
     stopped(scope)
 

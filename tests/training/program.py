@@ -79,7 +79,7 @@ def cnn(context: Context) -> Trained:
             metrics=["accuracy"],
         )
     x, y = images()
-    model.fit(x, y, batch_size=50, epochs=8, validation_data=images(90), verbose=2)
+    model.fit(x, y, batch_size=50, epochs=3, validation_data=images(90), verbose=2)
     return Trained(model, x, y)
 
 
@@ -100,7 +100,7 @@ def weighted(context: Context) -> Trained:
         x,
         y,
         batch_size=32,
-        epochs=6,
+        epochs=3,
         sample_weight=weight,
         shuffle="batch",
         verbose=2,
@@ -221,10 +221,10 @@ def dataset(context: Context) -> Trained:
         model.compile(optimizer="adam", loss="mse")
     # With readers in threads, Keras visits the first epoch's batches of an unbuilt model in another order.
     data = Batches(x, y, workers=1 if context.exact else 2, max_queue_size=3)
-    model.fit(data, epochs=3, validation_data=Batches(x[:70], y[:70]), verbose=2)
+    model.fit(data, epochs=2, validation_data=Batches(x[:70], y[:70]), verbose=2)
     model.fit(Batches(x, y), epochs=2, steps_per_epoch=4, verbose=2)
     for shuffled in own_dataset(x, y):
-        model.fit(shuffled, epochs=3, verbose=2)
+        model.fit(shuffled, epochs=2, verbose=2)
     return Trained(model, x, y, 30)
 
 
@@ -261,7 +261,7 @@ def nested(context: Context) -> Trained:
         )
     inputs = {"left": x[:, :6], "right": x[:, 6:]}
     targets = {"first": y, "second": np.stack([y, -y, 2 * y], axis=1)}
-    model.fit(inputs, targets, batch_size=20, epochs=3, verbose=2)
+    model.fit(inputs, targets, batch_size=20, epochs=2, verbose=2)
     return Trained(model, inputs, targets, 20)
 
 

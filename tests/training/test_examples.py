@@ -15,7 +15,8 @@ WANTED = {
     "image_folder": ("accuracy", 0.94),
     "input_fn": ("accuracy", 0.93),
 }
-LONG = ("augmentation", "gan")
+# Pipelines of TensorFlow on every backend: test_distribution.py and test_tf_reading.py.
+LONG = ("augmentation", "gan", "image_folder")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 They run with a strategy or, unchanged, without one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,39 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
+IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts")
+"""Trainings on TensorFlow only."""
+TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
+QUICK = (*IN_GRAPHS, "nested", "averaged")
+
+
 @pytest.mark.parametrize(
-    "backend", [pytest.param("jax", marks=pytest.mark.slow), "tensorflow", "torch"], indirect=True
+    # Each training on one backend or more in quick tests; on all in slow ones, too.
+    ("backend", "names"),
+    [
+        pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
+        pytest.param("tensorflow", QUICK, id="tensorflow"),
+        pytest.param(
+            "tensorflow",
+            [name for name in TRAININGS if name not in QUICK],
+            marks=pytest.mark.slow,
+            id="tensorflow-rest",
+        ),
+        pytest.param("torch", TRAININGS, id="torch"),
+    ],
+    indirect=["backend"],
 )
-def test_users_steps_have_equal_bits_and_the_numbers_of_plain_keras(launch: Launch, backend: str) -> None:
-    one = launch("-n 1 --replicas 2 --no-adopt", "own_steps.py", "--both", backend=backend)
-    two = launch("-n 2 --replicas 2", "own_steps.py", "--adopted", backend=backend)
+def test_users_steps_have_equal_bits_and_the_numbers_of_plain_keras(
+    launch: Launch, backend: str, names: Sequence[str]
+) -> None:
+    one = launch("-n 1 --replicas 2 --no-adopt", "own_steps.py", "--both", *names, backend=backend)
+    two = launch("-n 2 --replicas 2", "own_steps.py", "--adopted", *names, backend=backend)
     assert (one.status, two.status) == (0, 0), one.stderr + two.stderr
     results = one.marked(0, "result ")
     assert results == two.marked(0, "result ") == two.marked(1, "result ")
     assert [line.split()[2] for line in results if "stopped" in line] == ["3", "10", "5"]
     expected = one.marked(0, "plain ")
-    assert len(expected) == (10 if backend == "tensorflow" else 6)
+    assert {line.split()[1] for line in expected} == {*names}
     for found, wanted in zip(one.marked(0, "numbers "), expected, strict=True):
         (_, name, *got), (_, _, *figures) = found.split(), wanted.split()
         distance = np.linalg.norm(np.array(got, "float64") - np.array(figures, "float64"))
