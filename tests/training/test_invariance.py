@@ -69,10 +69,10 @@ def assert_near(found: list[str], wanted: list[str]) -> None:
 
 
 def assert_same_records(one: Path, other: Path) -> None:
-    """The digest logs of two runs are equal, and have steps."""
+    """The digest logs of two runs are equal, and have steps, or points between them with one replica."""
     found = compare(read_recording(one), read_recording(other))
     assert found.equal, detail(found)
-    assert found.compared
+    assert found.compared or found.points
 
 
 @pytest.fixture(scope="session")
