@@ -14,7 +14,8 @@ def test_a_subscriber_receives_each_step_with_its_parts(
 ) -> None:
     run = launch("-n 2 --replicas 4 --tee all", "timed_steps.py", backend=thorough_backend)
     assert run.status == 0, run.stderr
-    assert set(StepEnded.__struct_fields__) == {"call", "number", "seconds", *PARTS, "logs"}
+    counted = {"call", "number", "trained", "examples", "replicas"}
+    assert set(StepEnded.__struct_fields__) == {*counted, "seconds", *PARTS, "logs"}
     steps_of = {}
     for worker in (0, 1):
         (without,), (digest,) = run.marked(worker, "without "), run.marked(worker, "with ")
@@ -25,6 +26,9 @@ def test_a_subscriber_receives_each_step_with_its_parts(
         training, validation = [("fit", n) for n in (1, 2, 3, 4)], [("validation", 1)]
         again = [("fit", n) for n in (5, 6, 7, 8)]
         assert names == [*training, *validation, *again, *validation]
+        # After the 8 steps of the first fit.
+        assert [step["trained"] for step in steps] == [9, 10, 11, 12, 12, 13, 14, 15, 16, 16]
+        assert {(step["examples"], step["replicas"]) for step in steps} == {(8, 2)}
         for step in steps:
             assert all(step[part] >= 0 for part in PARTS), step
             assert math.isclose(sum(step[part] for part in PARTS), step["seconds"], abs_tol=1e-6), step
