@@ -92,18 +92,18 @@ def test_following_ends_with_ctrl_c_and_with_its_reader(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--grep", "(", "run"), "'(' is not a regular expression: missing ), unterminated subpattern"),
-        (("--grep", "a{99999999999999}", "run"), "is not a regular expression: "),
-        (("--worker", "-1", "run"), "Invalid value for '--worker'"),
+        (("--grep", "(", "kept-logs"), "'(' is not a regular expression: missing ), unterminated subpattern"),
+        (("--grep", "a{99999999999999}", "kept-logs"), "is not a regular expression: "),
+        (("--worker", "-1", "kept-logs"), "Invalid value for '--worker'"),
         (("other",), "'other' is neither a running job nor the folder of a run, here or in runs; "),
-        (("run",), "run has no logs of workers"),
+        (("kept-logs",), "kept-logs has no logs of workers"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events.jsonl").touch()
+    (tmp_path / "kept-logs").mkdir()
+    (tmp_path / "kept-logs" / "events.jsonl").touch()
     process = logs(tmp_path, *arguments)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err.count(b"\n")) == (2, b"", 1)
@@ -112,10 +112,10 @@ def test_what_cannot_be_shown_is_refused_in_one_line(
 
 
 def test_an_output_that_is_full_or_closed(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events.jsonl").touch()
-    (tmp_path / "run" / "worker-0.log").write_bytes(b"\x1b[1m\xff\n" * 100_000)
-    command = f"{sys.executable} -m lockstep logs run"
+    (tmp_path / "kept-logs").mkdir()
+    (tmp_path / "kept-logs" / "events.jsonl").touch()
+    (tmp_path / "kept-logs" / "worker-0.log").write_bytes(b"\x1b[1m\xff\n" * 100_000)
+    command = f"{sys.executable} -m lockstep logs kept-logs"
     for output, status, err in (
         (">/dev/full", 2, b"lockstep: stdout cannot be written: No space left on device\n"),
         (">&-", 0, b""),
