@@ -5,7 +5,6 @@ import os
 import allreduce
 import budget
 import checkpoints
-import digests
 import events
 import hosts_losses
 import hosts_reduce
@@ -18,11 +17,11 @@ import overhead
 import placement
 import ray_losses
 import reading
+import recording
 import recovery
 import scaling
 import strangers
 import training
-import watching
 from models import COMPARED
 from programs import PEERS
 
@@ -57,8 +56,7 @@ def main() -> None:
         placement,
         scaling,
         overhead,
-        watching,
-        digests,
+        recording,
         events,
         recovery,
         joining,

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         *("coordinator", "errors", "observability", "protocol", "supervisor", "system", "topology", "worker"),
     },
     # It only reads what runs have recorded.
-    "diff": {"errors", "observability", "system"},
+    "diff": {"checkpoint", "errors", "observability", "system"},
     "local_job": {
         *("agent", "collectives", "coordinator", "errors", "observability", "protocol", "supervisor"),
         *("system", "transport"),

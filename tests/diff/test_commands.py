@@ -22,7 +22,7 @@ Command = Callable[..., Any]
 def command(
     environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path_factory: Any
 ) -> Command:
-    """Run `lockstep` with these words in a folder of its own; return the result."""
+    """Run `lockstep` with these arguments in a new folder; return the result."""
     folder = tmp_path_factory.mktemp("runs")
     variables = environment | lean(SCRIPT, "jax") | {"KERAS_BACKEND": "jax"}
 
@@ -62,7 +62,8 @@ def test_runs_with_other_numbers_of_workers_are_equal(command: Command, trained:
 def test_folders_that_cannot_be_compared(command: Command, trained: Callable[..., str]) -> None:
     two = trained("two", "-n 2")
     (command.folder / "empty").mkdir(exist_ok=True)  # type: ignore[attr-defined]
-    for other, why in (("missing", "no such folder"), ("empty", "has no digest log")):
+    (command.folder / "empty" / "events.jsonl").touch()  # type: ignore[attr-defined]
+    for other, why in (("missing", "nor the folder of a run"), ("empty", "has no digest log")):
         done = command("diff", two, other)
         assert (done.returncode, done.stdout) == (2, "")
         assert why in done.stderr

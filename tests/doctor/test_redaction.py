@@ -1,4 +1,4 @@
-"""Names and secrets leave no trace in a text, and what identifies nobody stays."""
+"""Names and secrets leave no trace in a text, and what identifies no person stays."""
 
 import pytest
 

@@ -164,10 +164,11 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     garbage = (
         b'{"time": 1}\n\x00\xff\n[]\n{"time":"a","event":"job"}\n{"time":1.0,"event":"new","of":"later"}\n'
     )
+    garbage += b'{"time":1.0,"event":"view","number":"x","workers":3}\n'
     write(tmp_path, garbage + lines(EVENTS), b'{"time":1.0,"event":"steps"}\n' + lines(MEASURED))
     folder = RunFolder(tmp_path)
     folder.update()
-    assert summary(folder) == {**EXPECTED, "skipped": 5}
+    assert summary(folder) == {**EXPECTED, "skipped": 6}
 
 
 def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:

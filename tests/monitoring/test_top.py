@@ -79,7 +79,7 @@ def long_job(tmp_path: Path) -> Iterator[LongJob]:
 
 @pytest.fixture
 def in_terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
-    """Start a command in a terminal of its own."""
+    """Start a command in a new terminal."""
     opened: list[Terminal] = []
 
     def start(*command: str, size: tuple[int, int] = (100, 30)) -> Terminal:

@@ -14,7 +14,6 @@ from lockstep.observability.events import (
     MetricsRecorded,
     StepEnded,
     StepsMeasured,
-    TrainingEnded,
 )
 from lockstep.observability.step_recorder import StepRecorder, finite_values, is_single
 from lockstep.system.clock import VirtualClock
@@ -27,7 +26,7 @@ class Recorded:
         self.clock = VirtualClock(1000.0)
         self.bus = Bus(self.clock, worker=0)
         self.events: list[Event] = []
-        StepRecorder(self.bus, self.clock, lambda: chief)
+        self.recorder = StepRecorder(self.bus, self.clock, lambda: chief)
         self.bus.subscribe(lambda entry: self.events.append(entry.event), *WORKER_MEASUREMENTS)
         self.trained = 0
 
@@ -83,7 +82,7 @@ def test_every_step_is_in_one_measurement() -> None:
         recorded.step(f"validation {epoch + 1} within fit 1", 1, 0.002)
     for number in range(1, 6):
         recorded.step("train_on_batch", number, 0.001)
-    recorded.bus.publish(TrainingEnded(605))
+    recorded.recorder.flush()
     counts: dict[str, int] = {}
     for one in recorded.steps:
         counts[one.call] = counts.get(one.call, 0) + one.count

@@ -1,7 +1,7 @@
 """The load of this host and of its workers, from counters of the kernel and the driver of GPUs.
 
 A measurement takes some 10 microseconds per thread of a worker, and never waits: the driver of GPUs, which
-may, has a thread of its own.
+may, has a separate thread.
 """
 
 import contextlib

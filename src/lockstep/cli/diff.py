@@ -7,15 +7,13 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.rerun import compared, rerun_both
-from lockstep.diff.recording import read_recording
-from lockstep.diff.wording import as_data, detail, lines
+from lockstep.cli.completion import complete_run
 from lockstep.system.notes import note
 
 
 @click.command()
-@click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("first", metavar="RUN", shell_complete=complete_run)
+@click.argument("second", metavar="RUN", shell_complete=complete_run)
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 @click.option(
     "--rerun",
@@ -24,30 +22,36 @@ from lockstep.system.notes import note
     help="If what names the step or the variable was not recorded, repeat both runs up to the step "
     "where they differ, and record everything.",
 )
-def diff(first: Path, second: Path, as_json: bool, repeats: bool) -> None:
+def diff(first: str, second: str, as_json: bool, repeats: bool) -> None:
     """Find the first step at which two runs differ, and what differs there.
 
     \b
     lockstep diff runs/train-20260101-120000 runs/train-20260102-120000
 
-    RUN is the folder of a run. Runs with different numbers of workers and the same number of replicas are
-    equal. The exit status is 0 if all that both runs have recorded is equal, 1 if the runs differ, 2 if they
-    cannot be compared.
+    RUN is the folder of a run, or its name in runs/. Runs with different numbers of workers and the same
+    number of replicas are equal. The exit status is 0 if all that both runs have recorded is equal, 1 if the
+    runs differ, 2 if they cannot be compared.
     """
-    recordings = read_recording(first), read_recording(second)
-    found = compared(*recordings)
+    from lockstep.coordinator.run_lookup import find_run
+    from lockstep.diff.comparison import compare
+    from lockstep.diff.recording import read_recording
+    from lockstep.diff.repetition import rerun_both
+    from lockstep.diff.wording import as_data, detail, lines
+
+    recordings = read_recording(find_run(first).folder), read_recording(find_run(second).folder)
+    found = compare(*recordings)
     if repeats and found.missing:
         with tempfile.TemporaryDirectory(prefix="lockstep-diff-") as folder:
             again = rerun_both(found, recordings, Path(folder))
             for before, after in zip(recordings, again, strict=True):
-                if not (own := compared(before, after)).equal and own.place != "length":
+                if not (own := compare(before, after)).equal and own.place != "length":
                     note(f"{before.folder} does not repeat itself: {detail(own)}")
-            closer = compared(*again)
+            closer = compare(*again)
         if closer.equal:
             note("the new runs are equal as far as they are recorded: the difference does not repeat")
         else:
             found = closer
-    names = [str(first), str(second)]
+    names = [first, second]
     if as_json:
         click.echo(json.dumps(as_data(found, names), indent=2))
     else:

@@ -49,7 +49,7 @@ def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[s
     from lockstep.coordinator.admin_client import JobWatch
     from lockstep.coordinator.run_lookup import find_run, job_in
     from lockstep.errors import ConfigError
-    from lockstep.observability import worker_logs
+    from lockstep.monitoring import worker_logs
     from lockstep.system.prose import name_workers
     from lockstep.system.standard_streams import (
         fill_standard_descriptors,

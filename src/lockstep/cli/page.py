@@ -76,7 +76,7 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
 
 @contextlib.contextmanager
 def page_beside(folder: Path) -> Iterator[None]:
-    """Show the page of a run in a process of its own, which ends with the block, or with this process.
+    """Show the page of a run in a separate process, which ends with the block, or with this process.
 
     It prints the address of the page, or why there is none. If it fails or hangs, the block does not notice.
 
@@ -86,7 +86,7 @@ def page_beside(folder: Path) -> Iterator[None]:
     # -P: a module in the current folder must not replace one of ours.
     own = (sys.executable, "-P", "-m", "lockstep")
     command = (*own, ui.name or "", "--ends-with", str(os.getpid()), "--", os.fspath(folder.absolute()))
-    # In a session of its own, Ctrl-C reaches only the command.
+    # In a new session, Ctrl-C reaches only the command.
     null = subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=null, stdout=null, start_new_session=True)

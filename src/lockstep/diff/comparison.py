@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lockstep.diff.recording import Key, RecordedHashes, Recording
+from lockstep.errors import ConfigError
 
 Cause = Literal[
     "configuration",
@@ -115,7 +116,20 @@ def compare(first: Recording, second: Recording) -> Comparison:
     """Compare two runs of the same number of replicas.
 
     If their backends differ, only the examples are compared: other numbers cannot be equal.
+
+    Raises:
+        ConfigError: they have nothing in common that could be equal.
     """
+    replicas = first.replicas, second.replicas
+    if replicas[0] != replicas[1]:
+        raise ConfigError(
+            f"{first.folder} has {replicas[0]} replicas and {second.folder} has {replicas[1]}, so nothing in "
+            "them can be equal: compare runs with the same --replicas"
+        )
+    if not first.steps.keys() & second.steps.keys():
+        raise ConfigError(
+            f"{first.folder} and {second.folder} have recorded no common step, so nothing is compared"
+        )
     heads = tuple(_heads(first, second))
     only_inputs = any(head.name == "backend" for head in heads)
     common = sorted(first.steps.keys() & second.steps.keys())

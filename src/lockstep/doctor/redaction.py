@@ -34,7 +34,7 @@ _HARMLESS = frozenset(
         "evaluator",
     )
 )
-"""Words of reports: as the name of a user or a host they identify nobody, as a value they are no secret."""
+"""Words that occur in reports: as a user or host name they identify no person, and as a value no secret."""
 
 _NOTHING = "(?!)"
 _CUT = "..."

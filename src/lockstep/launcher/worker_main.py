@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.observability.bus import Bus
@@ -42,6 +43,9 @@ from lockstep.worker.script import Script, original_of, summarize, summarize_own
 from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
 
+if TYPE_CHECKING:
+    from lockstep.worker.job import Job
+
 _STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
 """The exit status for errors that are not faults of the script; otherwise 1."""
 
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     events.subscribe(client.report, *WORKER_EVENTS, *WORKER_MEASUREMENTS)
     events.subscribe(client.report, *WORKER_DIGESTS)
     try:
-        _enter_job(config, client, events)
+        _enter_job(config, client, events).at_exit(recorder.flush)
     except PeerLostError as over:
         note(str(over))
         sys.exit(1)
@@ -78,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
     _watch_writes(config, client)
     report_imports(_publish_import)
     client.started()
-    _run(Script.parse(arguments), client, recorder, has_log=not config.by_hand)
+    _run(Script.parse(arguments), client, has_log=not config.by_hand)
 
 
 def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
@@ -98,7 +102,7 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
     os._exit(1)
 
 
-def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
+def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
     from lockstep.topology import place
     from lockstep.transport.state_memory import MemoryTransport
     from lockstep.worker import job, tf_distribute_shim
@@ -131,10 +135,12 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
         config.digests,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)
-    job.enter(job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins))
+    own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins)
+    job.enter(own)
     if config.adopts:
         when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=job.become_alone)
+    return own
 
 
 def _publish_import(event: ImportStarted) -> None:
@@ -158,7 +164,7 @@ def _adopt(_: object) -> None:
     patches.install_at_compile(job.current())
 
 
-def _run(script: Script, client: AgentClient, recorder: StepRecorder, has_log: bool) -> None:
+def _run(script: Script, client: AgentClient, has_log: bool) -> None:
     from lockstep.worker import job
 
     try:
@@ -169,7 +175,6 @@ def _run(script: Script, client: AgentClient, recorder: StepRecorder, has_log: b
     except SystemExit as leaving:
         # Python handles it as usual.
         if leaving.code in (None, 0):
-            recorder.flush()
             client.finished()
             job.current().end()
         else:
@@ -178,7 +183,6 @@ def _run(script: Script, client: AgentClient, recorder: StepRecorder, has_log: b
         raise
     except BaseException as error:
         sys.exit(_fail(error, client, has_log))
-    recorder.flush()
     client.finished()
     job.current().end()
 

@@ -17,7 +17,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.observability.events import STEP_PARTS, GpuLoad, WorkerLoad
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import (
+    STEP_PARTS,
+    GpuLoad,
+    LoadMeasured,
+    Measurement,
+    MetricsRecorded,
+    StepsMeasured,
+)
 from lockstep.system.paths import RunPaths
 
 _CHUNK = 4 * 1024 * 1024
@@ -216,16 +224,16 @@ class RunData:
         if act is not None:
             act(self, happening)
 
-    def add_measurement(self, line: "MeasuredLine") -> None:
+    def add_measurement(self, line: PublishedEvent) -> None:
         """Take in a line of `measurements.jsonl`."""
         self.last = max(self.last, line.time)
-        match line:
-            case StepsLine():
-                self._add_steps(line)
-            case MetricsLine():
-                self._add_metrics(line)
-            case LoadLine():
-                self._add_load(line)
+        match line.event:
+            case StepsMeasured() as steps if line.worker is not None:
+                self._add_steps(line.time, line.worker, steps)
+            case MetricsRecorded() as metrics:
+                self._add_metrics(line.time, metrics)
+            case LoadMeasured() as load:
+                self._add_load(line.time, load)
 
     def _worker(self, worker: int | None) -> WorkerInfo:
         at = -1 if worker is None else worker
@@ -238,40 +246,40 @@ class RunData:
             self.calls.append(CallInfo(name, time))
         return number
 
-    def _add_steps(self, line: "StepsLine") -> None:
-        info = self._worker(line.worker)
-        info.call = line.call
+    def _add_steps(self, time: float, worker: int, steps: StepsMeasured) -> None:
+        info = self._worker(worker)
+        info.call = steps.call
         if info.ended is None:
             info.phase = "training"
-        self.waits.pop(line.worker, None)
-        parts = (line.input, line.compute, line.wait, line.exchange, line.update, line.other)
-        call = self._call(line.call, line.began)
-        sums = (line.number, line.trained, line.count, line.began, line.examples, line.replicas)
-        info.steps.add(line.time, call, *sums, *parts)
+        self.waits.pop(worker, None)
+        call = self._call(steps.call, steps.began)
+        sums = (steps.number, steps.trained, steps.count, steps.began, steps.examples, steps.replicas)
+        info.steps.add(time, call, *sums, *(getattr(steps, part) for part in STEP_PARTS))
 
-    def _add_metrics(self, line: "MetricsLine") -> None:
-        if line.epoch is not None:
+    def _add_metrics(self, time: float, metrics: MetricsRecorded) -> None:
+        epoch = metrics.epoch
+        if epoch is not None:
             # The chief that follows a lost one may record an epoch again.
-            if (line.call, line.epoch) in self._epochs:
+            if (metrics.call, epoch) in self._epochs:
                 return
-            self._epochs.add((line.call, line.epoch))
-        found = self.batch_metrics if line.epoch is None else self.metrics
-        for name, value in line.values.items():
+            self._epochs.add((metrics.call, epoch))
+        found = self.batch_metrics if epoch is None else self.metrics
+        for name, value in metrics.values.items():
             columns = found.setdefault(name, Columns(*METRIC_COLUMNS))
-            columns.add(line.time, line.trained, math.nan if value is None else value, line.epoch or 0)
+            columns.add(time, metrics.trained, math.nan if value is None else value, epoch or 0)
 
-    def _add_load(self, line: "LoadLine") -> None:
-        host = self.hosts.setdefault(line.host, HostInfo(line.host))
-        host.cores, host.memory_total, host.gpus = line.cores, line.memory_total, line.gpus
-        host.load.add(line.time, line.busy, line.memory_used, line.swapping, line.throttled)
-        for gpu in line.gpus:
+    def _add_load(self, time: float, measured: LoadMeasured) -> None:
+        host = self.hosts.setdefault(measured.host, HostInfo(measured.host))
+        host.cores, host.memory_total, host.gpus = measured.cores, measured.memory_total, measured.gpus
+        host.load.add(time, measured.busy, measured.memory_used, measured.swapping, measured.throttled)
+        for gpu in measured.gpus:
             found = (gpu.utilization, gpu.memory_used, gpu.temperature, gpu.power)
             columns = host.gpu_load.setdefault(gpu.index, Columns(*GPU_COLUMNS))
-            columns.add(line.time, *(math.nan if value is None else value for value in found))
-        for load in line.workers:
+            columns.add(time, *(math.nan if value is None else value for value in found))
+        for load in measured.workers:
             info = self._worker(load.worker)
-            info.host = line.host
-            info.load.add(line.time, load.cores, load.delayed, load.memory, load.faults)
+            info.host = measured.host
+            info.load.add(time, load.cores, load.delayed, load.memory, load.faults)
 
     def _job(self, happening: Happening) -> None:
         self.job, self.began, self.finished = happening.fields, happening.time, None
@@ -356,54 +364,15 @@ _EVENTS: dict[str, Callable[[RunData, Happening], None]] = {
 }
 
 
-class StepsLine(msgspec.Struct, tag_field="event", tag="steps", kw_only=True):
-    """A line of `StepsMeasured`, without its single steps."""
+class _Origin(msgspec.Struct):
+    """What every line of `measurements.jsonl` says beside its measurement."""
 
     time: float
-    worker: int
-    call: str
-    number: int
-    trained: int
-    count: int
-    began: float
-    examples: int
-    replicas: int
-    input: float
-    compute: float
-    wait: float
-    exchange: float
-    update: float
-    other: float
+    worker: int | None = None
 
 
-class MetricsLine(msgspec.Struct, tag_field="event", tag="metrics", kw_only=True):
-    """A line of `MetricsRecorded`."""
-
-    time: float
-    call: str
-    epoch: int | None
-    trained: int
-    values: dict[str, float | None]
-
-
-class LoadLine(msgspec.Struct, tag_field="event", tag="load", kw_only=True):
-    """A line of `LoadMeasured`."""
-
-    time: float
-    host: str
-    cores: int
-    busy: float
-    memory_used: int
-    memory_total: int
-    swapping: float
-    throttled: float
-    workers: tuple[WorkerLoad, ...]
-    gpus: tuple[GpuLoad, ...] = ()
-
-
-MeasuredLine = StepsLine | MetricsLine | LoadLine
-
-_measured: msgspec.json.Decoder[MeasuredLine] = msgspec.json.Decoder(MeasuredLine)
+_origins: msgspec.json.Decoder[_Origin] = msgspec.json.Decoder(_Origin)
+_measurements: msgspec.json.Decoder[Measurement] = msgspec.json.Decoder(Measurement)
 
 
 class RunFolder:
@@ -436,22 +405,27 @@ class RunFolder:
         for entry in heapq.merge(self._happenings(), self._measured(), key=lambda one: one.time):
             found = True
             if isinstance(entry, Happening):
-                self.data.add_event(entry)
+                try:
+                    self.data.add_event(entry)
+                except (TypeError, ValueError):
+                    # A value of another type than the event's.
+                    self.data.skipped += 1
             else:
                 self.data.add_measurement(entry)
         return found
 
-    def _happenings(self) -> Iterator["Happening | MeasuredLine"]:
+    def _happenings(self) -> Iterator[Happening | PublishedEvent]:
         for line in self._events.lines():
             if (happening := _happening(line)) is not None:
                 yield happening
             else:
                 self.data.skipped += 1
 
-    def _measured(self) -> Iterator["Happening | MeasuredLine"]:
+    def _measured(self) -> Iterator[Happening | PublishedEvent]:
         for line in self._measurements.lines():
             try:
-                yield _measured.decode(line)
+                origin = _origins.decode(line)
+                yield PublishedEvent(origin.time, origin.worker, _measurements.decode(line))
             except msgspec.DecodeError:
                 self.data.skipped += 1
 

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.monitoring.worker_logs import list_logs
 from lockstep.system.files import open_regular
 from lockstep.system.paths import RunPaths
 
@@ -17,7 +18,6 @@ MOST_FOUND = 100
 _CHUNK = 4 * 1024 * 1024
 _MOST_SEARCHED = 32 * _CHUNK
 _LONGEST = 400
-_LOG = re.compile(r"worker-(\d{1,9})\.log")
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])|\x08")
 
 
@@ -50,11 +50,7 @@ class SearchResult:
 
 def log_sizes(folder: Path) -> dict[int, int]:
     """Return the size of the log of each worker, in bytes."""
-    found = {}
-    for entry in os.scandir(folder):
-        if (name := _LOG.fullmatch(entry.name)) is not None and entry.is_file(follow_symlinks=False):
-            found[int(name[1])] = entry.stat(follow_symlinks=False).st_size
-    return dict(sorted(found.items()))
+    return {worker: path.stat().st_size for worker, path in list_logs(folder).items()}
 
 
 def read_page(folder: Path, worker: int, start: int | None = None, before: int | None = None) -> LogPage:

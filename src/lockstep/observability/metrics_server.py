@@ -1,4 +1,4 @@
-"""Serves the figures of a job at http://127.0.0.1:PORT/metrics, on a thread of its own.
+"""Serves the figures of a job at http://127.0.0.1:PORT/metrics, on a separate thread.
 
 The thread serves all connections without blocking on any: their number, the size of a request and the time of
 each are limited.
@@ -56,7 +56,7 @@ def response(request: bytes, body: Callable[[], bytes]) -> bytes:
         return _encoded("400 Bad Request", "this is no request of HTTP/1.1\n")
     method, path = found[1], found[2].partition(b"?")[0]
     host = _HOST.search(request)
-    # A page of another site could have a name of its own that leads here.
+    # A page of another site could use a host name that resolves to this address.
     if host is not None and not _LOCAL.fullmatch(host[1]):
         return _encoded("403 Forbidden", "ask for 127.0.0.1 or localhost\n")
     if path != b"/metrics":

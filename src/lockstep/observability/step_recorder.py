@@ -18,7 +18,6 @@ from lockstep.observability.events import (
     MetricsRecorded,
     StepEnded,
     StepsMeasured,
-    TrainingEnded,
 )
 from lockstep.system.clock import Clock
 
@@ -51,7 +50,7 @@ class StepRecorder:
         self._sums: _Sums | None = None
         self._logs: Mapping[str, Any] | None = None
         events.subscribe(self._add, StepEnded)
-        events.subscribe(self._end_call, CallEnded, TrainingEnded)
+        events.subscribe(self._end_call, CallEnded)
 
     def _add(self, published: PublishedEvent) -> None:
         step = published.event

@@ -39,7 +39,7 @@ _QUEUE = 8192
 _PATIENCE = 10.0
 """Seconds at the end of a job in which the disk can take what remains."""
 _MOST_CALLS = 32
-"""The number of calls of `fit` whose epochs are shown: each has runs of its own."""
+"""The number of calls of `fit` whose epochs are shown: each has separate runs."""
 _JOB = "job"
 
 

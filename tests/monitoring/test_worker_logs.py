@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.observability.worker_logs import WorkerLogs, follow, list_logs
+from lockstep.monitoring.worker_logs import WorkerLogs, follow, list_logs
 
 
 def append(folder: Path, worker: int, data: bytes) -> None:

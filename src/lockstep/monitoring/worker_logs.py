@@ -15,13 +15,15 @@ Write = Callable[[bytes], object]
 
 
 def list_logs(folder: Path) -> dict[int, Path]:
-    """Return the paths of the logs in a run folder, by worker in ascending order.
+    """Return the paths of the logs in a run folder, by worker in ascending order; no symbolic links.
 
     Raises:
         OSError: the folder cannot be read.
     """
     found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
-    return {worker: found[worker] for worker in sorted(found) if found[worker].is_file()}
+    return {
+        worker: path for worker, path in sorted(found.items()) if path.is_file() and not path.is_symlink()
+    }
 
 
 class WorkerLogs:

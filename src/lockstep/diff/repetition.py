@@ -1,0 +1,164 @@
+"""Repeats a run from what its folder says: the script, with the options and variables that bits depend on."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.store import Store
+from lockstep.diff.comparison import Comparison
+from lockstep.diff.recording import Recording, read_recording
+from lockstep.errors import ConfigError
+from lockstep.system.environment import DIGESTS, repeating
+from lockstep.system.files import read_regular
+from lockstep.system.notes import note
+from lockstep.system.run_folder import fresh_folder
+
+_TAIL = 20
+
+
+def rerun_both(found: Comparison, recordings: tuple[Recording, Recording], folder: Path) -> list[Recording]:
+    """Repeat both runs up to the step where they differ, and record everything.
+
+    Each begins from the newest of its checkpoints before that step, if it has some, otherwise from the start.
+
+    Args:
+        found: the comparison of the runs.
+        recordings: the runs.
+        folder: a temporary one for the new runs.
+
+    Returns:
+        The new recordings.
+    """
+    until = (
+        max(found.lengths)
+        if found.place == "end"
+        else max(found.step or 1, found.key.step if found.key else 0)
+    )
+    again = []
+    for number, recording in enumerate(recordings, 1):
+        note(f"repeating {recording.folder} up to step {until}")
+        words = []
+        if start := _checkpoint(recording, found.after):
+            copy = folder / f"checkpoints-{number}"
+            copy.mkdir()
+            shutil.copytree(start, copy / start.name)
+            words = ["--checkpoint", str(copy), "--checkpoint-every", "1000000000"]
+        own = folder / f"run-{number}"
+        log = folder / f"output-{number}"
+        with log.open("wb") as output:
+            status = repeat(recording, own, {DIGESTS: str(until)}, words, output)
+        if status:
+            tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
+            raise ConfigError(
+                f"{recording.folder} cannot be repeated: the new run ended with status {status}\n"
+                + "\n".join(tail)
+            )
+        again.append(read_recording(own))
+    return again
+
+
+def repeat(
+    recording: Recording,
+    folder: Path,
+    variables: Mapping[str, str],
+    options: list[str] | None = None,
+    output: Any = None,
+) -> int:
+    """Run the script of a run again, with its options; return the exit status.
+
+    Args:
+        recording: of the run.
+        folder: of the new run, absolute.
+        variables: further environment variables.
+        options: further options.
+        output: the file for the output of the command; None for that of this process.
+
+    Raises:
+        ConfigError: the run cannot be repeated.
+    """
+    job = recording.job
+    where = Path(str(job.get("directory") or ""))
+    if not job.get("directory") or not where.is_dir():
+        raise ConfigError(
+            f"{recording.folder} cannot be repeated: the folder where it was started "
+            f"{f'is missing: {where}' if job.get('directory') else 'is not recorded'}"
+        )
+    if job.get("inherited"):
+        raise ConfigError(
+            f"{recording.folder} cannot be repeated: it has run a function of a program or notebook, which "
+            "the folder does not contain; call the function again"
+        )
+    _refuse_changed(recording)
+    words = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "run",
+        "--run-dir",
+        str(folder),
+        *_options(job),
+        *(options or ()),
+    ]
+    words += ["--", str(job["target"]), *map(str, job["arguments"])]
+    environment = repeating(recording.program["flags"]) | dict(variables)
+    return subprocess.run(
+        words, cwd=where, env=environment, stdout=output, stderr=output, check=False
+    ).returncode
+
+
+def _options(job: Mapping[str, Any]) -> list[str]:
+    """Return the options of `lockstep run` that bits depend on, and the number of workers."""
+    words = ["-n", str(job["workers"]), "--replicas", str(job["replicas"])]
+    words += ["--threads-per-worker", str(job["threads"]), "--seed", str(job["seed"])]
+    words += ["--backend", str(job["backend"])] if job["backend"] else []
+    words += ["--input", "joint"] if job["joint_input"] else []
+    words += ["--tf-distribute"] if job["tf_distribute"] else []
+    words += [] if job["adopts"] else ["--no-adopt"]
+    words += ["--timeout", str(job["timeout"])]
+    return words + (["-m"] if job["module"] else [])
+
+
+def _refuse_changed(recording: Recording) -> None:
+    """Say which source files of the program have changed since the run, if any."""
+    script = recording.job.get("script")
+    if not script:
+        return
+    changed = []
+    for name, text in recording.program["sources"].items():
+        path = Path(script["path"]).parent / name
+        try:
+            now = hashlib.sha256(read_regular(path)).hexdigest()
+        except OSError:
+            now = ""
+        if now != text:
+            changed.append(name)
+    if changed:
+        note(f"changed since {recording.folder}: {', '.join(changed)}; the new run uses the present version")
+
+
+def _checkpoint(recording: Recording, after: int) -> Path | None:
+    """Return the newest complete checkpoint of a run that is not after a step; None if there is none."""
+    saved = recording.job.get("checkpoints")
+    if not saved or not Path(saved["folder"]).is_dir():
+        return None
+    entries = Store(Path(saved["folder"])).entries()
+    fit = [entry for entry in entries if entry.fault is None and entry.step <= after]
+    return max(fit, key=lambda entry: entry.step).path if fit else None
+
+
+def fresh_run_folder(recording: Recording) -> Path:
+    """Return the path of a new run folder in `runs`, where the run was started; `lockstep run` creates it.
+
+    Raises:
+        ConfigError: there can be no folder.
+    """
+    name = Path(str(recording.job.get("target", "run"))).stem
+    base = Path(str(recording.job.get("directory") or "."))
+    folder = fresh_folder(base / "runs", name, time.time())
+    folder.rmdir()
+    return folder.absolute()
