@@ -1,1 +1,1 @@
-"""Where two runs part, from their digest logs: it reads and compares, and never runs or changes anything."""
+"""Where two runs part, from their digest logs, and how a run is repeated; it changes no run."""
