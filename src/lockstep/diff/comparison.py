@@ -11,6 +11,7 @@ from typing import Literal
 
 from lockstep.diff.recording import Key, RecordedHashes, Recording
 from lockstep.errors import ConfigError
+from lockstep.system.prose import count
 
 Cause = Literal[
     "configuration",
@@ -123,8 +124,9 @@ def compare(first: Recording, second: Recording) -> Comparison:
     replicas = first.replicas, second.replicas
     if replicas[0] != replicas[1]:
         raise ConfigError(
-            f"{first.folder} has {replicas[0]} replicas and {second.folder} has {replicas[1]}, so nothing in "
-            "them can be equal: compare runs with the same --replicas"
+            f"{first.folder} has {count(replicas[0], 'replica')} and {second.folder} has "
+            f"{count(replicas[1], 'replica')}, so nothing in them can be equal: compare runs with the same "
+            "--replicas"
         )
     if not first.steps.keys() & second.steps.keys():
         raise ConfigError(
@@ -266,8 +268,8 @@ def _input(one: RecordedHashes, other: RecordedHashes) -> _Fact | None:
     theirs: list[str] = []
     for replica in replicas:
         mine, yours = (_split(each.rows.get(replica, ""), ROW_DIGITS) for each in (one, other))
-        count = one.examples.get(replica)
-        if mine and len(mine) == len(yours) == count:
+        examples = one.examples.get(replica)
+        if mine and len(mine) == len(yours) == examples:
             rows[replica] = [row for row, (a, b) in enumerate(zip(mine, yours, strict=True)) if a != b]
         ours += mine
         theirs += yours
