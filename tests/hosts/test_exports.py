@@ -41,8 +41,9 @@ def test_another_coordinator_continues_what_the_job_shows(
     for host in hosts[:2]:
         (host.work / "continue").touch()
     assert running.end() == 0, running.err
-    losses = [(0, 1.0), (1, 0.5)]
-    assert read_tensorboard(board / "train")["epoch_loss"] == losses
+    # Events shortly before a takeover may appear twice.
+    losses = dict.fromkeys(read_tensorboard(board / "train")["epoch_loss"])
+    assert list(losses) == [(0, 1.0), (1, 0.5)]
     assert len(list((board / "train").iterdir())) == 2
     texts = [text for _, text in read_tensorboard(board / "job")["membership"]]
     (found,) = [json.loads(line) for line in events.read_text().splitlines() if '"coordinator"' in line]
