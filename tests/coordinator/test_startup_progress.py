@@ -39,7 +39,7 @@ def test_notes_explain_silence_and_stop_with_other_output() -> None:
         "no step completed after 25 s; workers 0 and 1: importing keras (10 s); worker 2: importing jax (5 s)"
     ]
     progress.does(0, importing(""))
-    progress.does(1, skipping("fit 1", 1200, 5000))
+    progress.does(1, skipping("fit 1", 1200, 5000, "steps"))
     skips = "skipping the first steps of fit 1, which were taken before: 1,200 of 5,000"
     jax = "worker 2: importing jax (15 s)"
     assert at(135.0) == [f"no step completed after 35 s; worker 0: {RUNNING}; worker 1: {skips}; {jax}"]

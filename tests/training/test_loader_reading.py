@@ -445,10 +445,14 @@ def test_a_distributed_loader_gives_each_replica_its_rows(worker: Make) -> None:
     assert form == joint.form()
     first, second = divided.begin(), divided.begin()
     assert equal([*pass_elements(first)], expected[0])
-    second.skip(2)
+    for _ in range(2):
+        second.skip()
     assert equal([*pass_elements(second)], expected[1][2:])
-    with pytest.raises(DataError, match="ended after 4"):
-        divided.begin().skip(5)
+    short = divided.begin()
+    for _ in range(4):
+        short.skip()
+    with pytest.raises(StopIteration):
+        short.skip()
 
 
 def pass_elements(current: Pass) -> Iterator[list[Any]]:

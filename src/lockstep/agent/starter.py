@@ -126,6 +126,8 @@ class LocalStarter:
             adopts=spec.adopts,
             joint_input=spec.joint_input,
             host=self.host,
+            verify_every=spec.verify_every,
+            verify_all=spec.verify_all,
         )
         devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(

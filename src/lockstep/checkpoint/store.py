@@ -40,6 +40,7 @@ class Entry:
         time: when it was written, in seconds since 1970.
         bytes: total size of its files.
         fault: why it is damaged or incomplete, with the file; None if it is complete.
+        verified: the last step since which each replica was verified; None without verification.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Entry:
     time: float
     bytes: int
     fault: str | None
+    verified: int | None = None
 
 
 class Store:
@@ -304,13 +306,14 @@ def _size(path: Path) -> int:
 
 
 def _entry(path: Path) -> Entry:
-    time, size, fault = 0.0, 0, None
+    time, size, fault, verified = 0.0, 0, None, None
     with contextlib.suppress(OSError):
         time = path.stat().st_mtime
         size = _size(path)
     try:
-        time = read_outline(path).time
+        outline = read_outline(path)
+        time, verified = outline.time, outline.manifest.get("verified")
         load(path)
     except CheckpointError as error:
         fault = str(error).removeprefix(f"{path}/")
-    return Entry(path, _step(path), time, size, fault)
+    return Entry(path, _step(path), time, size, fault, verified if isinstance(verified, int) else None)

@@ -75,7 +75,9 @@ def checkpoints(folder: Path) -> None:
     entries = store.entries()
     for entry in entries:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
-        click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {entry.fault or 'complete'}")
+        verified = "" if entry.verified is None else f", verified up to step {entry.verified}"
+        fault = entry.fault or f"complete{verified}"
+        click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {fault}")
     if not entries:
         click.echo(f"there is no checkpoint in {folder}")
     elif entries[-1].step == store.finished():

@@ -303,6 +303,20 @@ class _Folder(click.Path):
     help="Time after SIGTERM to finish the current step and save a last checkpoint, such as 30s or 2m.",
 )
 @click.option(
+    "--verify-every",
+    type=click.IntRange(min=1, max=_TIMES),
+    metavar="K",
+    help="Every K training steps, let a second worker compute one replica again, and compare the bits before "
+    "they are used.",
+)
+@click.option(
+    "--verify-replicas",
+    type=click.Choice(["one", "all"]),
+    default="one",
+    show_default=True,
+    help="With --verify-every, whether to verify one replica, each in turn, or all of them.",
+)
+@click.option(
     "--accept-changes",
     is_flag=True,
     help="Resume even if settings of the model, optimizer, loss or callbacks differ from the checkpoint's.",
@@ -672,7 +686,18 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         checkpoints=checkpoints,
         hosts=hosts,
         plain=options["plain"],
+        verify_every=_verify_every(options, replicas),
+        verify_all=options["verify_replicas"] == "all",
     )
+
+
+def _verify_every(options: dict[str, Any], replicas: int) -> int:
+    every: int | None = options["verify_every"]
+    if every is not None and replicas < 2:
+        raise ConfigError("--verify-every needs at least 2 replicas: Keras itself computes the only one")
+    if every is None and options["verify_replicas"] == "all":
+        raise ConfigError("--verify-replicas all needs --verify-every K")
+    return every or 0
 
 
 def check_numbers(workers: int, replicas: int, least: int) -> None:

@@ -807,8 +807,8 @@ class Coordinator:
                 self._decide(event)
             case run_events.ImportStarted(module):
                 self._note_progress(worker, importing(module), self.clock.now() if module else None)
-            case run_events.StepsSkipped(call, steps, of):
-                self._tell_of_skipped_steps(worker, call, steps, of)
+            case run_events.StepsSkipped() as skipped:
+                self._tell_of_skipped_steps(worker, skipped)
             case run_events.CallStarted(name):
                 self._doing = name
                 self._note_progress(worker, first_step(name))
@@ -823,6 +823,8 @@ class Coordinator:
                 self.console.say(f"worker {worker}: {path} {what}")
             case run_events.DownloadAwaited(file, of, seconds):
                 self._tell_of_download(worker, file, of, seconds)
+            case run_events.ReplicasVerified(verified):
+                self._tally.verified = verified
             case run_events.TrainingEnded(steps, model, digest) if worker == self.state.view.chief:
                 self._tally.trained(steps, model, digest)
             case run_events.CheckpointWritten(path, _, seconds):
@@ -844,12 +846,13 @@ class Coordinator:
             # Keras's own loop follows, which reports nothing.
             self._progress = None
 
-    def _tell_of_skipped_steps(self, worker: int, call: str, steps: int, of: int) -> None:
+    def _tell_of_skipped_steps(self, worker: int, event: run_events.StepsSkipped) -> None:
         """Say how far a worker is; before the first step, among what all of them do."""
+        skips = skipping(event.call, event.steps, event.of, event.what) if event.steps < event.of else ""
         if self._progress is not None and self._progress.covers(worker):
-            self._note_progress(worker, skipping(call, steps, of) if steps < of else first_step(call))
-        elif steps < of:
-            self.console.say(f"worker {worker} is {skipping(call, steps, of)}")
+            self._note_progress(worker, skips or first_step(event.call))
+        elif skips:
+            self.console.say(f"worker {worker} is {skips}")
 
     def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
         """Say which download a worker waits for: once for several workers, then repeatedly."""

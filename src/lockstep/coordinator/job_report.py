@@ -17,6 +17,7 @@ class JobSummary:
         lost: number of lost workers.
         joined: number of workers that joined.
         checkpoints: number of written checkpoints.
+        verified: number of replicas' computations that a second worker has repeated, with equal bits.
         before: training steps in the checkpoint from which the job resumed.
         steps: training steps, including those; None until the chief reports them.
         model: the name of the model that was trained last; empty if there is none.
@@ -26,6 +27,7 @@ class JobSummary:
     lost: int = 0
     joined: int = 0
     checkpoints: int = 0
+    verified: int = 0
     before: int = 0
     steps: int | None = None
     model: str = ""
@@ -52,6 +54,8 @@ class JobSummary:
         parts = [f"finished in {_spoken(seconds)}{steps} on {count(workers, 'worker')}{changed}"]
         if self.checkpoints:
             parts.append(count(self.checkpoints, "checkpoint"))
+        if self.verified:
+            parts.append(f"{count(self.verified, 'computation')} verified")
         if self.digest:
             parts.append(f"digest {self.digest} of model {self.model!r}")
         return "; ".join(parts)

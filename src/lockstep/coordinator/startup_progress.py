@@ -18,9 +18,9 @@ def importing(module: str) -> str:
     return f"importing {module}" if module else RUNNING
 
 
-def skipping(call: str, steps: int, of: int) -> str:
+def skipping(call: str, steps: int, of: int, what: str) -> str:
     """Describe a worker that has skipped some steps of a call, of those that were taken before it began."""
-    return f"skipping the first steps of {call}, which were taken before: {steps:,} of {of:,}"
+    return f"skipping the first {what} of {call}, which were taken before: {steps:,} of {of:,}"
 
 
 def first_step(call: str) -> str:

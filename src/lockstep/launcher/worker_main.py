@@ -133,6 +133,8 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
         config.host,
         membership.over_hosts,
         config.digests,
+        config.verify_every,
+        config.verify_all,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)
     own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins)

@@ -306,7 +306,7 @@ class RunData:
         info = self._worker(happening.worker)
         info.ended, info.status = happening.time, happening.fields.get("status")
         if info.phase not in ("lost", "failed", "leaving", "finished"):
-            info.phase = "ended"
+            info.phase = "ended" if info.status else "finished"
         self.waits.pop(info.worker, None)
 
     def _view(self, happening: Happening) -> None:

@@ -64,6 +64,8 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     tf_distribute: bool
     adopts: bool
     joint_input: bool
+    verify_every: int
+    verify_all: bool
     hosts: tuple[tuple[str, int], ...]
     plain: bool
     hold: float | None
@@ -223,6 +225,7 @@ class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
         lost: number of lost workers.
         joined: number of workers that joined.
         checkpoints: number of written checkpoints.
+        verified: number of computations of replicas that a second worker has repeated, with equal bits.
         before: training steps before this run.
         steps: training steps, including those; None if the script trained nothing or failed.
         model: name of the model that was trained last; empty if there is none.
@@ -236,6 +239,7 @@ class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
     lost: int
     joined: int
     checkpoints: int
+    verified: int
     before: int
     steps: int | None
     model: str
@@ -275,11 +279,38 @@ class FirstStepEnded(_Event, frozen=True, tag="first step"):
 
 
 class StepsSkipped(_Event, frozen=True, tag="skips steps"):
-    """A worker that resumes or joins has skipped `steps` of `of` steps of a call that were taken before."""
+    """A worker that resumes or joins has skipped `steps` of `of` steps of a call that were taken before.
+
+    `what` is `steps`, or `elements` of a dataset that a loop of `strategy.steps` reads.
+    """
 
     call: str
     steps: int
     of: int
+    what: str = "steps"
+
+
+class VerificationFailed(_Event, frozen=True, kw_only=True, tag="verification failed"):
+    """In training step `step`, workers got different bits for `replica` in the `arrays` with these names.
+
+    `verdict` is that of `lockstep.keras.verification.judge`, about `workers`.
+    """
+
+    step: int
+    replica: int
+    arrays: tuple[str, ...]
+    workers: tuple[int, ...]
+    verdict: str
+
+
+class ReplicasVerified(_Event, frozen=True, tag="verified"):
+    """A second worker has computed `count` partials again so far, with equal bits.
+
+    Each replica was verified in step `up_to` or later.
+    """
+
+    count: int
+    up_to: int
 
 
 class TimeoutSet(_Event, frozen=True, tag="patience"):
@@ -718,6 +749,8 @@ WorkerEvent = (
     | ImportStarted
     | CallStarted
     | StepsSkipped
+    | VerificationFailed
+    | ReplicasVerified
     | FirstStepEnded
     | TimeoutSet
     | SourceChanged

@@ -71,6 +71,9 @@ class JobSpec:
         hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
             if no other coordinator can lead the job meanwhile, because the address of this one is a lock.
         inherited: descriptors of this process that workers inherit with the same numbers.
+        verify_every: the interval in training steps at which a second worker computes a replica again; 0 for
+            never.
+        verify_all: whether it is all replicas, instead of one.
     """
 
     target: str
@@ -98,6 +101,8 @@ class JobSpec:
     plain: bool = False
     hold: float | None = None
     inherited: tuple[int, ...] = ()
+    verify_every: int = 0
+    verify_all: bool = False
 
     @property
     def view(self) -> View:

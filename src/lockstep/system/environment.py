@@ -101,6 +101,8 @@ class WorkerConfig:
         by_hand: whether the user started this process.
         host: the name of the worker's host, as the user wrote it; empty if the job has one host.
         digests: which steps to record; see `lockstep.worker.job.JobContext`.
+        verify_every: see `lockstep.protocol.job_spec.JobSpec`.
+        verify_all: likewise.
     """
 
     worker: int
@@ -121,6 +123,8 @@ class WorkerConfig:
     by_hand: bool = False
     host: str = ""
     digests: str = ""
+    verify_every: int = 0
+    verify_all: bool = False
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -158,6 +162,8 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         by_hand=f"{_PREFIX}BY_HAND" in environ,
         host=environ.get(f"{_PREFIX}HOST", ""),
         digests=environ.get(DIGESTS, ""),
+        verify_every=_parse({f"{_PREFIX}VERIFY_EVERY": "0", **environ}, "VERIFY_EVERY", _count),
+        verify_all=f"{_PREFIX}VERIFY_ALL" in environ,
     )
     if config.worker >= config.workers and not config.joins:
         raise ConfigError(
@@ -452,6 +458,10 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         values["JOINT_INPUT"] = "yes"
     if config.by_hand:
         values["BY_HAND"] = "yes"
+    if config.verify_every:
+        values["VERIFY_EVERY"] = config.verify_every
+    if config.verify_all:
+        values["VERIFY_ALL"] = "yes"
     if config.host:
         values["HOST"] = config.host
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}

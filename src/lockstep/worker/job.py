@@ -26,6 +26,10 @@ GRACE_FOR_AGENT = 60.0
 """Seconds for which a wait continues after the agent should have ended it: the agent's error says more."""
 
 
+_ADVICE_ON_JOINING = (
+    "a worker that joins skips finished calls: give each call its own input, equal in every process"
+)
+
 Place = tuple[View, Communicator]
 """A view, and this worker's end of its exchange."""
 
@@ -44,8 +48,12 @@ class Membership(Protocol):
             PeerLostError: none follows; `lost` itself, or one with another reason.
         """
 
-    def end_differing(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
         """End this process at once, because it computes different results from the others.
+
+        Args:
+            differs: what differs.
+            advice: what the user can do.
 
         Raises:
             DisagreementError: the process cannot be ended.
@@ -79,7 +87,7 @@ class Alone:
         """Raise `lost`: no view follows."""
         raise lost
 
-    def end_differing(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
         """Raise `differs`: there are no other workers."""
         raise differs
 
@@ -114,6 +122,8 @@ class JobContext:
         over_hosts: whether the job has several hosts; then some members may enter a view one call later than
             others.
         digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
+        verify_every: the interval in training steps of `lockstep.keras.verification`; 0 for none.
+        verify_all: whether a verified step verifies all replicas.
     """
 
     worker: int
@@ -126,6 +136,8 @@ class JobContext:
     host: str = ""
     over_hosts: bool = False
     digests: str = ""
+    verify_every: int = 0
+    verify_all: bool = False
 
 
 class Job:
@@ -309,7 +321,7 @@ class Job:
                 if not self._have_joined(differs.workers):
                     raise
                 if self.worker in differs.workers:
-                    self.membership.end_differing(differs)
+                    self.membership.end_differing(differs, _ADVICE_ON_JOINING)
                 if not set(differs.workers).isdisjoint(self.view.workers):
                     self._enter_next(PeerLostError(str(differs)), catching_up)
                 # Otherwise the call ended in an earlier view, and the one without these workers has begun.
@@ -321,6 +333,10 @@ class Job:
                     self._tell_of_pause(begun)
                 self._undone.clear()
                 return result
+
+    def leave_at_fault(self, differs: DisagreementError) -> NoReturn:
+        """End this worker, whose results are wrong; the others continue as if it were lost."""
+        self.membership.end_differing(differs)
 
     def between_steps(self, take: Callable[[bool], Contents]) -> None:
         """Let workers join and leave, if the coordinator has requested it.

@@ -49,8 +49,6 @@ raised and others may raise too. After that, a connection between hosts has brok
 _REPORT_EVERY = 0.5
 """Seconds between two reports of a wait to the agent."""
 
-_ADVICE = "a worker that joins skips finished calls: give each call its own input, equal in every process"
-
 
 def wait_policy(timeout: float) -> WaitPolicy:
     """Return how a worker waits if the agent ends waits after `timeout` seconds."""
@@ -128,11 +126,13 @@ class AgentMembership:
             raise PeerLostError(f"{lost}; the agent has not announced the next view within {patience:.0f} s")
         return self._enter_announced(answer)
 
-    def end_differing(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
         """Report to the agent why this worker ends, and end the process; the others continue without it."""
-        differs.add_note(_ADVICE)
+        summary = summarize_own(differs)
+        if advice:
+            differs.add_note(advice)
+            summary = f"{summary}; {advice}"
         text = "".join(traceback.format_exception(differs))
-        summary = f"{summarize_own(differs)}; {_ADVICE}"
         reported = self._client.failed(1, summary, text, blames=False, prints=False)
         _end(1, "" if reported else text)
 

@@ -34,6 +34,7 @@ from lockstep.keras.synchronization import (
     pack,
     unpack,
 )
+from lockstep.keras.verification import VerifiedReduce, verifications_of
 from lockstep.keras.worker_exchange import CHECK_EVERY, agree, gather, state_facts
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -58,7 +59,11 @@ class GlobalStep:
         self._job = job
         self._backend = backend
         self._program = backend.program(model, kind)
-        self._synchronization: Synchronization = AllReduce(job.exchange, job.worker)
+        self._describe = variable_names(model)
+        self._verifications = verifications_of(job)
+        self._synchronization: Synchronization = VerifiedReduce(
+            AllReduce(job.exchange, job.worker), job.exchange, job, self._verifications, self._describe
+        )
         self._layouts: dict[int, PartialLayout] = {}
         self._nest: Any = None
         self._calls = calls
@@ -67,7 +72,6 @@ class GlobalStep:
         self._snapshots = snapshots
         self._timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
-        self._describe = variable_names(model)
 
     def take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step on a batch of Keras's loop; return (logs, state), or (outputs, state) to predict."""
@@ -94,6 +98,7 @@ class GlobalStep:
         self._timer.lap("input")
         trains = self._kind == "train"
         record = self._digests.begin(self._calls.taken + trains, call.name, number, trains=trains)
+        self._verifications.begin(self._calls.taken + 1 if trains else 0)
         logs, state = self._step(state, data, record)
         self._digests.after_update(record, self._program, state, self._describe)
         self._next_step(logs, state)
@@ -139,6 +144,7 @@ class GlobalStep:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._timer.stop()
         batch = self._read(state, given)
+        self._verifications.begin(0)
         self._program.outputs()  # Drops those of a step that failed.
         only = self._round(state, batch, ())
         outputs: dict[int, Any] = {}
@@ -182,7 +188,8 @@ class GlobalStep:
         def computed(share: Share) -> Partial:
             read = self._timer.charging("input", share.data) if self._timer.running else share.data
             data = read()
-            if record is not None:
+            # A replica that this worker only verifies is recorded by its owner.
+            if record is not None and share.replica in self._job.view.replicas_of(self._job.worker):
                 record.read(share.replica, data)
             share = share._replace(data=lambda: data)
             with misfits_explained(self._model, share.examples):

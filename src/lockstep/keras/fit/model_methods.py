@@ -52,6 +52,7 @@ from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.variables import model_state
+from lockstep.keras.verification import verifications_of
 from lockstep.keras.worker_exchange import Facts, agree, chiefs_decision, setting_facts, state_facts
 from lockstep.observability.events import CallEnded, CallStarted, ChiefWrites, MetricsRecorded, TrainingEnded
 from lockstep.observability.step_recorder import finite_values
@@ -550,6 +551,7 @@ class ModelMethods:
         if len(self._calls.stack) == 2:
             self._resumable.finish(result)
             if not call.at_end:
+                verifications_of(self._job).end_call()
                 self._digests.end_call()
                 self._job.events.publish(CallEnded(call.name))
         return result

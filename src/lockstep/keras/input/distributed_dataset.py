@@ -63,8 +63,14 @@ class DistributedIterator:
         Raises:
             DataError: fewer elements remain.
         """
-        self._current.skip(elements)
-        self._taken += elements
+        for _ in range(elements):
+            try:
+                self._current.skip()
+            except StopIteration:
+                raise DataError(
+                    f"the dataset ended after {self._taken} elements, and more were taken from it before"
+                ) from None
+            self._taken += 1
 
     def _take(self) -> tuple[Any, Values]:
         element = next(self._current)

@@ -261,9 +261,9 @@ class PipelinesPass:
             raise StopIteration
         return self.element()
 
-    def skip(self, elements: int) -> None:
-        """Skip elements; each pipeline skips them when it is next read."""
-        self._taken += elements
+    def skip(self) -> None:
+        """Skip an element; each pipeline skips it when it is next read."""
+        self._taken += 1
         self._request(self._taken)
 
     def counts(self) -> list[int] | None:

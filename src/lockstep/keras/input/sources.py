@@ -38,11 +38,11 @@ class Pass(Protocol):
     def __next__(self) -> Element:
         """Return the next element."""
 
-    def skip(self, elements: int) -> None:
-        """Skip elements without communication between workers.
+    def skip(self) -> None:
+        """Skip an element without communication between workers.
 
         Raises:
-            DataError: fewer elements remain.
+            StopIteration: there is none.
         """
 
     def form(self) -> Form:
@@ -141,15 +141,11 @@ class GlobalBatchPass:
         assert self.reader is not None
         return self.element(next(self.reader))
 
-    def skip(self, elements: int) -> None:
-        """Read and discard elements."""
+    def skip(self) -> None:
+        """Read and discard an element."""
         assert self.reader is not None
-        for skipped in range(elements):
-            try:
-                next(self.reader)
-            except StopIteration:
-                raise _ended_early(elements, skipped) from None
-            self._taken += 1
+        next(self.reader)
+        self._taken += 1
 
     def element(self, nest: Nest) -> Element:
         """Split the next batch, a nest of NumPy arrays, over the replicas.
@@ -240,13 +236,9 @@ class DividedPass:
         self._taken += 1
         return batch
 
-    def skip(self, elements: int) -> None:
-        """Skip elements, without reading rows."""
-        for skipped in range(elements):
-            try:
-                self.batch()
-            except StopIteration:
-                raise _ended_early(elements, skipped) from None
+    def skip(self) -> None:
+        """Skip an element, without reading rows."""
+        self.batch()
 
     def form(self) -> Form:
         """Return the form of the elements.
@@ -377,13 +369,6 @@ class BatchValues:
 
     def _share(self, replica: int) -> Share:
         return self._whole.share(replica, self._replicas)
-
-
-def _ended_early(elements: int, skipped: int) -> DataError:
-    return DataError(
-        f"{elements} elements were to be skipped, but the dataset ended after {skipped}: it gives fewer than "
-        "before"
-    )
 
 
 def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str, *, may_be_empty: bool = False) -> int:

@@ -65,7 +65,7 @@ class EagerRunner:
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Compute `function` for this worker's replicas, and apply the changes of all replicas."""
         name = getattr(function, "__name__", type(function).__name__)
-        self._rounds.refuse_joiners(name)
+        self._rounds.begin_run(name)
         self._rounds.compare_hosts()
         arguments = tuple(args), dict(kwargs)
         # All workers draw the same number: a process that resumes or joins has restored the random states.

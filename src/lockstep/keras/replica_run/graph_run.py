@@ -387,7 +387,7 @@ class ReplicaScheduler:
 
     def begin(self, inputs: Sequence[tuple[Values, int]], seed: int) -> None:
         """Begin an execution with these inputs and this seed; see `GraphExecution`."""
-        self._rounds.refuse_joiners(self._name)
+        self._rounds.begin_run(self._name)
         self._count += 1
         self._execution = GraphExecution(inputs, seed)
 

@@ -19,7 +19,8 @@ from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras.backends.contract import Partial, Total
 from lockstep.keras.per_replica import Values
 from lockstep.keras.step_digests import recorder_of
-from lockstep.keras.synchronization import AllReduce, PartialLayout, Round
+from lockstep.keras.synchronization import AllReduce, PartialLayout, Round, Synchronization
+from lockstep.keras.verification import VerifiedReduce, verifications_of
 from lockstep.keras.worker_exchange import Facts, compare_all
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -40,6 +41,9 @@ class RunRounds:
     def __init__(self, job: Job, to_numpy: Callable[[Any], Array]) -> None:
         self._job = job
         self._synchronization = AllReduce(self._exchange, job.worker)
+        self._verifications = verifications_of(job)
+        self._verified = VerifiedReduce(self._synchronization, self._exchange, job, self._verifications)
+        self._runs = 0
         self._digests = recorder_of(job, to_numpy)
         self.to_numpy = to_numpy
         self._compared = False
@@ -49,8 +53,13 @@ class RunRounds:
         """The replicas that this worker owns in the present view."""
         return self._job.view.replicas_of(self._job.worker)
 
-    def refuse_joiners(self, name: str) -> None:
-        """Raise DisagreementError in a worker that is to join: it cannot know the others' position."""
+    def begin_run(self, name: str) -> None:
+        """Begin a `strategy.run` of the function `name`.
+
+        Raises:
+            DisagreementError: this worker is to join, and cannot know the others' position.
+        """
+        self._runs += 1
         if self._job.joins and not self._job.driven:
             raise DisagreementError(
                 f"this worker, which is joining, reaches strategy.run of {name} in a custom loop "
@@ -101,15 +110,21 @@ class RunRounds:
         """
         if not this.begin(self.owned).leaves:
             return {}
-        total = self.synchronize(this)
+        if not self._job.driven:
+            # In a loop of the script, each call of strategy.run counts as a step.
+            self._verifications.begin(self._runs)
+        total = self._timed(this, self._verified)
         self._job.note_step()
         return total
 
     def synchronize(self, this: Round) -> Total:
         """Return the total of any round; see `lockstep.keras.synchronization.Synchronization`."""
+        return self._timed(this, self._synchronization)
+
+    def _timed(self, this: Round, synchronization: Synchronization) -> Total:
         timer = self._job.timer
         timer.lap("compute")
-        total = self._synchronization.synchronize(this)
+        total = synchronization.synchronize(this)
         timer.lap("exchange")
         self._digests.take_loop_round(this, total, driven=self._job.driven)
         return total

@@ -1,7 +1,7 @@
 """Custom loops that Lockstep drives: workers join and leave between their steps."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.variables import named_arrays, refuse_misfits
+from lockstep.keras.verification import verifications_of
 from lockstep.keras.worker_exchange import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.observability.events import CallEnded, CallStarted
 from lockstep.worker.job import Job
@@ -46,6 +47,7 @@ class StepLoops:
         self._checkpoints = checkpoints
         self._last = last
         self._digests = recorder_of(job, backend.to_numpy)
+        self._verifications = verifications_of(job)
 
     def steps(
         self, count: int, state: Mapping[str, Any], checkpoint: Checkpoint | None = None
@@ -62,7 +64,7 @@ class StepLoops:
         """
         if count < 0:
             raise InputError(f"strategy.steps needs a number of steps of at least 0, not {count}")
-        loop = LoopState(state)
+        loop = LoopState(state, self._note_skipped)
         for part in state.values():
             if isinstance(part, keras.Model):
                 self._last.trains(part)
@@ -99,12 +101,15 @@ class StepLoops:
                         self._job.timer.begin(call.name)
                         taken = self._calls.taken + 1
                         self._digests.begin_loop_step(taken, call.name, call.steps + 1, loop)
+                        self._verifications.begin(taken)
                         yield call.steps
+                        self._verifications.begin(0)
                         self._end_step(call, loop, count)
             except GeneratorExit:
                 self._resumable.finish(None)
                 raise
             finally:
+                self._verifications.end_call()
                 self._digests.end_call()
                 self._job.timer.stop()
                 self._job.events.publish(CallEnded(call.name))
@@ -148,6 +153,9 @@ class StepLoops:
         if call.steps == count:
             self._snapshots.hold(lambda: self._snapshots.take(True, None, None, loop))
 
+    def _note_skipped(self, elements: int, of: int) -> None:
+        self._resumable.skipping.note(self._calls.current.name, elements, of, "elements")
+
     def _compare(self, what: str, loop: "LoopState", settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.to_numpy, loop.named_state(None))
@@ -173,12 +181,13 @@ class LoopState:
         parts: by name: Keras models, layers, optimizers, metrics and variables, TensorFlow's variables,
             iterators of distributed datasets, NumPy arrays, and dicts and lists of plain values. The loop's
             first step may create their variables.
+        skipped: takes how many elements of an iterator were skipped, and how many will be.
 
     Raises:
         InputError: a part is of another kind.
     """
 
-    def __init__(self, parts: Mapping[str, Any]) -> None:
+    def __init__(self, parts: Mapping[str, Any], skipped: Callable[[int, int], None]) -> None:
         for name, part in parts.items():
             if not (_has_variables(part) or isinstance(part, Positioned | np.ndarray | dict | list)):
                 raise InputError(
@@ -187,6 +196,7 @@ class LoopState:
                     "list of plain values: anything that the loop changes and that can be changed in place"
                 )
         self._parts = dict(parts)
+        self._skipped = skipped
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -216,7 +226,7 @@ class LoopState:
                 raise CheckpointError(
                     f"state[{name!r}] was an iterator when it was saved, and is a {type(part).__name__} now"
                 )
-            _skip_to(part, position, name)
+            _skip_to(part, position, name, self._skipped)
 
     def published(self, state: Any) -> AbstractContextManager[None]:
         """Do nothing, because the parts are the state."""
@@ -261,14 +271,16 @@ class LoopState:
                 for path, variable in _variables(part).items():
                     variable.assign(arrays[f"{name}/{path}"])
             elif isinstance(part, Positioned):
-                _skip_to(part, arrays[name].tolist(), name)
+                _skip_to(part, arrays[name].tolist(), name, self._skipped)
             elif isinstance(part, np.ndarray):
                 part[...] = arrays[name]
             else:
                 _fill(part, msgspec.json.decode(arrays[name].tobytes()))
 
 
-def _skip_to(part: Positioned, position: Sequence[int], name: str) -> None:
+def _skip_to(
+    part: Positioned, position: Sequence[int], name: str, skipped: Callable[[int, int], None]
+) -> None:
     passes, taken = (int(number) for number in position)
     if part.position[0] != passes or part.position[1] > taken:
         raise CheckpointError(
@@ -276,7 +288,10 @@ def _skip_to(part: Positioned, position: Sequence[int], name: str) -> None:
             f"and the training was in pass {passes}, at element {taken}: create iterators at the same places "
             "before the loop"
         )
-    part.skip(taken - part.position[1])
+    missing = taken - part.position[1]
+    for number in range(missing):
+        part.skip(1)
+        skipped(number + 1, missing)
 
 
 def _has_variables(part: Any) -> bool:

@@ -109,7 +109,7 @@ class Resumption:
 
 
 class SkippedSteps:
-    """Publishes how many steps of a call were skipped, every few seconds, and the end if that took long.
+    """Publishes how much of a call was skipped, every few seconds, and the end if that took long.
 
     Args:
         publish: takes the events.
@@ -121,23 +121,26 @@ class SkippedSteps:
     ) -> None:
         self._publish = publish
         self._now = now
-        self._call: NumberedCall | None = None
+        self._of: tuple[str, str] | None = None
         self._due = 0.0
         self._told = False
 
-    def note(self, call: NumberedCall) -> None:
-        """Note that `call` has skipped another step."""
+    def note(self, call: str, skipped: int, of: int, what: str = "steps") -> None:
+        """Note that `call` has skipped `skipped` of its first `of` steps, or of `what` it takes."""
         now = self._now()
-        if call is not self._call:
-            self._call, self._told, self._due = call, False, now + SKIPPING_EVERY
-        ends = call.steps >= call.skipped
-        if now >= self._due or (ends and self._told):
+        if (call, what) != self._of:
+            self._of, self._told, self._due = (call, what), False, now + SKIPPING_EVERY
+        if now >= self._due or (skipped >= of and self._told):
             self._told, self._due = True, now + SKIPPING_EVERY
-            self._publish(StepsSkipped(call.name, call.steps, call.skipped))
+            self._publish(StepsSkipped(call, skipped, of, what))
 
 
 class ResumableCalls:
-    """The calls of one process, from the first of its script to the one in progress."""
+    """The calls of one process, from the first of its script to the one in progress.
+
+    Attributes:
+        skipping: publishes what was skipped.
+    """
 
     def __init__(self, job: Job, calls: NumberedCalls) -> None:
         self._job = job
@@ -147,7 +150,7 @@ class ResumableCalls:
         self._resumption: Resumption | None = None
         self._refusal: LockstepError | None = None
         self._again: BaseException | None = None
-        self._skipping = SkippedSteps(job.events.publish)
+        self.skipping = SkippedSteps(job.events.publish)
 
     @property
     def journal(self) -> Journal:
@@ -295,7 +298,7 @@ class ResumableCalls:
         """Count steps of the current call that were taken elsewhere and are not repeated."""
         call = self._calls.current
         call.steps += steps
-        self._skipping.note(call)
+        self.skipping.note(call.name, call.steps, call.skipped)
 
     def replay(self) -> FinishedCall:
         """Skip the call in progress, which has finished elsewhere; return its result.

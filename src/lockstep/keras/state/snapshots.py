@@ -37,6 +37,7 @@ from lockstep.keras.state.settings import (
     settings_of_parts,
 )
 from lockstep.keras.variables import assign, step_state
+from lockstep.keras.verification import verifications_of
 from lockstep.observability.events import LastStepEnded, TrainingResumed
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
@@ -149,6 +150,7 @@ class Snapshots:
             "random": random_states() if program is not None else self.resumable.journal.states,
             "heard": callbacks_done,
             "stops": callbacks_done and bool(model.stop_training),
+            "verified": verifications_of(self._job).packed,
         }
         packed, values = pack(facts, "training")
         converted = {
@@ -156,6 +158,8 @@ class Snapshots:
             for name, value in arrays.items()
         }
         manifest = {"job": self.facts(), "training": packed}
+        if (verifications := verifications_of(self._job)).plan.every:
+            manifest["verified"] = verifications.up_to
         return Contents(self._calls.taken, manifest, {**converted, **values})
 
     def facts(self) -> dict[str, Any]:
@@ -191,6 +195,7 @@ class Snapshots:
         self._calls.methods.clear()
         self._calls.methods.update(facts["methods"])
         self._calls.taken = facts["taken"]
+        verifications_of(self._job).unpack(facts.get("verified", ()))
         try:
             if program is not None:
                 call.inner = dict(facts["inner"])

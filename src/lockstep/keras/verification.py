@@ -1,0 +1,446 @@
+"""Verification: now and then a second worker computes a partial again, before the total is applied.
+
+A partial is a function of the state, the examples, the seed and the earlier totals. So two workers that
+compute a replica get equal bits, unless a processor, a memory or a library of one of them is at fault, or the
+step is not deterministic. Comparing states cannot show that: a total enters the state of all workers alike.
+
+In a verified step, `VerificationPlan` draws replicas. The owner of each and a second worker, its checker,
+hash the partial that each has computed. If the hashes differ, both compute it again, a third worker computes
+it once, and `judge` decides from these answers. All workers get all answers, so all decide alike.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import xxhash
+
+from lockstep.collectives.contract import Communicator
+from lockstep.data.digest import digest_array
+from lockstep.errors import DisagreementError
+from lockstep.keras.backends.contract import Total
+from lockstep.keras.synchronization import ExchangeCall, Round, Synchronization
+from lockstep.observability.events import ReplicasVerified, VerificationFailed
+from lockstep.system.prose import count, name_workers
+from lockstep.topology import View
+from lockstep.worker.job import Job
+
+_NAMED = 3
+"""How many arrays that differ a message names."""
+_HASH = 8
+"""Bytes of the hash of an array."""
+
+_ENDS = {
+    "undecided": "{who} get different bits in {shown}, each time the same, and no third worker can decide "
+    "which are right: the processor, the memory or a library of one of their hosts is at fault, or the step "
+    "depends on the worker",
+    "step": "the step is not deterministic: computed again from the same state and examples, {who} got other "
+    "bits in {shown}; look for random numbers that no seed of Keras determines, for the time, and for "
+    "operations that are not deterministic",
+    "everyone": "{who} get different bits in {shown}: the step depends on the worker; look for random "
+    "numbers that no seed of Keras determines, for the time, and for hosts that differ",
+}
+_MACHINE = "its processor, its memory or a library of its host is at fault"
+
+Hashes = bytes
+"""The hashes of the arrays of a partial, one after the other; empty for a replica without examples."""
+
+
+@dataclass(frozen=True)
+class VerificationPlan:
+    """Which replicas are verified in which steps. Pure.
+
+    Each cycle of `replicas` verified steps verifies all replicas, in an order that the seed determines. So a
+    fault that lasts is found within `every * replicas` steps.
+
+    Attributes:
+        seed: of the job.
+        replicas: R.
+        every: the interval in training steps; 0 to verify nothing.
+        all: whether a verified step verifies all replicas, instead of one.
+    """
+
+    seed: int
+    replicas: int
+    every: int = 0
+    all: bool = False
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        """Return the replicas to verify in training step `step`, counted from 1 over the whole job."""
+        if not self.every or step % self.every:
+            return ()
+        if self.all:
+            return tuple(range(self.replicas))
+        cycle, place = divmod(self._number(step), self.replicas)
+
+        def position(replica: int) -> int:
+            return xxhash.xxh3_64_intdigest(struct.pack("<3q", self.seed, cycle, replica))
+
+        return (sorted(range(self.replicas), key=position)[place],)
+
+    def turn(self, step: int) -> int:
+        """Return a number that is another one in each cycle, so that other workers check."""
+        return self._number(step) // (1 if self.all else self.replicas)
+
+    def _number(self, step: int) -> int:
+        return step // self.every - 1
+
+
+class Roles(NamedTuple):
+    """The workers that compute a replica that is verified.
+
+    Attributes:
+        owner: computes it for the total.
+        checker: computes it a second time; None if the view has no other worker: then the owner does.
+        third: decides if they differ; None if the view has no further worker.
+    """
+
+    owner: int
+    checker: int | None
+    third: int | None
+
+    @classmethod
+    def of(cls, view: View, replica: int, turn: int) -> "Roles":
+        """Return the roles in a view; the checker is another worker in each turn."""
+        owner = view.owners[replica]
+        position = view.workers.index(owner)
+        others = view.workers[position + 1 :] + view.workers[:position]
+        if not others:
+            return cls(owner, None, None)
+        first = turn % len(others)
+        others = others[first:] + others[:first]
+        return cls(owner, others[0], others[1] if len(others) > 1 else None)
+
+
+class Answer(NamedTuple):
+    """What a worker has computed for a replica: the hashes of each attempt."""
+
+    worker: int
+    attempts: tuple[Hashes, ...]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all attempts have the same bits."""
+        return len(set(self.attempts)) == 1
+
+
+class Answers(NamedTuple):
+    """What all workers have computed for a replica."""
+
+    owner: Answer
+    checker: Answer | None = None
+    third: Answer | None = None
+
+    @property
+    def given(self) -> tuple[Answer, ...]:
+        """The answers, first that of the owner."""
+        return tuple(answer for answer in self if answer is not None)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all attempts of all workers have the same bits."""
+        return len({hashes for answer in self.given for hashes in answer.attempts}) == 1
+
+
+class Verdict(NamedTuple):
+    """What follows from the answers for a replica.
+
+    Attributes:
+        kind: `equal`; `worker`: the one of `workers` is at fault; `undecided`: one of the two is;
+            `step`: the step is not deterministic; `everyone`: each worker computes something else.
+        workers: see above.
+        why: the reason, for people; follows the name of the worker at fault.
+    """
+
+    kind: Literal["equal", "worker", "undecided", "step", "everyone"]
+    workers: tuple[int, ...] = ()
+    why: str = ""
+
+
+def judge(answers: Answers) -> Verdict:
+    """Decide which worker is at fault. Pure.
+
+    Args:
+        answers: two attempts of the owner and of the checker, if there is one, and one of the third worker.
+    """
+    owner, checker, third = answers
+    if answers.are_equal:
+        return Verdict("equal")
+    if checker is None:
+        return Verdict("step", (owner.worker,))
+    both = tuple(sorted((owner.worker, checker.worker)))
+    if owner.is_steady and checker.is_steady:
+        if third is None:
+            return Verdict("undecided", both)
+        if owner.attempts[0] == checker.attempts[0]:
+            return Verdict("worker", (third.worker,), _agree(owner, checker))
+        for guilty, other in ((checker, owner), (owner, checker)):
+            if third.attempts[0] == other.attempts[0]:
+                return Verdict("worker", (guilty.worker,), _agree(other, third))
+        return Verdict("everyone", tuple(sorted((*both, third.worker))))
+    if not (owner.is_steady or checker.is_steady):
+        return Verdict("step", both)
+    steady, shaky = (owner, checker) if owner.is_steady else (checker, owner)
+    if third is not None and third.attempts[0] != steady.attempts[0]:
+        return Verdict("step", tuple(sorted((*both, third.worker))))
+    again = f"its second computation gave other bits, and {_agree(steady, third)}"
+    return Verdict("worker", (shaky.worker,), again)
+
+
+def _agree(steady: Answer, third: Answer | None) -> str:
+    if third is None:
+        return f"worker {steady.worker} computed the same bits twice"
+    return f"workers {steady.worker} and {third.worker} agree"
+
+
+class Verifications:
+    """What the job has verified so far; equal on all its members.
+
+    Attributes:
+        plan: which replicas are verified in which steps.
+        step: the training step in progress; 0 in a step that does not train.
+        count: number of partials that this process knows to be verified.
+    """
+
+    def __init__(self, job: Job) -> None:
+        context = job.context
+        self.plan = VerificationPlan(
+            context.seed, job.view.replicas, context.verify_every, context.verify_all
+        )
+        self.step = 0
+        self.count = 0
+        self._job = job
+        self._told = 0
+        self._verified = [0] * self.plan.replicas
+
+    @property
+    def turn(self) -> int:
+        """See `VerificationPlan.turn`, for the step in progress."""
+        return self.plan.turn(self.step)
+
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """The replicas to verify in the step in progress."""
+        return self.plan.drawn(self.step) if self.step else ()
+
+    @property
+    def up_to(self) -> int:
+        """The last step at which, or after which, each replica has been verified; 0 before."""
+        return min(self._verified)
+
+    @property
+    def packed(self) -> list[int]:
+        """The last verified step of each replica, for `unpack`."""
+        return list(self._verified)
+
+    def unpack(self, packed: Sequence[int]) -> None:
+        """Continue from `packed`, of a process of the same job; empty if nothing was recorded."""
+        self._verified = list(packed) or self._verified
+
+    def begin(self, step: int) -> None:
+        """Begin training step `step`, counted from 1 over the whole job; 0 for a step that does not train."""
+        self.step = step
+
+    def end_call(self) -> None:
+        """Publish how much is verified: a call ends."""
+        self.step = 0
+        if self.count > self._told and self._job.is_chief:
+            self._told = self.count
+            self._job.events.publish(ReplicasVerified(self.count, self.up_to))
+
+    def note(self, replicas: Sequence[int]) -> None:
+        """Note that the step in progress has verified `replicas`."""
+        self.count += len(replicas)
+        for replica in replicas:
+            self._verified[replica] = self.step
+
+
+@dataclass
+class _Attempts:
+    """The attempts of this worker in the round in progress, by replica.
+
+    Attributes:
+        this: the round.
+        hashes: of each attempt.
+        newest: the partial of the last attempt; it has no further use.
+    """
+
+    this: Round
+    hashes: dict[int, list[Hashes]] = field(default_factory=dict)
+    newest: dict[int, Any] = field(default_factory=dict)
+
+    def made(self, replica: int, number: int) -> list[Hashes]:
+        """Compute a replica until there are `number` attempts; return their hashes.
+
+        If the computation is interrupted by an exception, a second call continues it.
+        """
+        hashes, started = self.hashes.setdefault(replica, []), self.this.started
+        while len(hashes) < number:
+            if hashes and started.get(replica) is self.newest[replica]:
+                started.pop(replica, None)
+            layout = self.this.begin([replica])
+            (arrays,) = self.this.partials([replica]).values()
+            contributes = replica in started
+            hashes.append(b"".join(map(digest_array, arrays)) if contributes and layout.names else b"")
+            self.newest[replica] = started.get(replica)
+        return hashes
+
+
+class VerifiedReduce:
+    """A `Synchronization` that verifies the partials of a round before another one sums them.
+
+    Args:
+        reduce: the other one.
+        exchange: makes calls between the workers.
+        job: of this worker.
+        verifications: what the job verifies.
+        describe: names an array of a partial for people.
+    """
+
+    def __init__(
+        self,
+        reduce: Synchronization,
+        exchange: ExchangeCall,
+        job: Job,
+        verifications: Verifications,
+        describe: Callable[[str], str] = str,
+    ) -> None:
+        self._reduce = reduce
+        self._exchange = exchange
+        self._job = job
+        self._verifications = verifications
+        self._describe = describe
+        self._attempts: _Attempts | None = None
+
+    def synchronize(self, this: Round) -> Total:
+        """Verify the round, if that is due, and return its total; see `Synchronization`.
+
+        A worker that is at fault ends here, and the others verify the round again without it.
+
+        Raises:
+            DisagreementError: workers compute different bits, and it is unknown which are right.
+        """
+        if (drawn := self._verifications.drawn) and not self._job.joins:
+            if self._attempts is None or self._attempts.this is not this:
+                self._attempts = _Attempts(this)
+            self._verify(this, drawn)
+        total = self._reduce.synchronize(this)
+        self._attempts = None
+        return total
+
+    def _verify(self, this: Round, drawn: Sequence[int]) -> None:
+        """Return once all answers for the replicas of a round are equal."""
+        while True:
+            found = self._exchange(partial(self._answers, this, drawn, 1), this.catching_up)
+            differing = [replica for replica, answers in found.items() if not answers.are_equal]
+            if not differing:
+                break
+            found = self._exchange(partial(self._answers, this, differing, 2), this.catching_up)
+            for replica, answers in found.items():
+                self._act(this, replica, answers, judge(answers))
+        self._verifications.note(drawn)
+
+    def _answers(
+        self, this: Round, replicas: Sequence[int], attempts: int, view: View, communicator: Communicator
+    ) -> dict[int, Answers]:
+        """Compute what this worker has to, and return the answers of all workers, by replica."""
+        this.entered()
+        worker, turn = self._job.worker, self._verifications.turn
+        this.begin(view.replicas_of(worker))
+        own: list[tuple[int, str, list[Hashes]]] = []
+        for replica in replicas:
+            roles = Roles.of(view, replica, turn)
+            if worker == roles.owner:
+                # A worker without others checks itself.
+                number = max(attempts, 2) if roles.checker is None else attempts
+                own.append((replica, "owner", self._made(replica, number)))
+            elif worker == roles.checker:
+                own.append((replica, "checker", self._made(replica, attempts)))
+            elif worker == roles.third and attempts > 1:
+                own.append((replica, "third", self._made(replica, 1)))
+        this.settle()
+        blob = msgspec.msgpack.encode((worker, own))
+        found: dict[int, dict[str, Answer]] = {replica: {} for replica in replicas}
+        # With several hosts, they may be of an earlier view, in which the workers had other roles.
+        for other in communicator.gather(blob, what=f"the verification of {this.what}"):
+            sender, given = msgspec.msgpack.decode(
+                other, type=tuple[int, list[tuple[int, str, list[Hashes]]]]
+            )
+            for replica, role, hashes in given:
+                found[replica][role] = Answer(sender, tuple(hashes))
+        return {replica: Answers(**answers) for replica, answers in found.items()}
+
+    def _made(self, replica: int, number: int) -> list[Hashes]:
+        assert self._attempts is not None
+        return self._attempts.made(replica, number)[:number]
+
+    def _act(self, this: Round, replica: int, answers: Answers, verdict: Verdict) -> None:
+        """End the worker at fault, or all; return on the others."""
+        if verdict.kind == "equal":
+            return
+        names = self._differing(this, answers)
+        what = f"{this.what}: replica {replica}"
+        who = name_workers(verdict.workers)
+        event = VerificationFailed(
+            step=self._verifications.step,
+            replica=replica,
+            arrays=tuple(names),
+            workers=verdict.workers,
+            verdict=verdict.kind,
+        )
+        if self._job.is_chief:
+            self._job.events.publish(event)
+        shown = _listed(names)
+        if verdict.kind == "worker":
+            (guilty,) = verdict.workers
+            if guilty == self._job.worker:
+                message = (
+                    f"{what}, computed on {who}, has the wrong bits in {shown}: {verdict.why}; {_MACHINE}"
+                )
+                self._job.leave_at_fault(DisagreementError(message, verdict.workers))
+            return
+        raise DisagreementError(f"{what}: {_ENDS[verdict.kind].format(who=who, shown=shown)}{self._advice()}")
+
+    def _differing(self, this: Round, answers: Answers) -> list[str]:
+        """Return the names of the arrays that two attempts differ in."""
+        assert this.layout is not None
+        attempts = [hashes for answer in answers.given for hashes in answer.attempts]
+        other = next((hashes for hashes in attempts if hashes != attempts[0]), attempts[0])
+        pairs = zip(this.layout.names, _parts(attempts[0]), _parts(other), strict=False)
+        return [self._describe(name) for name, first, second in pairs if first != second]
+
+    def _advice(self) -> str:
+        if self._job.checkpoints.scheduler is None:
+            return ""
+        up_to = self._verifications.up_to
+        return (
+            f"; the steps up to {up_to} are verified: remove the checkpoints of later steps before you "
+            "resume the job"
+            if up_to
+            else "; no step is verified yet: start over"
+        )
+
+
+def _parts(hashes: Hashes) -> list[Hashes]:
+    return [hashes[start : start + _HASH] for start in range(0, len(hashes), _HASH)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of arrays, and how many more there are."""
+    if not names:
+        return "its examples"
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {count(rest, 'other array')}" if rest > 0 else "")
+
+
+_known: list[tuple[Job, Verifications]] = []
+
+
+def verifications_of(job: Job) -> Verifications:
+    """Return what this process and its job verify."""
+    if not _known or _known[0][0] is not job:
+        _known[:] = [(job, Verifications(job))]
+    return _known[0][1]

@@ -1,0 +1,286 @@
+"""A second worker computes replicas again: what is drawn, who is at fault, and nothing wrong is applied."""
+
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from lockstep.collectives.contract import WaitPolicy
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.keras import verification
+from lockstep.keras.synchronization import AllReduce, Round
+from lockstep.keras.verification import (
+    Answer,
+    Answers,
+    Roles,
+    VerificationPlan,
+    VerifiedReduce,
+    judge,
+)
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
+from lockstep.topology import place
+from lockstep.worker.job import Alone, Job, JobContext, Place
+
+Launch = Callable[..., Any]
+REPLICAS = 4
+
+
+@given(some.integers(0, 2**32), some.integers(1, 9), some.integers(1, 5), some.integers(1, 500))
+def test_each_cycle_draws_every_replica(seed: int, replicas: int, every: int, begin: int) -> None:
+    plan = VerificationPlan(seed, replicas, every)
+    first = (begin // (every * replicas)) * every * replicas
+    cycle = [plan.drawn(step) for step in range(first + 1, first + every * replicas + 1)]
+    assert sorted(replica for drawn in cycle for replica in drawn) == list(range(replicas))
+    assert all(bool(drawn) == (step % every == 0) for step, drawn in enumerate(cycle, first + 1))
+    whole = VerificationPlan(seed, replicas, every, all=True)
+    assert whole.drawn(every) == tuple(range(replicas))
+
+
+def test_another_seed_draws_in_another_order_and_nothing_is_drawn_without_an_interval() -> None:
+    orders = {tuple(VerificationPlan(seed, 4, 1).drawn(step) for step in range(1, 9)) for seed in range(20)}
+    assert len(orders) > 10
+    assert VerificationPlan(0, 4).drawn(1) == ()
+
+
+@given(some.integers(1, 6), some.integers(0, 20))
+def test_each_other_worker_checks_in_its_turn(workers: int, replica: int) -> None:
+    view = place(6, tuple(range(10, 10 + workers)))
+    replica %= 6
+    owner = view.owners[replica]
+    roles = [Roles.of(view, replica, turn) for turn in range(max(1, workers - 1))]
+    assert {role.owner for role in roles} == {owner}
+    others = set(view.workers) - {owner}
+    assert {role.checker for role in roles} == (others or {None})
+    for role in roles:
+        assert (role.third in others - {role.checker}) if workers > 2 else role.third is None
+
+
+class NextPlace(Alone):
+    """A membership with a prepared next view."""
+
+    def __init__(self, following: Place) -> None:
+        self._following = following
+
+    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+        return self._following
+
+
+class Faulty:
+    """How a worker computes: `right`, with one wrong bit always or in one attempt, or at random."""
+
+    def __init__(self, how: str, drawn: random.Random) -> None:
+        self.how, self.drawn, self.attempts = how, drawn, 0
+
+    def attempt(self) -> bytes:
+        self.attempts += 1
+        wrong = self.how == "always" or self.how == f"attempt {self.attempts}"
+        return self.drawn.randbytes(8) if self.how == "random" else b"wrong" if wrong else b"right"
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("how", ["right", "always", "attempt 1", "attempt 2", "random"])
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+def test_only_the_worker_at_fault_is_named(workers: int, how: str, guilty: int) -> None:
+    drawn = random.Random(1)
+    kinds = [Faulty(how if number == guilty else "right", drawn) for number in range(min(workers, 3))]
+    attempts = [
+        tuple(one.attempt() for _ in range(2 if number < 2 else 1)) for number, one in enumerate(kinds)
+    ]
+    found = judge(Answers(*(Answer(worker, made) for worker, made in enumerate(attempts))))
+    third_may_decide = workers > 2
+    if how == "right" or guilty >= len(kinds) or (guilty == 2 and how == "attempt 2"):
+        assert found.kind == "equal"
+    elif how == "always" and not third_may_decide:
+        assert (found.kind, found.workers) == ("undecided", (0, 1))
+    else:
+        assert (found.kind, found.workers) == ("worker", (guilty,)), found
+
+
+def test_a_step_that_is_not_deterministic_accuses_no_worker() -> None:
+    drawn = random.Random(2)
+    noisy = [tuple(drawn.randbytes(8) for _ in range(2)) for _ in range(3)]
+    two = [Answer(worker, attempts) for worker, attempts in enumerate(noisy[:2])]
+    assert judge(Answers(*two)).kind == judge(Answers(*two, Answer(2, noisy[2][:1]))).kind == "step"
+    assert judge(Answers(two[0])).kind == "step"
+    own = [Answer(worker, (attempts[0],) * 2) for worker, attempts in enumerate(noisy)]
+    assert judge(Answers(own[0], own[1], Answer(2, noisy[2][:1]))).kind == "everyone"
+
+
+def verified(
+    workers: int, compute: Callable[[int, int], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """Verify all replicas of a round on threads; the others continue when a worker leaves.
+
+    Args:
+        workers: their number.
+        compute: returns the partial of (worker, replica).
+    """
+    monkeypatch.setattr(verification, "_known", [])
+    view = place(REPLICAS, tuple(range(workers)))
+    hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
+    contexts = [
+        JobContext(one, 0, 1, Bus(SystemClock(), one), verify_every=1, verify_all=True)
+        for one in range(workers)
+    ]
+    jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]
+
+    def act(worker: int) -> Any:
+        own = jobs[worker]
+        verifications = verification.Verifications(own)
+        verifications.begin(1)
+        synchronization = VerifiedReduce(AllReduce(own.exchange, worker), own.exchange, own, verifications)
+        this = Round("step 1 of fit 1", lambda replica: compute(worker, replica), np.asarray)
+        try:
+            total = synchronization.synchronize(this)
+        except DisagreementError as differs:
+            if differs.workers == (worker,):
+                left = tuple(other for other in range(workers) if other != worker)
+                following = place(REPLICAS, left, 2)
+                others = Hub(ReducePlan.of(following), WaitPolicy(timeout=60.0))
+                for position, other in enumerate(left):
+                    jobs[other].membership = NextPlace((following, others.member(position)))
+                own.communicator.abort(f"worker {worker} ended")
+            return differs
+        return {name: array.copy() for name, array in total.items()}, verifications.up_to
+
+    with ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(act, range(workers)))
+
+
+def gradient(replica: int) -> dict[str, Any]:
+    return {"gradient/0": np.array([1e8, 0.1 * replica], "f4"), "metric/0": np.array(replica, "f4")}
+
+
+def wrong(replica: int) -> dict[str, Any]:
+    return {**gradient(replica), "gradient/0": np.array([1e8, 0.1 * replica + 1e-3], "f4")}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_right_workers_are_verified_and_get_the_same_total(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for total, up_to in verified(workers, lambda worker, replica: gradient(replica), monkeypatch):
+        assert total["metric/0"] == 6
+        assert up_to == 1
+
+
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_worker_at_fault_leaves_and_nothing_wrong_is_summed(
+    guilty: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [times]
+
+    def compute(worker: int, replica: int) -> dict[str, Any]:
+        if worker == guilty and left[0]:
+            left[0] -= 1
+            return wrong(replica)
+        return gradient(replica)
+
+    right, _ = verified(3, lambda worker, replica: gradient(replica), monkeypatch)[0]
+    found = verified(3, compute, monkeypatch)
+    error = found.pop(guilty)
+    assert isinstance(error, DisagreementError)
+    assert f"computed on worker {guilty}, has the wrong bits in gradient/0: " in str(error)
+    for total, _ in found:
+        assert {name: array.tobytes() for name, array in total.items()} == {
+            name: array.tobytes() for name, array in right.items()
+        }
+
+
+def test_of_two_workers_that_always_differ_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(worker: int, replica: int) -> dict[str, Any]:
+        return wrong(replica) if worker else gradient(replica)
+
+    for error in verified(2, compute, monkeypatch):
+        assert isinstance(error, DisagreementError)
+        assert "workers 0 and 1 get different bits in gradient/0" in str(error)
+        assert error.workers == ()
+
+
+def figures(run: Any, worker: int) -> list[str]:
+    assert run.status == 0, run.stderr
+    return run.marked(worker, "digest: ")
+
+
+def test_a_wrong_bit_changes_no_result(launch: Launch, undisturbed_run: Launch, backend: str) -> None:
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
+    options = "-n 2 --replicas 4 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", "once", "1", "3", backend=backend)
+    assert "step 3 of fit 1: replica " in run.stderr
+    assert ", computed on worker 1, has the wrong bits in " in run.stderr
+    assert figures(run, 0) == figures(right, 0) != []
+    assert " computations verified; digest " in run.stderr
+    lines = (run.folder / "events.jsonl").read_text().splitlines()
+    (failed,) = [json.loads(line) for line in lines if '"verification failed"' in line]
+    assert (failed["step"], failed["workers"], failed["verdict"]) == (3, [1], "worker")
+    assert len(failed["arrays"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["flip", "once"])
+@pytest.mark.parametrize("guilty", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_each_worker_with_a_fault_is_found(
+    launch: Launch, undisturbed_run: Launch, backend: str, workers: int, guilty: int, how: str
+) -> None:
+    if guilty >= workers:
+        pytest.skip("there is no such worker")
+    options = f"-n {workers} --replicas 4 --verify-every 1 --verify-replicas all --max-restarts 1"
+    run = launch(options, "verified.py", how, str(guilty), "5", backend=backend)
+    if workers == 2 and how == "flip":
+        assert run.status == 1
+        assert "workers 0 and 1 get different bits in " in run.stderr
+    else:
+        right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
+        assert f", computed on worker {guilty}, has the wrong bits in " in run.stderr
+        assert figures(run, (guilty + 1) % workers) == figures(right, 0) != []
+
+
+def test_two_workers_that_always_differ_stop_at_the_last_verified_checkpoint(
+    launch: Launch, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    options = f"-n 2 --replicas 2 --verify-every 2 --checkpoint {saved} --checkpoint-every 1 --keep 9"
+    run = launch(options, "verified.py", "flip", "1", "7")
+    assert run.status == 1
+    assert "step 8 of fit 1: replica " in run.stderr
+    assert "workers 0 and 1 get different bits in " in run.stderr
+    # Replicas take turns: one was verified in step 6, the other in step 4.
+    assert "; the steps up to 4 are verified: remove the checkpoints of later steps before" in run.stderr
+    assert sorted(path.name for path in saved.glob("step-*")) == [f"step-{step:08}" for step in range(1, 8)]
+    verified = [json.loads((saved / f"step-{step:08}/manifest.json").read_text()[20:]) for step in (5, 7)]
+    assert [one["manifest"]["verified"] for one in verified] == [2, 4]
+
+
+def test_a_step_that_is_not_deterministic_is_named(launch: Launch) -> None:
+    run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "random")
+    assert run.status == 1
+    assert "step 3 of fit 1: replica " in run.stderr
+    assert ": the step is not deterministic: " in run.stderr
+    assert "sequential/out/kernel" in run.stderr or " other arrays; " in run.stderr
+
+
+@pytest.mark.slow
+def test_no_false_alarm_in_10_000_steps(launch: Launch, backend: str) -> None:
+    run = launch("-n 2 --replicas 4 --verify-every 1", "verified.py", "long", backend=backend)
+    assert run.status == 0, run.stderr
+    assert "; 10002 computations verified; " in run.stderr
+
+
+def test_a_verification_of_one_replica_is_refused(launch: Launch) -> None:
+    run = launch("-n 1 --verify-every 3", "verified.py")
+    assert run.status == 2
+    assert run.stderr.splitlines()[-1].startswith("lockstep: --verify-every needs at least 2 replicas")
+    run = launch("-n 2 --verify-replicas all", "verified.py")
+    assert run.stderr.splitlines()[-1] == "lockstep: --verify-replicas all needs --verify-every K"

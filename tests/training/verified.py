@@ -1,0 +1,71 @@
+"""Trains a model whose state changes in every step, perhaps with a fault of one worker; prints its digest.
+
+    verified.py [FAULT WORKER STEP]
+
+`flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `once`: only
+the first time that it computes one in STEP or later. `random`: the loss of all workers depends on a number
+that no seed determines. `long`: trains 10,000 steps.
+"""
+
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+from lockstep.keras.synchronization import PartialLayout, Round
+from lockstep.keras.verification import verifications_of
+from lockstep.worker import job
+
+FAULT = sys.argv[1] if sys.argv[1:] else ""
+WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in ("flip", "once") else (-1, 0)
+flips = 0
+
+
+def begin(this: Round, replicas: Iterable[int], original: Any = Round.begin) -> PartialLayout:
+    """Flip a bit of the first number of a gradient, as faulty memory would."""
+    global flips
+    before = dict(this.started)
+    layout: PartialLayout = original(this, replicas)
+    own = job.current()
+    step = verifications_of(own).step
+    for replica in this.started.keys() - before.keys():
+        if own.worker == WORKER and step >= STEP and not (FAULT == "once" and flips):
+            flips += 1
+            name = "gradient/2"
+            flipped = np.array(this.to_numpy(this.started[replica][name]))
+            flipped.reshape(-1).view("uint32")[0] ^= 1 << 20
+            this.started[replica] = {**this.started[replica], name: keras.ops.convert_to_tensor(flipped)}
+    return layout
+
+
+class Noisy(keras.losses.Loss):  # type: ignore[misc]
+    """A loss with an unseeded factor."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return the squared differences."""
+        noise = random.SystemRandom().random() if FAULT == "random" else 1.0
+        return noise * keras.ops.mean((y_true - y_pred) ** 2, -1)
+
+
+Round.begin = begin  # type: ignore[method-assign]
+keras.utils.set_random_seed(1)
+numbers = np.random.default_rng(0)
+rows = numbers.normal(size=(96, 8)).astype("float32")
+targets = rows[:, :1] * 2
+model = keras.Sequential(
+    [
+        keras.Input((8,)),
+        keras.layers.Dense(16, activation="relu", name="hidden"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.2),
+        keras.layers.Dense(1, name="out"),
+    ]
+)
+model.compile(keras.optimizers.Adam(0.01), Noisy(), metrics=["mae"], run_eagerly=FAULT == "random")
+history = model.fit(rows, targets, batch_size=16, epochs=1667 if FAULT == "long" else 2, verbose=0)
+print("digest:", lockstep.digest(model), repr(history.history["mae"][-1]))
+print("verified:", verifications_of(job.current()).count, verifications_of(job.current()).up_to)
