@@ -105,7 +105,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
     },
     {"backends"},
     {"shared_saves", "synchronization"},
-    {"step_digests"},
+    {"step_digests", "verification"},
     {"state"},
     {"replica_run"},
     {"input"},

@@ -21,6 +21,7 @@ from lockstep.doctor.resources import (
 LINUX = System("Linux", "x86_64", "6.1", "")
 GOOD = Machine(
     LINUX,
+    "AVX2",
     Cores(8, 8, None),
     HostMemory(32 * 10**9, 20 * 10**9, None),
     SharedMemoryTest(2**24, "", "", 8 * 10**9),
@@ -44,6 +45,13 @@ def test_a_suitable_machine_is_fine() -> None:
 @pytest.mark.parametrize(
     ("changed", "name", "rating", "reason"),
     [
+        (
+            {},
+            "instructions",
+            Rating.FINE,
+            "limit all to it (jax: XLA_FLAGS=--xla_cpu_max_isa=AVX2; ",
+        ),
+        ({"instructions": ""}, "instructions", Rating.FINE, "hosts of one job need processors of one kind"),
         ({"cores": Cores(8, 4, None)}, "cores", Rating.FINE, "4 of 8 cores"),
         ({"cores": Cores(8, 8, 8.0)}, "cores", Rating.FINE, "8 cores"),
         ({"cores": Cores(1, 1, None)}, "cores", Rating.WARNING, "1 core: all workers share one"),

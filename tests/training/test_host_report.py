@@ -22,6 +22,7 @@ from lockstep.keras.host_report import (
 )
 from lockstep.keras.worker_exchange import agree
 from lockstep.observability.bus import Bus
+from lockstep.observability.events import HostsDiffer
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place_on_hosts
 from lockstep.worker.job import Job, JobContext
@@ -30,8 +31,23 @@ HOSTS = ((0, 1), (2,))
 
 
 def report(worker: int, host: str, **facts: object) -> HostReport:
-    usual = HostReport(worker, host, "Some Processor", "jax", "a1", {"jax": "1.0"}, {"model.py": "11"})
+    usual = HostReport(
+        *(worker, host, "Some Processor", "AVX2", {}, "jax", "a1"), {"jax": "1.0"}, {"model.py": "11"}
+    )
     return msgspec.structs.replace(usual, **facts)
+
+
+FLAGS = "XLA_FLAGS is not set and --xla_cpu_max_isa=AVX"
+ONE_KIND = "run on hosts of one kind"
+DIFFER = "node1 and node2 compute different bits in a fixed small program with JAX"
+ALLOW = "; --allow-unlike accepts a result that depends on which host computes which replica"
+
+
+def own_job(**options: bool) -> Job:
+    view = place_on_hosts(4, HOSTS)
+    return Job(
+        JobContext(0, 0, 1, Bus(SystemClock(), 0), **options), (view, Hub(ReducePlan.of(view)).member(0))
+    )
 
 
 DIFFERENCES = {
@@ -44,9 +60,18 @@ DIFFERENCES = {
         "fit 1: model.py differs between node1 and node2; copy the same file to all hosts",
     ),
     "bits": (
-        {"bits": "b2", "processor": "Other Processor"},
-        "fit 1: the processors of node1 and node2 compute different bits with JAX (Some Processor and Other "
-        "Processor); run on hosts of one kind",
+        {"bits": "b2", "processor": "Other Processor", "instructions": "AVX512"},
+        f"fit 1: {DIFFER} (Some Processor with AVX2 and Other Processor with AVX512); "
+        "run on hosts of one kind, or set "
+        "XLA_FLAGS=--xla_cpu_max_isa=AVX2" + ALLOW,
+    ),
+    "variable": (
+        {"bits": "b2", "flags": {"XLA_FLAGS": "--xla_cpu_max_isa=AVX"}},
+        f"fit 1: {DIFFER} ({FLAGS}); {ONE_KIND} and with one environment{ALLOW}",
+    ),
+    "kind": (
+        {"bits": "b2", "processor": "Arm", "instructions": ""},
+        f"fit 1: {DIFFER} (Some Processor with AVX2 and Arm); run on hosts of one kind" + ALLOW,
     ),
 }
 
@@ -56,14 +81,24 @@ def test_a_difference_names_the_hosts_and_the_workers(differs: str) -> None:
     facts, message = DIFFERENCES[differs]
     reports = [report(0, "node1"), report(1, "node1"), report(2, "node2", **facts)]
     with pytest.raises(DisagreementError) as raised:
-        compare_reports("fit 1", [msgspec.msgpack.encode(own) for own in reports])
+        compare_reports(own_job(), "fit 1", [msgspec.msgpack.encode(own) for own in reports])
     assert str(raised.value) == message
     assert raised.value.workers == (2,)
 
 
 def test_what_only_some_workers_import_is_no_difference() -> None:
     more = report(2, "node2", sources={"model.py": "11", "logs.py": "3"}, libraries={"keras": "3"})
-    compare_reports("fit 1", [msgspec.msgpack.encode(own) for own in (report(0, "node1"), more)])
+    compare_reports(own_job(), "fit 1", [msgspec.msgpack.encode(own) for own in (report(0, "node1"), more)])
+
+
+def test_allowed_hosts_are_noted_by_the_chief() -> None:
+    noted: list[HostsDiffer] = []
+    own = own_job(allow_unlike=True)
+    own.events.subscribe(lambda published: noted.append(published.event), HostsDiffer)
+    packed = [msgspec.msgpack.encode(one) for one in (report(0, "node1"), report(2, "node2", bits="b2"))]
+    compare_reports(own, "fit 1", packed)
+    (event,) = noted
+    assert event.what == f"{DIFFER}; the result depends on which host computes which replica"
 
 
 def in_all(view: View, act: Callable[[Job], None]) -> list[str]:
@@ -94,7 +129,7 @@ def test_workers_of_several_hosts_compare_them_in_any_agreement(monkeypatch: pyt
     kinds = iter(("a", "a", "b"))
     monkeypatch.setattr(host_report, "computed_bits", lambda: next(kinds))
     (error,) = set(in_all(several, act))
-    assert "compute different bits with" in error
+    assert "compute different bits in a fixed small program with" in error
     monkeypatch.setattr(host_report, "computed_bits", lambda: pytest.fail("not needed on one host"))
     assert in_all(one, act) == ["", "", ""]
 
@@ -110,7 +145,7 @@ def test_a_joiner_compares_its_host_with_that_of_a_member(monkeypatch: pytest.Mo
     compare_with_member(at(3, "node3"), member)
     compare_with_member(at(3, "node3"), report_for_joiners(at(0, "node1", over_hosts=False)))
     monkeypatch.setattr(host_report, "computed_bits", lambda: "b")
-    with pytest.raises(DisagreementError, match="joining: the processors of node1 and node3"):
+    with pytest.raises(DisagreementError, match="joining: node1 and node3 compute different bits"):
         compare_with_member(at(3, "node3"), member)
 
 

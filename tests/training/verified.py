@@ -4,9 +4,11 @@
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `once`: only
 the first time that it computes one in STEP or later. `random`: the loss of all workers depends on a number
-that no seed determines. `long`: trains 10,000 steps.
+that no seed determines. `long`: trains 10,000 steps. `unlike`: the
+host node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
 """
 
+import os
 import random
 import sys
 from collections.abc import Iterable
@@ -16,6 +18,7 @@ import keras
 import numpy as np
 
 import lockstep
+from lockstep.keras import host_report
 from lockstep.keras.synchronization import PartialLayout, Round
 from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
@@ -51,6 +54,10 @@ class Noisy(keras.losses.Loss):  # type: ignore[misc]
         return noise * keras.ops.mean((y_true - y_pred) ** 2, -1)
 
 
+if FAULT in ("unlike", "alike-program") and job.current().context.host == "node2":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=SSE4_2"
+if FAULT == "alike-program":
+    host_report.computed_bits = lambda: "equal"
 Round.begin = begin  # type: ignore[method-assign]
 keras.utils.set_random_seed(1)
 numbers = np.random.default_rng(0)
@@ -66,6 +73,8 @@ model = keras.Sequential(
     ]
 )
 model.compile(keras.optimizers.Adam(0.01), Noisy(), metrics=["mae"], run_eagerly=FAULT == "random")
-history = model.fit(rows, targets, batch_size=16, epochs=1667 if FAULT == "long" else 2, verbose=0)
+history = model.fit(
+    rows, targets, batch_size=16, epochs={"long": 1667, "unlike": 40}.get(FAULT, 2), verbose=0
+)
 print("digest:", lockstep.digest(model), repr(history.history["mae"][-1]))
 print("verified:", verifications_of(job.current()).count, verifications_of(job.current()).up_to)

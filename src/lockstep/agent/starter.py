@@ -128,6 +128,7 @@ class LocalStarter:
             host=self.host,
             verify_every=spec.verify_every,
             verify_all=spec.verify_all,
+            allow_unlike=spec.allow_unlike,
         )
         devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(

@@ -317,6 +317,12 @@ class _Folder(click.Path):
     help="With --verify-every, whether to verify one replica, each in turn, or all of them.",
 )
 @click.option(
+    "--allow-unlike",
+    is_flag=True,
+    help="Run on hosts whose processors compute different bits; the result then depends on which host "
+    "computes which replica.",
+)
+@click.option(
     "--accept-changes",
     is_flag=True,
     help="Resume even if settings of the model, optimizer, loss or callbacks differ from the checkpoint's.",
@@ -688,6 +694,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         plain=options["plain"],
         verify_every=_verify_every(options, replicas),
         verify_all=options["verify_replicas"] == "all",
+        allow_unlike=options["allow_unlike"],
     )
 
 
@@ -695,6 +702,8 @@ def _verify_every(options: dict[str, Any], replicas: int) -> int:
     every: int | None = options["verify_every"]
     if every is not None and replicas < 2:
         raise ConfigError("--verify-every needs at least 2 replicas: Keras itself computes the only one")
+    if every is not None and options["allow_unlike"]:
+        raise ConfigError("--verify-every compares the bits of workers, so it excludes --allow-unlike")
     if every is None and options["verify_replicas"] == "all":
         raise ConfigError("--verify-replicas all needs --verify-every K")
     return every or 0

@@ -823,6 +823,8 @@ class Coordinator:
                 self.console.say(f"worker {worker}: {path} {what}")
             case run_events.DownloadAwaited(file, of, seconds):
                 self._tell_of_download(worker, file, of, seconds)
+            case run_events.HostsDiffer(what):
+                self.console.say(what)
             case run_events.ReplicasVerified(verified):
                 self._tally.verified = verified
             case run_events.TrainingEnded(steps, model, digest) if worker == self.state.view.chief:

@@ -17,7 +17,9 @@ from lockstep.doctor.resources import (
     inspect_machine,
     inspect_system,
 )
+from lockstep.launcher.backend import BACKENDS
 from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.processor import limit_of
 from lockstep.system.prose import count
 
 _ROWS = Section("machine")
@@ -52,6 +54,7 @@ def judge(machine: Machine) -> list[Finding]:
     """Return the findings on a machine. Pure."""
     return [
         judge_system(machine.system),
+        _instructions(machine.instructions),
         _cores(machine.cores),
         _memory(machine.memory),
         _shared_memory(machine.shared),
@@ -83,6 +86,17 @@ def judge_system(system: System) -> Finding:
             **facts,
         )
     return _ROWS.fine("system", f"Linux {system.kernel} on {system.processor}", **facts)
+
+
+def _instructions(name: str) -> Finding:
+    if not name:
+        return _ROWS.fine("instructions", "hosts of one job need processors of one kind", instructions=name)
+    limits = "; ".join(f"{backend}: {limit_of(backend, name)}" for backend in BACKENDS)
+    return _ROWS.fine(
+        "instructions",
+        f"{name}; if another host of a job has a larger set, limit all to it ({limits})",
+        instructions=name,
+    )
 
 
 def _cores(cores: Cores) -> Finding:

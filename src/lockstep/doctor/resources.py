@@ -17,6 +17,7 @@ from lockstep.system.cgroups import cpu_quota, processes_left, read
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.memory import cgroup_rooms
 from lockstep.system.process_limits import processes_of_user_left
+from lockstep.system.processor import instruction_set, processor_features
 
 _PROBE = 2**24
 """Bytes of shared memory to allocate and free as a test."""
@@ -172,9 +173,10 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Machine:
-    """The result of `inspect_machine`."""
+    """The result of `inspect_machine`; `instructions` is the largest instruction set, empty if unknown."""
 
     system: System
+    instructions: str
     cores: Cores
     memory: HostMemory
     shared: SharedMemoryTest
@@ -194,6 +196,7 @@ def inspect_machine(system: System, places: SystemPaths = HERE, clock: Clock = _
     memory = _memory(membership, places.cgroups)
     return Machine(
         system,
+        instruction_set(processor_features(places.proc / "cpuinfo")),
         Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(membership, places.cgroups)),
         memory,
         _shared(places.shm, memory.usable),

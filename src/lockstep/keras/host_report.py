@@ -1,10 +1,10 @@
 """What workers on different hosts must have in common to compute equal bits from the same program."""
 
+import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,6 +14,15 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.errors import DisagreementError
+from lockstep.observability.events import HostsDiffer
+from lockstep.system.processor import (
+    CHOOSING_VARIABLES,
+    instruction_set,
+    limit_of,
+    processor_features,
+    processor_model,
+    smallest,
+)
 from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources
 
@@ -31,6 +40,8 @@ class HostReport(msgspec.Struct, frozen=True):
         worker: its id.
         host: the name of the host.
         processor: the kind of its processor.
+        instructions: the largest instruction set of its processor.
+        flags: the environment variables with which libraries choose their code for a processor.
         backend: the Keras backend.
         bits: a hash of the results of a fixed small program.
         libraries: versions of the imported libraries.
@@ -40,6 +51,8 @@ class HostReport(msgspec.Struct, frozen=True):
     worker: int
     host: str
     processor: str
+    instructions: str
+    flags: dict[str, str]
     backend: str
     bits: str
     libraries: dict[str, str]
@@ -48,12 +61,12 @@ class HostReport(msgspec.Struct, frozen=True):
 
 def own_report(job: Job) -> bytes:
     """Return the packed report of this worker; empty if the view has one host."""
-    return b"" if len(job.view.hosts) == 1 else msgspec.msgpack.encode(_own(job))
+    return b"" if len(job.view.hosts) == 1 else msgspec.msgpack.encode(host_report(job))
 
 
 def report_for_joiners(job: Job) -> dict[str, Any]:
     """Return the report of this worker as JSON data; empty if the job has one host."""
-    found: dict[str, Any] = msgspec.to_builtins(_own(job)) if job.context.over_hosts else {}
+    found: dict[str, Any] = msgspec.to_builtins(host_report(job)) if job.context.over_hosts else {}
     return found
 
 
@@ -64,14 +77,17 @@ def compare_with_member(job: Job, report: Mapping[str, Any]) -> None:
         DisagreementError: their hosts differ; names them and what differs.
     """
     if report:
-        _compare("joining", [msgspec.convert(report, HostReport), _own(job)])
+        _compare(job, "joining", [msgspec.convert(report, HostReport), host_report(job)])
 
 
-def _own(job: Job) -> HostReport:
+def host_report(job: Job) -> HostReport:
+    """Return the report of this worker."""
     return HostReport(
         job.worker,
         job.context.host or socket.gethostname(),
         processor_model(),
+        instruction_set(processor_features()),
+        {name: os.environ[name] for name in CHOOSING_VARIABLES if name in os.environ},
         keras.backend.backend(),
         computed_bits(),
         libraries(),
@@ -79,10 +95,11 @@ def _own(job: Job) -> HostReport:
     )
 
 
-def compare_reports(what: str, packed: Sequence[bytes]) -> None:
+def compare_reports(job: Job, what: str, packed: Sequence[bytes]) -> None:
     """Compare the reports of all workers of a view; do nothing if they are empty.
 
     Args:
+        job: of this worker.
         what: names the call, for messages.
         packed: the reports.
 
@@ -91,14 +108,64 @@ def compare_reports(what: str, packed: Sequence[bytes]) -> None:
     """
     if not all(packed):
         return
-    _compare(what, [msgspec.msgpack.decode(report, type=HostReport) for report in packed])
+    _compare(job, what, [msgspec.msgpack.decode(report, type=HostReport) for report in packed])
 
 
-def _compare(what: str, reports: Sequence[HostReport]) -> None:
-    for look in (_other_library, _other_source, _other_bits):
+def _compare(job: Job, what: str, reports: Sequence[HostReport]) -> None:
+    for look in (_other_library, _other_source):
         found = {own.worker: text for own in reports if (text := look(reports[0], own))}
         if found:
             raise DisagreementError(f"{what}: {next(iter(found.values()))}", tuple(found))
+    first = (reports[0].backend, reports[0].bits)
+    others = [own for own in reports if (own.backend, own.bits) != first]
+    if others:
+        refuse_unlike(job, what, "a fixed small program", reports[0], others)
+
+
+def refuse_unlike(job: Job, what: str, program: str, first: HostReport, others: Sequence[HostReport]) -> None:
+    """Refuse hosts that compute other bits than the first, or publish a note if the user allows them.
+
+    Args:
+        job: of this worker.
+        what: names the call.
+        program: whose results differ, for people.
+        first: the report of a host.
+        others: reports of those that differ from it.
+
+    Raises:
+        DisagreementError: names the hosts, and what makes them equal.
+    """
+    other = others[0]
+    backend = _NAMES.get(other.backend, other.backend)
+    differs = (
+        f"{first.host} and {other.host} compute different bits in {program} with {backend}"
+        f"{_why_other_bits(first, other)}"
+    )
+    if not job.context.allow_unlike:
+        remedy = "run on hosts of one kind" + _limits(first, other)
+        allow = "--allow-unlike accepts a result that depends on which host computes which replica"
+        raise DisagreementError(f"{what}: {differs}; {remedy}; {allow}", tuple(one.worker for one in others))
+    if job.is_chief:
+        job.events.publish(HostsDiffer(f"{differs}; the result depends on which host computes which replica"))
+
+
+def _why_other_bits(first: HostReport, other: HostReport) -> str:
+    for name in CHOOSING_VARIABLES:
+        ours, theirs = first.flags.get(name, "not set"), other.flags.get(name, "not set")
+        if ours != theirs:
+            return f" ({name} is {ours} and {theirs})"
+    ours, theirs = (
+        (f"{one.processor} with {one.instructions}".removesuffix(" with ")) for one in (first, other)
+    )
+    return f" ({ours} and {theirs})" if ours != theirs else ""
+
+
+def _limits(first: HostReport, other: HostReport) -> str:
+    """Return how to limit hosts to the instructions that all have; empty if that is unknown."""
+    if first.flags != other.flags:
+        return " and with one environment"
+    common = smallest((first.instructions, other.instructions))
+    return f", or set {limit_of(first.backend, common)}" if common and first.backend == other.backend else ""
 
 
 def _other_library(first: HostReport, other: HostReport) -> str:
@@ -119,42 +186,12 @@ def _other_source(first: HostReport, other: HostReport) -> str:
     return ""
 
 
-def _other_bits(first: HostReport, other: HostReport) -> str:
-    if (first.backend, first.bits) == (other.backend, other.bits):
-        return ""
-    kinds = f" ({first.processor} and {other.processor})" if first.processor != other.processor else ""
-    return (
-        f"the processors of {first.host} and {other.host} compute different bits with "
-        f"{_NAMES.get(first.backend, first.backend)}{kinds}; run on hosts of one kind"
-    )
-
-
 def libraries() -> dict[str, str]:
     """Return the versions of the imported libraries that affect training."""
     names = ("keras", keras.backend.backend(), "jaxlib", "numpy", "lockstep")
     modules = [sys.modules[name] for name in names if name in sys.modules]
     # PyTorch's version is of a subclass of str.
     return {module.__name__: str(module.__version__) for module in modules}
-
-
-@cache
-def processor_model(file: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of this machine's processor; "unknown" if the kernel does not say it."""
-    for line in file.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "CPU part"):
-            return value.strip()
-    return "unknown"
-
-
-@cache
-def processor_features(file: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the features of this machine's processor that the kernel lists, in alphabetical order."""
-    for line in file.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return " ".join(sorted(value.split()))
-    return "unknown"
 
 
 @cache

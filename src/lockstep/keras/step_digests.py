@@ -24,7 +24,7 @@ from msgspec import structs
 from lockstep.data.digest import digest_array, digest_arrays, digest_rows
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.contract import Total, TrainingState
-from lockstep.keras.host_report import libraries, processor_features, processor_model
+from lockstep.keras.host_report import libraries
 from lockstep.keras.synchronization import Round
 from lockstep.observability.events import (
     DigestsRecorded,
@@ -34,6 +34,7 @@ from lockstep.observability.events import (
     StepDigests,
 )
 from lockstep.system.environment import numeric_flags
+from lockstep.system.processor import processor_features, processor_model
 from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources, script_source
 

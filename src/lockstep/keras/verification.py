@@ -22,6 +22,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_array
 from lockstep.errors import DisagreementError
 from lockstep.keras.backends.contract import Total
+from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
 from lockstep.keras.synchronization import ExchangeCall, Round, Synchronization
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
 from lockstep.system.prose import count, name_workers
@@ -30,6 +31,8 @@ from lockstep.worker.job import Job
 
 _NAMED = 3
 """How many arrays that differ a message names."""
+_HOSTS_EVERY = 1000
+"""Steps between two comparisons of all hosts, which may have joined meanwhile."""
 _HASH = 8
 """Bytes of the hash of an array."""
 
@@ -47,6 +50,10 @@ _MACHINE = "its processor, its memory or a library of its host is at fault"
 
 Hashes = bytes
 """The hashes of the arrays of a partial, one after the other; empty for a replica without examples."""
+
+
+_FromHost = tuple[list[Hashes], HostReport]
+"""What the first worker of a host has computed, and its report."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,7 @@ class Verifications:
         plan: which replicas are verified in which steps.
         step: the training step in progress; 0 in a step that does not train.
         count: number of partials that this process knows to be verified.
+        compares_hosts: whether each host computes a replica of the step in progress.
     """
 
     def __init__(self, job: Job) -> None:
@@ -212,6 +220,7 @@ class Verifications:
         )
         self.step = 0
         self.count = 0
+        self.compares_hosts = False
         self._job = job
         self._told = 0
         self._verified = [0] * self.plan.replicas
@@ -240,9 +249,17 @@ class Verifications:
         """Continue from `packed`, of a process of the same job; empty if nothing was recorded."""
         self._verified = list(packed) or self._verified
 
-    def begin(self, step: int) -> None:
-        """Begin training step `step`, counted from 1 over the whole job; 0 for a step that does not train."""
+    def begin(self, step: int, *, first: bool = False) -> None:
+        """Begin a step.
+
+        Args:
+            step: its number, counted from 1 over the whole job; 0 for a step that does not train.
+            first: whether it is the first one of its program.
+        """
         self.step = step
+        self.compares_hosts = self._job.context.over_hosts and (
+            first or bool(step and step % _HOSTS_EVERY == 0)
+        )
 
     def end_call(self) -> None:
         """Publish how much is verified: a call ends."""
@@ -323,13 +340,36 @@ class VerifiedReduce:
         Raises:
             DisagreementError: workers compute different bits, and it is unknown which are right.
         """
-        if (drawn := self._verifications.drawn) and not self._job.joins:
+        drawn, compares_hosts = self._verifications.drawn, self._verifications.compares_hosts
+        if (drawn or compares_hosts) and not self._job.joins:
             if self._attempts is None or self._attempts.this is not this:
                 self._attempts = _Attempts(this)
-            self._verify(this, drawn)
+            if compares_hosts:
+                self._exchange(partial(self._compare_hosts, this), this.catching_up)
+            if drawn:
+                self._verify(this, drawn)
         total = self._reduce.synchronize(this)
         self._attempts = None
         return total
+
+    def _compare_hosts(self, this: Round, view: View, communicator: Communicator) -> None:
+        """Let the first worker of each host compute replica 0, with all operations of the program."""
+        this.entered()
+        worker = self._job.worker
+        this.begin(view.replicas_of(worker))
+        leads = any(host[0] == worker for host in view.hosts)
+        own = (self._made(0, 1), host_report(self._job)) if leads else None
+        this.settle()
+        what = f"the comparison of hosts in {this.what}"
+        blobs = communicator.gather(msgspec.msgpack.encode(own), what=what)
+        given = [msgspec.msgpack.decode(blob, type=_FromHost | None) for blob in blobs]
+        (hashes, first), *others = filter(None, given)
+        unlike = [(made, report) for made, report in others if made != hashes]
+        if unlike:
+            made, other = unlike[0]
+            answers = Answers(Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made)))
+            shown = _listed(self._differing(this, answers))
+            refuse_unlike(self._job, this.what, shown, first, [report for _, report in unlike])
 
     def _verify(self, this: Round, drawn: Sequence[int]) -> None:
         """Return once all answers for the replicas of a round are equal."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.contract import Communicator
@@ -20,11 +21,19 @@ from lockstep.worker.job import Job
 Facts = Mapping[str, str]
 """Named facts about what a worker is about to do, in the order in which differences are reported."""
 
+Array = npt.NDArray[Any]
+
+_Packed = tuple[str, str, list[int], bytes]
+"""The name, dtype, shape and bytes of an array."""
+
 _Gathered = tuple[int, list[tuple[str, str]], bytes]
 """A worker's id, its facts, and its blob."""
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the workers' states."""
+
+_ROUNDING = 0.05
+"""The largest distance of two arrays, relative to their norm, in `CHECK_EVERY` steps of rounding."""
 
 _TAKEN = "memory that a step has reused"
 """In place of the value of a variable whose memory, shared with another variable, was donated to a JAX step.
@@ -86,8 +95,51 @@ def compare_all(job: Job, communicator: Communicator, what: str, facts: Facts) -
     """
     gathered = _gather(job.worker, communicator, what, facts, own_report(job))
     # Facts may differ because the hosts do.
-    compare_reports(what, [report for _, _, report in gathered])
+    compare_reports(job, what, [report for _, _, report in gathered])
     _compare(what, gathered)
+
+
+def chiefs_state(
+    job: Job, what: str, to_numpy: Callable[[Any], Array], arrays: Mapping[str, Any]
+) -> dict[str, Array] | None:
+    """Return the state of the chief, if this worker has another one by rounding; None if it has an equal one.
+
+    For hosts that compute different bits: their states part, although all apply the same totals.
+
+    Args:
+        job: of this worker.
+        what: names the call.
+        to_numpy: converts an array of the backend to NumPy.
+        arrays: the state of this worker by variable name.
+
+    Raises:
+        DisagreementError: the states differ by more than rounding; raised on every worker.
+    """
+    own = {name: to_numpy(value) for name, value in arrays.items()}
+    packed = [(name, str(one.dtype), list(one.shape), one.tobytes()) for name, one in own.items()]
+
+    def receive(_: View, communicator: Communicator) -> dict[str, Array]:
+        blob = msgspec.msgpack.encode(packed) if job.is_chief else b""
+        given = next(one for one in communicator.gather(blob, what=what) if one)
+        return {
+            name: np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+            for name, dtype, shape, data in msgspec.msgpack.decode(given, type=list[_Packed])
+        }
+
+    chiefs = job.exchange(receive)
+    far = [name for name, one in own.items() if not (name in chiefs and _is_near(one, chiefs[name]))]
+    agree(job, what, {f"variable {name}": "far from the chief's" for name in far[:1]})
+    equal = all(one.tobytes() == chiefs[name].tobytes() for name, one in own.items())
+    return None if equal else chiefs
+
+
+def _is_near(own: Array, other: Array) -> bool:
+    if own.shape != other.shape or own.dtype != other.dtype:
+        return False
+    if own.dtype.kind in "biu":
+        return bool((own == other).all())
+    first, second = own.astype("float64"), other.astype("float64")
+    return bool(np.linalg.norm(first - second) <= _ROUNDING * (np.linalg.norm(second) + 1e-6))
 
 
 def chiefs_decision(job: Job, what: str, own: bool) -> bool:

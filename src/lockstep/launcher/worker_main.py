@@ -135,6 +135,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
         config.digests,
         config.verify_every,
         config.verify_all,
+        config.allow_unlike,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)
     own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins)

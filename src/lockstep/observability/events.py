@@ -66,6 +66,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     joint_input: bool
     verify_every: int
     verify_all: bool
+    allow_unlike: bool
     hosts: tuple[tuple[str, int], ...]
     plain: bool
     hold: float | None
@@ -301,6 +302,12 @@ class VerificationFailed(_Event, frozen=True, kw_only=True, tag="verification fa
     arrays: tuple[str, ...]
     workers: tuple[int, ...]
     verdict: str
+
+
+class HostsDiffer(_Event, frozen=True, tag="hosts differ"):
+    """Hosts compute different bits, and the user allows it; `what` says which, and why."""
+
+    what: str
 
 
 class ReplicasVerified(_Event, frozen=True, tag="verified"):
@@ -751,6 +758,7 @@ WorkerEvent = (
     | StepsSkipped
     | VerificationFailed
     | ReplicasVerified
+    | HostsDiffer
     | FirstStepEnded
     | TimeoutSet
     | SourceChanged

@@ -74,6 +74,7 @@ class JobSpec:
         verify_every: the interval in training steps at which a second worker computes a replica again; 0 for
             never.
         verify_all: whether it is all replicas, instead of one.
+        allow_unlike: whether hosts may compute different bits.
     """
 
     target: str
@@ -103,6 +104,7 @@ class JobSpec:
     inherited: tuple[int, ...] = ()
     verify_every: int = 0
     verify_all: bool = False
+    allow_unlike: bool = False
 
     @property
     def view(self) -> View:

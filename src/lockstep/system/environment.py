@@ -103,6 +103,7 @@ class WorkerConfig:
         digests: which steps to record; see `lockstep.worker.job.JobContext`.
         verify_every: see `lockstep.protocol.job_spec.JobSpec`.
         verify_all: likewise.
+        allow_unlike: likewise.
     """
 
     worker: int
@@ -125,6 +126,7 @@ class WorkerConfig:
     digests: str = ""
     verify_every: int = 0
     verify_all: bool = False
+    allow_unlike: bool = False
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -164,6 +166,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         digests=environ.get(DIGESTS, ""),
         verify_every=_parse({f"{_PREFIX}VERIFY_EVERY": "0", **environ}, "VERIFY_EVERY", _count),
         verify_all=f"{_PREFIX}VERIFY_ALL" in environ,
+        allow_unlike=f"{_PREFIX}ALLOW_UNLIKE" in environ,
     )
     if config.worker >= config.workers and not config.joins:
         raise ConfigError(
@@ -462,6 +465,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         values["VERIFY_EVERY"] = config.verify_every
     if config.verify_all:
         values["VERIFY_ALL"] = "yes"
+    if config.allow_unlike:
+        values["ALLOW_UNLIKE"] = "yes"
     if config.host:
         values["HOST"] = config.host
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}

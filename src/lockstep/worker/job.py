@@ -124,6 +124,7 @@ class JobContext:
         digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
         verify_every: the interval in training steps of `lockstep.keras.verification`; 0 for none.
         verify_all: whether a verified step verifies all replicas.
+        allow_unlike: whether hosts may compute different bits.
     """
 
     worker: int
@@ -138,6 +139,7 @@ class JobContext:
     digests: str = ""
     verify_every: int = 0
     verify_all: bool = False
+    allow_unlike: bool = False
 
 
 class Job:

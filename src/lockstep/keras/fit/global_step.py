@@ -35,7 +35,7 @@ from lockstep.keras.synchronization import (
     unpack,
 )
 from lockstep.keras.verification import VerifiedReduce, verifications_of
-from lockstep.keras.worker_exchange import CHECK_EVERY, agree, gather, state_facts
+from lockstep.keras.worker_exchange import CHECK_EVERY, agree, chiefs_state, gather, state_facts
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
@@ -98,10 +98,10 @@ class GlobalStep:
         self._timer.lap("input")
         trains = self._kind == "train"
         record = self._digests.begin(self._calls.taken + trains, call.name, number, trains=trains)
-        self._verifications.begin(self._calls.taken + 1 if trains else 0)
+        self._verifications.begin(self._calls.taken + 1 if trains else 0, first=call.steps == 0)
         logs, state = self._step(state, data, record)
         self._digests.after_update(record, self._program, state, self._describe)
-        self._next_step(logs, state)
+        state = self._next_step(logs, state)
         owned = len(self._job.view.replicas_of(self._job.worker))
         trained = self._calls.taken
         self._timer.end(number, logs, trained=trained, examples=data.examples, replicas=owned)
@@ -223,7 +223,8 @@ class GlobalStep:
         self._backend.settle()
         self._timer.lap("compute")
 
-    def _next_step(self, logs: Any, state: Any) -> None:
+    def _next_step(self, logs: Any, state: Any) -> Any:
+        """Count a step, and do what is due after it; return the state."""
         self._job.note_step()
         call = self._calls.current
         call.steps += 1
@@ -232,16 +233,16 @@ class GlobalStep:
         if trains:
             self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
-            arrays = self._program.named_state(state)
-            agree(
-                self._job,
-                f"after step {call.steps} of {call.name}",
-                state_facts(self._backend.to_numpy, arrays),
-            )
+            arrays, what = self._program.named_state(state), f"after step {call.steps} of {call.name}"
+            if not self._job.context.allow_unlike:
+                agree(self._job, what, state_facts(self._backend.to_numpy, arrays))
+            elif (given := chiefs_state(self._job, what, self._backend.to_numpy, arrays)) is not None:
+                state = self._program.load(state, given)
         if trains and not call.at_end:
             self._snapshots.end_step(
                 lambda whole: self._snapshots.take(whole, self._model, logs, self._program, state)
             )
+        return state
 
     def _concatenate(
         self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator

@@ -51,9 +51,16 @@ from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import recorder_of
-from lockstep.keras.variables import model_state
+from lockstep.keras.variables import assign, model_state
 from lockstep.keras.verification import verifications_of
-from lockstep.keras.worker_exchange import Facts, agree, chiefs_decision, setting_facts, state_facts
+from lockstep.keras.worker_exchange import (
+    Facts,
+    agree,
+    chiefs_decision,
+    chiefs_state,
+    setting_facts,
+    state_facts,
+)
 from lockstep.observability.events import CallEnded, CallStarted, ChiefWrites, MetricsRecorded, TrainingEnded
 from lockstep.observability.step_recorder import finite_values
 from lockstep.system.notes import note
@@ -542,7 +549,12 @@ class ModelMethods:
         recorded = settings() if self._digests.active else {}
         self._digests.begin_call(call.name, self._calls.taken, {**seeds, **found, **recorded})
         if several:
-            state = state_facts(self._backend.to_numpy, model_state(model))
+            arrays = model_state(model)
+            if self._job.context.allow_unlike:
+                if given := chiefs_state(self._job, call.name, self._backend.to_numpy, arrays):
+                    assign(model, given)
+                arrays = {}
+            state = state_facts(self._backend.to_numpy, arrays)
             agree(self._job, call.name, {"call": call.name} | seeds | dict(found) | state)
 
     def _finish(self, result: Any) -> Any:

@@ -1,0 +1,44 @@
+"""Hosts that compute different bits are refused before the first step, or accepted with a note."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from host_network import Host, Running
+
+PROGRAM = Path(__file__).parents[1] / "training/verified.py"
+Lean = Callable[..., dict[str, str]]
+
+
+def start(hosts: Sequence[Host], lean: Lean, fault: str, *options: str) -> Running:
+    for host in hosts[:2]:
+        shutil.copy(PROGRAM, host.work)
+    shared = ("--hosts", "node1,node2", "--backend", "jax", "--threads-per-worker", "1", "--run-dir", "run")
+    return hosts[0].lockstep("run", *shared, *options, PROGRAM.name, fault, **lean(PROGRAM, "jax"))
+
+
+def test_a_host_with_other_bits_is_refused(hosts: Sequence[Host], lean: Lean) -> None:
+    job = start(hosts, lean, "unlike")
+    assert job.end() == 1, job.err
+    assert "compute different bits in a fixed small program with JAX (XLA_FLAGS is " in job.err
+    assert "; run on hosts of one kind and with one environment; --allow-unlike accepts " in job.err
+
+
+def test_the_first_step_finds_what_the_small_program_does_not(hosts: Sequence[Host], lean: Lean) -> None:
+    job = start(hosts, lean, "alike-program")
+    assert job.end() == 1, job.err
+    assert re.search(
+        "step 1 of fit 1: node1 and node2 compute different bits in sequential/.* with JAX", job.err
+    )
+
+
+def test_unlike_hosts_train_if_that_is_allowed(hosts: Sequence[Host], lean: Lean) -> None:
+    job = start(hosts, lean, "unlike", "--allow-unlike")
+    assert job.end() == 0, job.err
+    assert "compute different bits in a fixed small program with JAX (XLA_FLAGS is " in job.err
+    assert "; the result depends on which host computes which replica" in job.err
+    events = [json.loads(line) for line in (hosts[0].work / "run/events.jsonl").read_text().splitlines()]
+    assert [one["what"] for one in events if one["event"] == "hosts differ"]
+    assert "finished in " in job.err
