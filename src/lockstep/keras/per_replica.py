@@ -39,6 +39,10 @@ class Values(Protocol):
     def specs(self) -> tuple[Spec, ...]:
         """The specs of the leaves, equal for all replicas."""
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether each worker can get the values of all replicas; equal on all workers."""
+
     def of(self, replica: int) -> Sequence[Any]:
         """Return the leaves of a replica, as arrays of NumPy or of the backend.
 
@@ -78,6 +82,11 @@ class KnownValues:
 
     specs: tuple[Spec, ...]
     columns: tuple[Mapping[int, Any], ...]
+
+    @property
+    def anywhere(self) -> bool:
+        """True: a function of the script has computed the values on every worker."""
+        return True
 
     def of(self, replica: int) -> Sequence[Any]:
         """Return the leaves of a replica.
@@ -131,6 +140,11 @@ class ReturnedValues(KnownValues):
     empty: frozenset[int] = frozenset()
     data: bytes = b""
     recompute: Callable[[int], Sequence[Any]] = refuse_lost_value
+
+    @property
+    def anywhere(self) -> bool:
+        """False: each worker has those of its replicas."""
+        return False
 
     def owned_leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica that this worker owns, computed again if another worker had it.

@@ -95,6 +95,7 @@ class Round:
             layout's names, valid until the next round.
         inputs: returns what a replica that has contributed computes from, as far as this is known: arrays of
             NumPy or of the backend.
+        anywhere: whether each worker can compute all replicas; equal on all workers.
     """
 
     what: str
@@ -110,6 +111,7 @@ class Round:
     started: dict[int, Partial] = field(default_factory=dict)
     contributed: dict[int, Sequence[Array]] = field(default_factory=dict)
     inputs: Callable[[int], Sequence[Any]] = lambda replica: ()
+    anywhere: bool = True
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
         """Begin the computation of those `replicas` that have not begun; return the layout of the partials.

@@ -341,7 +341,7 @@ class VerifiedReduce:
             DisagreementError: workers compute different bits, and it is unknown which are right.
         """
         drawn, compares_hosts = self._verifications.drawn, self._verifications.compares_hosts
-        if (drawn or compares_hosts) and not self._job.joins:
+        if (drawn or compares_hosts) and this.anywhere and not self._job.joins:
             if self._attempts is None or self._attempts.this is not this:
                 self._attempts = _Attempts(this)
             if compares_hosts:
@@ -483,4 +483,6 @@ def verifications_of(job: Job) -> Verifications:
     """Return what this process and its job verify."""
     if not _known or _known[0][0] is not job:
         _known[:] = [(job, Verifications(job))]
+        # A loop that neither `fit` nor `strategy.steps` drives has no end that is known before.
+        job.at_exit(_known[0][1].end_call)
     return _known[0][1]

@@ -327,6 +327,8 @@ class PipelineValues:
         stand_in: a nest of the same form.
     """
 
+    anywhere = True
+
     def __init__(
         self, source: Pipelines, current: PipelinesPass, place: int, found: dict[int, Nest], stand_in: Nest
     ) -> None:
@@ -342,7 +344,7 @@ class PipelineValues:
     def of(self, replica: int) -> Sequence[Any]:
         """Return a replica's leaves, without rows if its pipeline has ended.
 
-        For a replica that has moved to this worker since, they are read now.
+        For a replica that this worker did not own when the element was taken, they are read now.
         """
         leaves = self._leaves(replica)
         return [leaf[:0] for leaf in self._stand_in] if leaves is None else leaves
@@ -361,7 +363,7 @@ class PipelineValues:
         return self._stand_in[position][:0] if leaves is None else leaves[position]
 
     def examples(self, replica: int) -> int | None:
-        """Return the number of examples of one of this worker's replicas."""
+        """Return the number of examples of a replica."""
         return _examples(self._leaves(replica))
 
     def check(self) -> bytes:
@@ -369,7 +371,7 @@ class PipelineValues:
         return struct.pack("<2Q", self._current.number, self._place)
 
     def _leaves(self, replica: int) -> Sequence[Any] | None:
-        if replica not in self._ready and replica in self._source.own:
+        if replica not in self._ready:
             nest = self._current.cursor(replica).at(self._place)
             self._ready[replica] = None if nest is None else leaves_of(nest)
         return self._ready.get(replica)

@@ -274,6 +274,8 @@ class ShareValues:
         declared: the form of the batch, if it is known without reading.
     """
 
+    anywhere = True
+
     def __init__(
         self, batch: GlobalBatch, reader: ReadingWorker, what: str, declared: Form | None = None
     ) -> None:
@@ -330,6 +332,8 @@ class BatchValues:
     Raises:
         DataError: the leaves have no examples, or different numbers of them.
     """
+
+    anywhere = True
 
     def __init__(
         self,

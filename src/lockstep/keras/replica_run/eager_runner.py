@@ -156,7 +156,9 @@ class EagerRunner:
 
     def _returned(self, this: EagerExecution, last: Round, total: Total) -> Any:
         """Return the function's result, with a PerReplica for each leaf that is not None."""
-        outputs = this.outputs
+        # A replica that this worker only verifies is computed for another one.
+        owned = frozenset(self._rounds.owned)
+        outputs = {replica: leaves for replica, leaves in this.outputs.items() if replica in owned}
         like = next(iter(outputs.values()))
         empty = frozenset(replica for replica in self._rounds.owned if is_empty(this.inputs, replica))
         columns: list[Mapping[int, Any]] = []

@@ -436,7 +436,9 @@ class ReplicaScheduler:
                 columns.append(dict(enumerate(gathered_scalars(bits, np.dtype(spec.dtype)))))
             else:
                 at = next(local)
-                columns.append({replica: leaves[at] for replica, leaves in execution.outputs.items()})
+                # A replica that this worker only verifies is computed for another one.
+                owned = [replica for replica in self._rounds.owned if replica in execution.outputs]
+                columns.append({replica: execution.outputs[replica][at] for replica in owned})
         sources = execution.sources
         empty = frozenset(replica for replica in self._rounds.owned if is_empty(sources, replica))
         return self.store.put(ReturnedValues(tuple(specs), tuple(columns), empty))

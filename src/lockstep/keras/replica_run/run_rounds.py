@@ -102,7 +102,14 @@ class RunRounds:
             """Return the leaves of the inputs of a replica."""
             return [leaf for values in inputs for leaf in values.of(replica)]
 
-        return Round(what, compute, self.to_numpy, check, _ADVICE, layout=layout, settle=settle, inputs=read)
+        anywhere = all(values.anywhere for values in inputs)
+        return Round(
+            *(what, compute, self.to_numpy, check, _ADVICE),
+            layout=layout,
+            settle=settle,
+            inputs=read,
+            anywhere=anywhere,
+        )
 
     def total(self, this: Round) -> Total:
         """Return the total of a round of a function, valid until the next call.
