@@ -130,11 +130,11 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     try:
         os.write(1, f"result {steps.train(entered, STEPS, faults)}\n".encode())
     except ScriptError:
-        client.failed(1, "ScriptError", "", blames=False)
+        client.failed(1, "ScriptError", "", blames=False, prints=False)
         return 1
     except BaseException as error:
         os.write(2, traceback.format_exc().encode())
-        client.failed(1, repr(error), "", blames=False)
+        client.failed(1, repr(error), "", blames=False, prints=False)
         return 1
     client.finished()
     return 0

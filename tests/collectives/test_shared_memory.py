@@ -1,7 +1,10 @@
 """Members in different processes: death, signals, limits, and the memory that they share."""
 
 import os
+import random
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,14 +21,15 @@ from reference_sums import sha
 from test_communicator import CALLS, call_of, quick_reports, values
 
 from lockstep.collectives.call import CollectiveCall
-from lockstep.collectives.contract import PeerWait
+from lockstep.collectives.contract import PeerWait, WaitPolicy
 from lockstep.collectives.shared import control_segment, futex
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment, decode, encode
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
+from lockstep.errors import InternalError, PeerLostError, PeerStuckError, SharedMemoryError
+from lockstep.system.clock import SystemClock
 from lockstep.system.memory import available_memory, cgroup_rooms
 
 SMALL = Reduce(1, ((100,),), ("float32",))
@@ -184,6 +188,67 @@ def test_a_control_segment_cannot_shrink() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 0)
     segment.close()
+
+
+def barriers(members: int, policy: WaitPolicy) -> tuple[ControlSegment, list[Barrier]]:
+    """The barriers of a view whose members are threads."""
+    control = ControlSegment.create(members)
+    segments = [ControlSegment.attach(os.dup(control.fd)) for _ in range(members)]
+    workers = range(members)
+    return control, [
+        Barrier(segments[position], position, workers, policy, None, SystemClock()) for position in workers
+    ]
+
+
+def test_a_member_that_arrives_after_others_have_given_up_does_not_complete_the_call() -> None:
+    control, (killed, late, waiting) = barriers(3, WaitPolicy(timeout=60.0))
+    last = CollectiveCall("reduce", "step 2")
+    with ThreadPoolExecutor(1) as threads, late.during(last):
+        killed._arrive()
+        found = threads.submit(waiting.arrive_and_wait, last)
+        control.abort("worker 0 was killed")
+        assert isinstance(found.exception(), PeerLostError)
+        with pytest.raises(PeerLostError, match="worker 0 was killed"):
+            late.arrive_and_wait(last)
+
+
+def test_members_complete_a_call_in_which_all_arrived_before_the_view_ended() -> None:
+    control, (killed, first, second) = barriers(3, WaitPolicy(timeout=60.0))
+    for barrier in (killed, first, second):
+        barrier._arrival = 1
+        barrier._arrive()
+    control.abort("worker 0 was killed")
+    for barrier in (first, second):
+        assert barrier._is_settled(CollectiveCall("reduce", "step 2"))
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_call_completes_for_all_members_or_for_none(stuck: bool) -> None:
+    """Members are late in random calls, while the view is aborted or the time of others runs out."""
+    draw = random.Random(int(stuck))
+    for _ in range(60):
+        control, members = barriers(3, WaitPolicy(timeout=0.003 if stuck else 60.0))
+        delays = [[draw.choice((0.0, 0.0, draw.uniform(0, 0.006))) for _ in range(30)] for _ in members]
+
+        def run(member: Barrier, late: list[float]) -> int:
+            """Make calls until the view ends; return how many were complete."""
+            made = 0
+            try:
+                for delay in late:
+                    with member.during(call := CollectiveCall("barrier", f"call {made}")):
+                        time.sleep(delay)
+                        member.arrive_and_wait(call)
+                    made += 1
+            except (PeerLostError, PeerStuckError):
+                pass
+            return made
+
+        with ThreadPoolExecutor(3) as threads:
+            running = [threads.submit(run, *one) for one in zip(members, delays, strict=True)]
+            if not stuck:
+                time.sleep(draw.uniform(0, 0.02))
+                control.abort("worker 3 was killed")
+        assert len({one.result() for one in running}) == 1
 
 
 def test_arrivals_are_counted_beyond_32_bits() -> None:

@@ -165,13 +165,20 @@ class Barrier:
         return None, self._receive(within or call, blob, lengths) if any(lengths) else [b""] * len(slots)
 
     def arrive_and_wait(self, call: CollectiveCall) -> None:
-        """Arrive, and return once all members have arrived. Calls are not compared."""
+        """Arrive, and return once all members have arrived. Calls are not compared.
+
+        The view may be aborted while some members have seen that all have arrived, and others have not. So
+        a member that sees an abort settles with the others whether the arrival is complete; one that sees
+        none, after it has seen all arrivals, need not ask: a member that settles later finds them too.
+        """
         self._arrival = (self._arrival + 1) % (1 << 32)
         self._arrive()
         begun = time.perf_counter()
         try:
             if not self._spin(begun + SPIN):
                 self._block(call)
+            elif self._segment.is_aborted and not self._is_settled(call):
+                self._raise_if_aborted()
         finally:
             self.waited += time.perf_counter() - begun
 
@@ -252,15 +259,39 @@ class Barrier:
             missing = [(other, count) for other, count in seen if not self._has_arrived(other)]
             for other, count in seen:
                 futex.confirm(self._segment.address(other), count)
+            if self._segment.is_aborted:
+                if self._is_settled(call):
+                    return
+                self._raise_if_aborted()
             if not missing:
                 return
-            self._raise_if_aborted()
             for other, _ in missing:
                 if other in left:
                     raise PeerLostError(f"worker {self._workers[other]} has left while others wait in {call}")
-            seconds = wait.check(self._awaited([other for other, _ in missing]))
+            try:
+                seconds = wait.check(self._awaited([other for other, _ in missing]))
+            except PeerStuckError as stuck:
+                # Those that are missing may arrive now.
+                self.abort_call(call, stuck)
+                if self._is_settled(call):
+                    return
+                raise
             first, count = missing[0]
             futex.wait(self._segment.address(first), count, seconds)
+
+    def _is_settled(self, call: CollectiveCall) -> bool:
+        """Return whether the arrival is complete, after an abort; see `ControlSegment.settle`."""
+
+        def have_all_arrived() -> bool:
+            return all(map(self._has_arrived, self._others))
+
+        try:
+            return self._segment.settle(self._arrival, have_all_arrived, self._policy.timeout)
+        except TimeoutError:
+            raise PeerStuckError(
+                f"another member has not settled for {self._policy.timeout:g} s whether {call} is complete: "
+                "its process is stopped"
+            ) from None
 
     def _awaited(self, missing: Sequence[int]) -> tuple[int, ...]:
         """Return the workers for which this member waits: members that are missing may wait for hosts."""

@@ -1,7 +1,7 @@
 """The control segment of one view: a memfd, its layout, and the word that aborts the view.
 
     header     magic, version, number of members; the abort word and its reason; the notice; until when calls
-               may end
+               may end; what was settled about the last two arrivals after an abort
     arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left, for
                which hosts it waits; for the first member also two copies of the notice it read on arriving
     slots      two for each member: the description of its call
@@ -22,7 +22,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from lockstep.collectives.call import CollectiveCall
@@ -37,8 +37,8 @@ SLOT = 1 << 10
 REASON_LIMIT = 1 << 12
 
 _MAGIC = struct.Struct("<8sII")
-_NAME, _VERSION = b"LOCKSTEP", 1
-_ABORT, _REASON_LENGTH, _NOTICE, _PERMITTED, _REASON = 64, 68, 72, 80, 128
+_NAME, _VERSION = b"LOCKSTEP", 2
+_ABORT, _REASON_LENGTH, _NOTICE, _PERMITTED, _SETTLED, _REASON = 64, 68, 72, 80, 96, 128
 _ARRIVALS, _LINE = 4608, 128
 _MISSING, _MISSING_SIZE = 64, 64
 HOST_LIMIT = 8 * _MISSING_SIZE
@@ -193,6 +193,34 @@ class ControlSegment:
         length = self._words[_REASON_LENGTH // 4]
         return self.control[_REASON : _REASON + length].decode("utf-8", "ignore")
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the view was aborted."""
+        return self._words[_ABORT // 4] != 0
+
+    def settle(self, arrival: int, have_all_arrived: Callable[[], bool], seconds: float) -> bool:
+        """Return whether an arrival is complete; equal for all members that call this after an abort.
+
+        The first one that calls this decides. If it finds a member missing, no member has seen all of them
+        before the abort. If it finds none missing, some members may have, and continue without calling this.
+
+        Args:
+            arrival: its number.
+            have_all_arrived: returns whether all members have arrived; it reads the arrivals anew.
+            seconds: how long to wait for another process that settles something.
+
+        Raises:
+            TimeoutError: it has not finished by then.
+        """
+        word = _SETTLED // 4 + arrival % 2
+        with _aborting, _locked(self.fd, seconds):
+            for complete in (False, True):
+                if self._words[word] == _settled(arrival, complete):
+                    return complete
+            found = have_all_arrived()
+            self._words[word] = _settled(arrival, found)
+            return found
+
     def close(self) -> None:
         """Unmap the memory and close the descriptor; the view continues for the others."""
         if not self.control.closed:
@@ -213,6 +241,28 @@ def _slots(members: int) -> int:
 
 def _mailboxes(members: int) -> int:
     return -(-(_slots(members) + members * 2 * SLOT) // _PAGE) * _PAGE
+
+
+def _settled(arrival: int, complete: bool) -> int:
+    return (arrival << 2 | complete << 1 | 1) % (1 << 32)
+
+
+@contextlib.contextmanager
+def _locked(fd: int, seconds: float) -> Iterator[None]:
+    """Hold the memfd's lock, which ends with the process that holds it."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise TimeoutError from None
+            time.sleep(0.001)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
