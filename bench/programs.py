@@ -1,6 +1,7 @@
 """The programs that train a model: Lockstep, and those with which it is compared."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,17 +112,31 @@ def environment(backend: str, threads: int) -> dict[str, str]:
 
 
 def run_lockstep(
-    name: str, script: list[str], workers: int, replicas: int, backend: str, folder: Path
+    name: str,
+    script: list[str],
+    workers: int,
+    replicas: int,
+    backend: str,
+    folder: Path,
+    more: Sequence[str] = (),
 ) -> Program:
-    """Return the program that runs a script with `lockstep run`."""
-    options = ["--threads-per-worker", "1", "-n", str(workers), "--replicas", str(replicas)]
+    """Return the program that runs a script with `lockstep run`, perhaps with more options."""
+    options = ["--threads-per-worker", "1", "-n", str(workers), "--replicas", str(replicas), *more]
     command = [sys.executable, "-m", "lockstep", "run", *options, "--run-dir", str(folder), *script]
     return Program(name, [command], workers, replicas, environment(backend, 1))
 
 
-def train_lockstep(name: str, workers: int, replicas: int, backend: str, work: Work, folder: Path) -> Program:
-    """Return the program that trains a model with Lockstep."""
-    return run_lockstep(name, training_script(name, work), workers, replicas, backend, folder)
+def train_lockstep(
+    name: str,
+    workers: int,
+    replicas: int,
+    backend: str,
+    work: Work,
+    folder: Path,
+    more: Sequence[str] = (),
+) -> Program:
+    """Return the program that trains a model with Lockstep, perhaps with more options."""
+    return run_lockstep(name, training_script(name, work), workers, replicas, backend, folder, more)
 
 
 def training_script(name: str, work: Work) -> list[str]:

@@ -22,6 +22,7 @@ import recovery
 import scaling
 import strangers
 import training
+import verification
 from models import COMPARED
 from programs import PEERS
 
@@ -57,6 +58,7 @@ def main() -> None:
         scaling,
         overhead,
         recording,
+        verification,
         events,
         recovery,
         joining,

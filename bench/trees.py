@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from programs import Work, train_lockstep
@@ -59,6 +59,7 @@ def compare(
     trees: tuple[Tree, Tree],
     title: str,
     to_reach: str,
+    options: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> None:
     """Print the rates of two trees with two workers on JAX, and their paired ratio.
 
@@ -72,6 +73,7 @@ def compare(
         trees: the first is compared with the second.
         title: of the table.
         to_reach: the ratio that is aimed at.
+        options: of `lockstep run` for each tree.
 
     Raises:
         FailedError: a program failed, or the bits differ.
@@ -84,7 +86,7 @@ def compare(
             for at, (name, tree) in enumerate(zip(names, trees, strict=True)):
                 where = folder / f"tree-{at}"
                 where.mkdir()
-                program = train_lockstep(name, 2, 2, "jax", work, folder / f"run-{at}")
+                program = train_lockstep(name, 2, 2, "jax", work, folder / f"run-{at}", options[at])
                 program.variables["PYTHONPATH"] = str(tree(where))
                 programs.append(program)
             take_turns(folder, programs[::-1] if number % 2 else programs, work.turns)

@@ -1,0 +1,55 @@
+"""What verification costs: two workers with two replicas, with and without `--verify-every K`.
+
+    verification.py [--every K] [--model NAME] [--sessions N] [--turns N] [--steps N]
+
+A verified step computes one replica more, on one of the workers, so it should take at most the time of two
+computations: with every Kth step, at least K / (K + 1) of the rate.
+"""
+
+import argparse
+import sys
+
+from models import MODELS
+from programs import Work
+from trees import compare, this_tree
+from turns import FailedError
+
+EVERY = 10
+SESSIONS = 2
+TURNS = 25
+STEPS = {"cnn": 60, "mlp": 1500}
+
+
+def measure(every: int, model: str, sessions: int, turns: int, steps: int | None = None) -> None:
+    compare(
+        Work.of(model, turns, steps or STEPS.get(model)),
+        sessions,
+        (f"--verify-every {every}", "without verification"),
+        (this_tree, this_tree),
+        f"verification: {model} on jax, two workers",
+        f"{every / (every + 1):.2f}",
+        (("--verify-every", str(every)), ()),
+    )
+
+
+def main() -> None:
+    try:
+        measure(EVERY, "cnn", SESSIONS, TURNS)
+    except FailedError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", type=int, default=EVERY, metavar="K")
+    parser.add_argument("--model", choices=MODELS, default="cnn")
+    parser.add_argument("--sessions", type=int, default=SESSIONS)
+    parser.add_argument("--turns", type=int, default=TURNS, help="turns per session; at least 2")
+    parser.add_argument("--steps", type=int, help="steps per turn")
+    options = parser.parse_args()
+    try:
+        measure(options.every, options.model, options.sessions, options.turns, options.steps)
+    except FailedError as error:
+        sys.exit(str(error))
