@@ -248,7 +248,7 @@ def _started(program: Program) -> JobStarted:
 def _finished(program: Program, model: Any, digest: str) -> JobFinished:
     steps = int(np.asarray(model.optimizer.iterations))
     return JobFinished(
-        status=0, message="", seconds=1.0, lost=0, joined=0, checkpoints=0, before=0, steps=steps,
+        status=0, message="", seconds=1.0, lost=0, joined=0, checkpoints=0, verified=0, before=0, steps=steps,
         model="model", digest=digest,
     )  # fmt: skip
 

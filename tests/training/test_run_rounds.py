@@ -43,6 +43,8 @@ def together(act: Callable[[int, RunRounds], Any]) -> list[Any]:
 class Examples:
     """Values with only a number of examples."""
 
+    anywhere = True
+
     specs = ()
 
     def __init__(self, counts: Sequence[int]) -> None:
