@@ -10,10 +10,10 @@ from lockstep.coordinator.job_report import JobSummary
         (JobSummary(steps=0), 5.0, "finished in 5.0 s on 2 workers"),
         (JobSummary(steps=1, model="m"), 42.4, "finished in 42 s: 1 step on 2 workers"),
         (
-            JobSummary(1, 2, 3, 100, 120, "m", "1f3c"),
+            JobSummary(1, 2, 3, 4, 100, 120, "m", "1f3c"),
             192.0,
             "finished in 3 min 12 s: 120 steps, 100 of them before, on 2 workers (1 lost, 2 joined); "
-            "3 checkpoints; digest 1f3c of model 'm'",
+            "3 checkpoints; 4 computations verified; digest 1f3c of model 'm'",
         ),
         (
             JobSummary(joined=1, steps=7, checkpoints=1),

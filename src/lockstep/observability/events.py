@@ -64,9 +64,9 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     tf_distribute: bool
     adopts: bool
     joint_input: bool
-    verify_every: int
-    verify_all: bool
-    allow_unlike: bool
+    verify_every: int = 0
+    verify_all: bool = False
+    allow_unlike: bool = False
     hosts: tuple[tuple[str, int], ...]
     plain: bool
     hold: float | None
@@ -240,7 +240,7 @@ class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
     lost: int
     joined: int
     checkpoints: int
-    verified: int
+    verified: int = 0
     before: int
     steps: int | None
     model: str
