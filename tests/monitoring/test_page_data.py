@@ -61,7 +61,7 @@ def test_a_run_in_parts(data: RunData) -> None:
     assert [(one["worker"], one["phase"], one["ended"]) for one in found["workers"]] == [
         (0, "finished", 9.2),
         (1, "lost", 4.0),
-        (2, "ended", 9.2),
+        (2, "finished", 9.2),
     ]
     assert [(one["number"], one["time"], one["pause"]) for one in found["views"]] == [
         (2, 4.0, 0.0123),

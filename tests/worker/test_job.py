@@ -31,7 +31,7 @@ class Agent(Alone):
         view = place(4, (0,), 2)
         return view, by_itself(view)
 
-    def end_differing(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
         self.calls.append(differs)
         raise Ended
 
