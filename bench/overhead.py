@@ -6,11 +6,10 @@ The tutorial's CNN on JAX with two workers, from this tree and from the last com
 continue without a worker. Workers are pinned and have one thread per core and 64 images per replica.
 """
 
-import argparse
 import sys
 
 from programs import Work
-from trees import compare, of_commit, this_tree
+from trees import compare, of_commit, parser, this_tree
 from turns import FailedError
 
 BEFORE = "7a8b40afeac90531480bc5015e15b2b0d25ddec1"
@@ -35,11 +34,6 @@ def main(sessions: int = SESSIONS, turns: int = TURNS, steps: int = STEPS) -> No
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--turns", type=int, default=TURNS, help="turns per session; at least 2")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps per turn")
-    options = parser.parse_args()
+    arguments = parser(__doc__, SESSIONS, TURNS, STEPS)
+    options = arguments.parse_args()
     main(options.sessions, options.turns, options.steps)

@@ -6,12 +6,11 @@ Two workers on JAX, pinned, with one thread per core. The other tree lacks the l
 subscribes: without `measurements` it reads no clock in a step, without `digests` it hashes nothing.
 """
 
-import argparse
 import sys
 
 from models import MODELS
 from programs import Work
-from trees import compare, this_tree, without
+from trees import compare, parser, this_tree, without
 from turns import FailedError
 
 LINES = {
@@ -55,15 +54,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--without", choices=LINES, default="measurements")
-    parser.add_argument("--model", choices=MODELS, default="cnn")
-    parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--turns", type=int, default=TURNS, help="turns per session; at least 2")
-    parser.add_argument("--steps", type=int, help="steps per turn")
-    options = parser.parse_args()
+    arguments = parser(__doc__, SESSIONS, TURNS)
+    arguments.add_argument("--without", choices=LINES, default="measurements")
+    arguments.add_argument("--model", choices=MODELS, default="cnn")
+    options = arguments.parse_args()
     try:
         measure(options.without, options.model, options.sessions, options.turns, options.steps)
     except FailedError as error:

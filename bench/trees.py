@@ -1,5 +1,6 @@
 """Two trees of Lockstep against each other: the same training with two workers, in alternating turns."""
 
+import argparse
 import shutil
 import subprocess
 import tarfile
@@ -99,3 +100,16 @@ def compare(
         print_row(name, each, "examples/s")
     ratio = [first / second for first, second in zip(*rates, strict=True)]
     print_row(f"{names[0]} / {names[1]}", ratio, to_reach=to_reach)
+
+
+def parser(
+    description: str | None, sessions: int, turns: int, steps: int | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser of the numbers that `compare` needs, with these defaults."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--sessions", type=int, default=sessions)
+    made.add_argument("--turns", type=int, default=turns, help="turns per session; at least 2")
+    made.add_argument("--steps", type=int, default=steps, help="steps per turn")
+    return made

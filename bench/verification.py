@@ -6,12 +6,11 @@ A verified step computes one replica more, on one of the workers, so it should t
 computations: with every Kth step, at least K / (K + 1) of the rate.
 """
 
-import argparse
 import sys
 
 from models import MODELS
 from programs import Work
-from trees import compare, this_tree
+from trees import compare, parser, this_tree
 from turns import FailedError
 
 EVERY = 10
@@ -40,15 +39,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--every", type=int, default=EVERY, metavar="K")
-    parser.add_argument("--model", choices=MODELS, default="cnn")
-    parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--turns", type=int, default=TURNS, help="turns per session; at least 2")
-    parser.add_argument("--steps", type=int, help="steps per turn")
-    options = parser.parse_args()
+    arguments = parser(__doc__, SESSIONS, TURNS)
+    arguments.add_argument("--every", type=int, default=EVERY, metavar="K")
+    arguments.add_argument("--model", choices=MODELS, default="cnn")
+    options = arguments.parse_args()
     try:
         measure(options.every, options.model, options.sessions, options.turns, options.steps)
     except FailedError as error:

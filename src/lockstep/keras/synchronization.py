@@ -18,6 +18,7 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.errors import InternalError, ModelError
 from lockstep.keras.backends.contract import Partial, Total
+from lockstep.keras.worker_exchange import Packed, pack, unpack
 from lockstep.topology import View
 
 Array = npt.NDArray[Any]
@@ -28,9 +29,6 @@ SCALAR = "output/"
 
 GATHERED = "gather/"
 """The prefix of names of arrays that are not summed but joined; the axis and a number follow."""
-
-Packed = tuple[str, str, list[int], bytes]
-"""An array in a message between workers: its name, dtype, shape and bytes."""
 
 
 @dataclass(frozen=True)
@@ -266,14 +264,3 @@ def spread(array: Array, replica: int, replicas: int) -> Array:
 def gathered_scalars(bits: Array, dtype: npt.DTypeLike) -> list[Array]:
     """Return the numbers in the sum of results of `spread`, as arrays without dimensions."""
     return [number.reshape(()) for number in bits.view(dtype).copy()]
-
-
-def pack(name: str, array: Array) -> Packed:
-    """Return an array in a form for messages."""
-    return name, str(array.dtype), list(array.shape), array.tobytes()
-
-
-def unpack(packed: Packed) -> tuple[str, Array]:
-    """Return the arguments of `pack`."""
-    name, dtype, shape, data = packed
-    return name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)

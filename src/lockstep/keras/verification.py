@@ -51,7 +51,6 @@ _MACHINE = "its processor, its memory or a library of its host is at fault"
 Hashes = bytes
 """The hashes of the arrays of a partial, one after the other; empty for a replica without examples."""
 
-
 _FromHost = tuple[list[Hashes], HostReport]
 """What the first worker of a host has computed, and its report."""
 
@@ -282,7 +281,7 @@ class _Attempts:
     Attributes:
         this: the round.
         hashes: of each attempt.
-        newest: the partial of the last attempt; it has no further use.
+        newest: the partial of the last attempt, which shows whether `this` has a newer one.
     """
 
     this: Round
@@ -440,7 +439,7 @@ class VerifiedReduce:
                 message = (
                     f"{what}, computed on {who}, has the wrong bits in {shown}: {verdict.why}; {_MACHINE}"
                 )
-                self._job.leave_at_fault(DisagreementError(message, verdict.workers))
+                self._job.membership.end_differing(DisagreementError(message, verdict.workers))
             return
         raise DisagreementError(f"{what}: {_ENDS[verdict.kind].format(who=who, shown=shown)}{self._advice()}")
 

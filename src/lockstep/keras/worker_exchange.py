@@ -23,8 +23,8 @@ Facts = Mapping[str, str]
 
 Array = npt.NDArray[Any]
 
-_Packed = tuple[str, str, list[int], bytes]
-"""The name, dtype, shape and bytes of an array."""
+Packed = tuple[str, str, list[int], bytes]
+"""An array in a message between workers: its name, dtype, shape and bytes."""
 
 _Gathered = tuple[int, list[tuple[str, str]], bytes]
 """A worker's id, its facts, and its blob."""
@@ -116,15 +116,12 @@ def chiefs_state(
         DisagreementError: the states differ by more than rounding; raised on every worker.
     """
     own = {name: to_numpy(value) for name, value in arrays.items()}
-    packed = [(name, str(one.dtype), list(one.shape), one.tobytes()) for name, one in own.items()]
+    packed = [pack(name, one) for name, one in own.items()]
 
     def receive(_: View, communicator: Communicator) -> dict[str, Array]:
         blob = msgspec.msgpack.encode(packed) if job.is_chief else b""
         given = next(one for one in communicator.gather(blob, what=what) if one)
-        return {
-            name: np.frombuffer(data, np.dtype(dtype)).reshape(shape)
-            for name, dtype, shape, data in msgspec.msgpack.decode(given, type=list[_Packed])
-        }
+        return dict(map(unpack, msgspec.msgpack.decode(given, type=list[Packed])))
 
     chiefs = job.exchange(receive)
     far = [name for name, one in own.items() if not (name in chiefs and _is_near(one, chiefs[name]))]
@@ -199,6 +196,17 @@ def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> st
 def _suspect() -> str:
     """Return a hint on an imported library that is known to differ between workers."""
     return _OPTUNA if "optuna" in sys.modules else ""
+
+
+def pack(name: str, array: Array) -> Packed:
+    """Return an array in a form for messages."""
+    return name, str(array.dtype), list(array.shape), array.tobytes()
+
+
+def unpack(packed: Packed) -> tuple[str, Array]:
+    """Return the arguments of `pack`."""
+    name, dtype, shape, data = packed
+    return name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
 
 def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:

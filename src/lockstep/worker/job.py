@@ -336,10 +336,6 @@ class Job:
                 self._undone.clear()
                 return result
 
-    def leave_at_fault(self, differs: DisagreementError) -> NoReturn:
-        """End this worker, whose results are wrong; the others continue as if it were lost."""
-        self.membership.end_differing(differs)
-
     def between_steps(self, take: Callable[[bool], Contents]) -> None:
         """Let workers join and leave, if the coordinator has requested it.
 

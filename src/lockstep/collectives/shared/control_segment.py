@@ -175,7 +175,8 @@ class ControlSegment:
         """
         if self.control.closed:
             return
-        with _aborting, _locked_if_free(self.fd):
+        # A stopped process may hold the lock.
+        with _aborting, _locked(self.fd, 0.1):
             if not self._words[_ABORT // 4]:
                 text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
                 self.control[_REASON : _REASON + len(text)] = text
@@ -213,7 +214,9 @@ class ControlSegment:
             TimeoutError: it has not finished by then.
         """
         word = _SETTLED // 4 + arrival % 2
-        with _aborting, _locked(self.fd, seconds):
+        with _aborting, _locked(self.fd, seconds) as held:
+            if not held:
+                raise TimeoutError
             for complete in (False, True):
                 if self._words[word] == _settled(arrival, complete):
                     return complete
@@ -248,36 +251,23 @@ def _settled(arrival: int, complete: bool) -> int:
 
 
 @contextlib.contextmanager
-def _locked(fd: int, seconds: float) -> Iterator[None]:
-    """Hold the memfd's lock, which ends with the process that holds it."""
+def _locked(fd: int, seconds: float) -> Iterator[bool]:
+    """Hold the memfd's lock, which ends with its process; yield whether it was free within `seconds`."""
     end = time.monotonic() + seconds
-    while True:
+    held = False
+    while not held:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            held = True
         except BlockingIOError:
             if time.monotonic() >= end:
-                raise TimeoutError from None
+                break
             time.sleep(0.001)
     try:
-        yield
+        yield held
     finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
-
-
-@contextlib.contextmanager
-def _locked_if_free(fd: int) -> Iterator[None]:
-    """Hold the memfd's lock; after 0.1 s continue without it, since a stopped process may hold it."""
-    for _ in range(100):
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(0.001)
-    try:
-        yield
-    finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
+        if held:
+            fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 _CALL = struct.Struct("<16sB64si16sH")

@@ -27,15 +27,21 @@ from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
 from lockstep.keras.synchronization import (
     AllReduce,
-    Packed,
     PartialLayout,
     Round,
     Synchronization,
-    pack,
-    unpack,
 )
 from lockstep.keras.verification import VerifiedReduce, verifications_of
-from lockstep.keras.worker_exchange import CHECK_EVERY, agree, chiefs_state, gather, state_facts
+from lockstep.keras.worker_exchange import (
+    CHECK_EVERY,
+    Packed,
+    agree,
+    chiefs_state,
+    gather,
+    pack,
+    state_facts,
+    unpack,
+)
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
