@@ -101,7 +101,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
             "numbered_calls",
             "per_replica",
         ),
-        *("randomness", "seeds", "tf_per_replica", "tf_random_ops", "variables"),
+        *("randomness", "seeds", "small_program", "tf_per_replica", "tf_random_ops", "variables"),
     },
     {"backends"},
     {"shared_saves", "synchronization"},

@@ -129,3 +129,19 @@ def test_a_process_that_cannot_be_started_is_reported() -> None:
     (finding,) = judged(ProbeReport.of(ProgramResult(None, "", "", 0.0, "Too many open files")))
     assert finding.reason == "it could not be started: Too many open files"
     assert "ulimit" in finding.remedy
+
+
+def test_what_a_limit_costs_is_reported() -> None:
+    limit = "XLA_FLAGS=--xla_cpu_max_isa=AVX2"
+    without, limited = (ProgramResult(0, f"some warning\n{seconds}\n", "", 4.0) for seconds in (0.02, 0.025))
+    finding = backends.judge_limit("jax", limit, without, limited)
+    assert (finding.rating, finding.reason) == (
+        Rating.FINE,
+        f"a small program takes 1.25 times as long with {limit}",
+    )
+    failed = ProgramResult(1, "", "Unknown flag in XLA_FLAGS", 4.0)
+    finding = backends.judge_limit("jax", limit, without, failed)
+    assert (finding.rating, finding.reason) == (
+        Rating.WARNING,
+        "a small program exited with status 1: Unknown flag in XLA_FLAGS",
+    )

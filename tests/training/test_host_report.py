@@ -17,10 +17,10 @@ from lockstep.keras.host_report import (
     HostReport,
     compare_reports,
     compare_with_member,
-    computed_bits,
     report_for_joiners,
 )
-from lockstep.keras.worker_exchange import agree
+from lockstep.keras.small_program import computed_bits, cost_of_limit
+from lockstep.keras.worker_exchange import agree, texts_of_all
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import HostsDiffer
 from lockstep.system.clock import SystemClock
@@ -50,6 +50,10 @@ def own_job(**options: bool) -> Job:
     )
 
 
+def not_shared(text: str) -> list[str]:
+    pytest.fail("nothing is measured")
+
+
 DIFFERENCES = {
     "library": (
         {"libraries": {"jax": "1.1"}},
@@ -63,7 +67,8 @@ DIFFERENCES = {
         {"bits": "b2", "processor": "Other Processor", "instructions": "AVX512"},
         f"fit 1: {DIFFER} (Some Processor with AVX2 and Other Processor with AVX512); "
         "run on hosts of one kind, or set "
-        "XLA_FLAGS=--xla_cpu_max_isa=AVX2" + ALLOW,
+        "XLA_FLAGS=--xla_cpu_max_isa=AVX2 (on node2, a small program takes 1.25 times as long with it)"
+        + ALLOW,
     ),
     "variable": (
         {"bits": "b2", "flags": {"XLA_FLAGS": "--xla_cpu_max_isa=AVX"}},
@@ -80,15 +85,22 @@ DIFFERENCES = {
 def test_a_difference_names_the_hosts_and_the_workers(differs: str) -> None:
     facts, message = DIFFERENCES[differs]
     reports = [report(0, "node1"), report(1, "node1"), report(2, "node2", **facts)]
+
+    def share(text: str) -> list[str]:
+        """Worker 0, on the smaller processor, has measured nothing; worker 2 has."""
+        assert text == ""
+        return ["", "", "on node2, a small program takes 1.25 times as long with it"]
+
     with pytest.raises(DisagreementError) as raised:
-        compare_reports(own_job(), "fit 1", [msgspec.msgpack.encode(own) for own in reports])
+        compare_reports(own_job(), "fit 1", [msgspec.msgpack.encode(own) for own in reports], share)
     assert str(raised.value) == message
     assert raised.value.workers == (2,)
 
 
 def test_what_only_some_workers_import_is_no_difference() -> None:
     more = report(2, "node2", sources={"model.py": "11", "logs.py": "3"}, libraries={"keras": "3"})
-    compare_reports(own_job(), "fit 1", [msgspec.msgpack.encode(own) for own in (report(0, "node1"), more)])
+    packed = [msgspec.msgpack.encode(own) for own in (report(0, "node1"), more)]
+    compare_reports(own_job(), "fit 1", packed, not_shared)
 
 
 def test_allowed_hosts_are_noted_by_the_chief() -> None:
@@ -96,7 +108,7 @@ def test_allowed_hosts_are_noted_by_the_chief() -> None:
     own = own_job(allow_unlike=True)
     own.events.subscribe(lambda published: noted.append(published.event), HostsDiffer)
     packed = [msgspec.msgpack.encode(one) for one in (report(0, "node1"), report(2, "node2", bits="b2"))]
-    compare_reports(own, "fit 1", packed)
+    compare_reports(own, "fit 1", packed, not_shared)
     (event,) = noted
     assert event.what == f"{DIFFER}; the result depends on which host computes which replica"
 
@@ -156,3 +168,38 @@ def test_the_program_leaves_the_program_alone() -> None:
     assert computed_bits.__wrapped__() == bits
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert keras.layers.Dense(1).name == f"dense_{number + 1}"
+
+
+def test_the_first_worker_of_each_larger_host_measures_what_a_limit_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[str] = []
+
+    def cost(limit: str) -> float:
+        measured.append(limit)
+        return 1.5
+
+    monkeypatch.setattr(host_report, "cost_of_limit", cost)
+    view = place_on_hosts(4, HOSTS)
+
+    def act(job: Job) -> None:
+        packed = [
+            msgspec.msgpack.encode(report(one, host, instructions=kind, bits=kind))
+            for one, host, kind in ((0, "node1", "AVX512"), (1, "node1", "AVX512"), (2, "node2", "AVX2"))
+        ]
+        job.exchange(
+            lambda _, communicator: compare_reports(job, "fit 1", packed, texts_of_all(communicator, "fit 1"))
+        )
+
+    (error,) = set(in_all(view, act))
+    assert (
+        "or set XLA_FLAGS=--xla_cpu_max_isa=AVX2 (on node1, a small program takes 1.50 times as long" in error
+    )
+    assert measured == ["XLA_FLAGS=--xla_cpu_max_isa=AVX2"]
+
+
+def test_the_cost_of_a_limit_is_measured() -> None:
+    cost = cost_of_limit("XLA_FLAGS=--xla_cpu_max_isa=SSE4_2")
+    assert cost is not None
+    assert 0.1 < cost < 100
+    assert cost_of_limit("XLA_FLAGS=--no_such_flag") is None

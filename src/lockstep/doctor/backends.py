@@ -85,6 +85,39 @@ def judge(
     return findings
 
 
+def judge_limit(backend: str, limit: str, without: ProgramResult, limited: ProgramResult) -> Finding:
+    """Return the finding on what a limit of the instruction set costs.
+
+    Args:
+        backend: its name.
+        limit: the environment variables that set the limit.
+        without: the result of `lockstep.keras.small_program`.
+        limited: its result with these variables.
+    """
+    name = f"{backend} with a limit"
+    seconds = [_last_number(result) for result in (without, limited)]
+    if None in seconds:
+        failed = without if seconds[0] is None else limited
+        return Finding(
+            _SECTION, name, Rating.WARNING, f"a small program {failed.how()}", "", {"limit": limit}
+        )
+    ratio = (seconds[1] or 0.0) / (seconds[0] or 1.0)
+    return Finding(
+        _SECTION,
+        name,
+        Rating.FINE,
+        f"a small program takes {ratio:.2f} times as long with {limit}",
+        "",
+        {"limit": limit, "times": ratio},
+    )
+
+
+def _last_number(result: ProgramResult) -> float | None:
+    with suppress(ValueError, IndexError):
+        return float(result.output.split()[-1]) if result.status == 0 else None
+    return None
+
+
 def _slow(backend: str, seconds: float) -> Finding:
     return Finding(
         _SECTION,

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from platform import python_version
 from subprocess import SubprocessError
@@ -22,6 +22,7 @@ from lockstep.doctor.versions import Packages, examine_versions
 from lockstep.launcher.backend import BACKENDS, Wishes
 from lockstep.system.environment import device_variables, job_environment, visible_gpus
 from lockstep.system.nvml import GpuReading
+from lockstep.system.processor import common_limit, instruction_set, limit_of, limited, processor_features
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 PROBE_SECONDS = 60.0
@@ -47,6 +48,7 @@ class CheckupInput:
         installed: whether a module can be imported.
         reading: the driver's report on GPUs.
         say: called with a line on what the checkup waits for.
+        features: of the processor, as `lockstep.system.processor.processor_features` returns them.
     """
 
     environment: Mapping[str, str]
@@ -54,6 +56,7 @@ class CheckupInput:
     installed: Callable[[str], bool]
     reading: GpuReading
     say: Callable[[str], None]
+    features: str = field(default_factory=processor_features)
 
 
 def examine(given: CheckupInput, *, train: bool) -> list[Finding]:
@@ -92,6 +95,8 @@ def examine(given: CheckupInput, *, train: bool) -> list[Finding]:
     findings += others
     if train:
         able = chosen is not None and worst(findings) < Rating.FAILURE
+        if able and chosen:
+            findings += _limit(chosen, given)
         findings.append(_train(chosen, given) if able and chosen else _UNTRAINED)
     return findings
 
@@ -114,6 +119,23 @@ def _results(
 
 def _waiting(what: str, seconds: float, limit: float) -> str:
     return f"waiting for {what}: {seconds:.0f} of at most {limit:.0f} s"
+
+
+def _limit(backend: str, given: CheckupInput) -> list[Finding]:
+    """Measure what it costs to limit a backend to the instructions that nearly all processors have."""
+    common = common_limit(instruction_set(given.features))
+    if not common:
+        return []
+    given.say(f"measuring {backend} with and without {common} as limit; this takes a few seconds")
+    environment, limit = _as_in_a_job(given.environment, backend), limit_of(backend, common)
+    command = [sys.executable, "-P", "-m", "lockstep.keras.small_program"]
+    # At the same time, so that other programs disturb both alike.
+    programs = [_started(command, variables) for variables in (environment, limited(environment, limit))]
+    deadline = time.monotonic() + PROBE_SECONDS
+    without, with_limit = (
+        program if isinstance(program, ProgramResult) else program.result(deadline) for program in programs
+    )
+    return [backends.judge_limit(backend, limit, without, with_limit)]
 
 
 def _train(backend: str, given: CheckupInput) -> Finding:

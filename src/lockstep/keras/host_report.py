@@ -4,16 +4,13 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import keras
 import msgspec
-import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from lockstep.errors import DisagreementError
+from lockstep.keras.small_program import computed_bits, cost_of_limit
 from lockstep.observability.events import HostsDiffer
 from lockstep.system.processor import (
     CHOOSING_VARIABLES,
@@ -26,11 +23,10 @@ from lockstep.system.processor import (
 from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources
 
-Array = npt.NDArray[np.float32]
+Share = Callable[[str], Sequence[str]]
+"""Gives a text to all workers of the call, and returns theirs."""
 
 _NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
-_MULTIPLIER = 2654435761
-_SHAPES = (96, 160), (160, 128), (4, 20, 20, 8), (3, 3, 8, 16)
 
 
 class HostReport(msgspec.Struct, frozen=True):
@@ -77,7 +73,9 @@ def compare_with_member(job: Job, report: Mapping[str, Any]) -> None:
         DisagreementError: their hosts differ; names them and what differs.
     """
     if report:
-        _compare(job, "joining", [msgspec.convert(report, HostReport), host_report(job)])
+        reports = [msgspec.convert(report, HostReport), host_report(job)]
+        # Members do not take part.
+        _compare(job, "joining", reports, lambda text: [text])
 
 
 def host_report(job: Job) -> HostReport:
@@ -95,23 +93,24 @@ def host_report(job: Job) -> HostReport:
     )
 
 
-def compare_reports(job: Job, what: str, packed: Sequence[bytes]) -> None:
+def compare_reports(job: Job, what: str, packed: Sequence[bytes], share: Share) -> None:
     """Compare the reports of all workers of a view; do nothing if they are empty.
 
     Args:
         job: of this worker.
         what: names the call, for messages.
         packed: the reports.
+        share: for all workers of the view.
 
     Raises:
         DisagreementError: hosts differ; raised on every worker, names the hosts and what differs.
     """
     if not all(packed):
         return
-    _compare(job, what, [msgspec.msgpack.decode(report, type=HostReport) for report in packed])
+    _compare(job, what, [msgspec.msgpack.decode(report, type=HostReport) for report in packed], share)
 
 
-def _compare(job: Job, what: str, reports: Sequence[HostReport]) -> None:
+def _compare(job: Job, what: str, reports: Sequence[HostReport], share: Share) -> None:
     for look in (_other_library, _other_source):
         found = {own.worker: text for own in reports if (text := look(reports[0], own))}
         if found:
@@ -119,32 +118,34 @@ def _compare(job: Job, what: str, reports: Sequence[HostReport]) -> None:
     first = (reports[0].backend, reports[0].bits)
     others = [own for own in reports if (own.backend, own.bits) != first]
     if others:
-        refuse_unlike(job, what, "a fixed small program", reports[0], others)
+        refuse_unlike(job, what, "a fixed small program", (reports[0], *others), share)
 
 
-def refuse_unlike(job: Job, what: str, program: str, first: HostReport, others: Sequence[HostReport]) -> None:
+def refuse_unlike(job: Job, what: str, program: str, reports: Sequence[HostReport], share: Share) -> None:
     """Refuse hosts that compute other bits than the first, or publish a note if the user allows them.
 
     Args:
         job: of this worker.
         what: names the call.
         program: whose results differ, for people.
-        first: the report of a host.
-        others: reports of those that differ from it.
+        reports: of a worker, and of those whose bits differ from its bits.
+        share: for all workers of the call.
 
     Raises:
         DisagreementError: names the hosts, and what makes them equal.
     """
-    other = others[0]
+    first, other, *_ = reports
     backend = _NAMES.get(other.backend, other.backend)
     differs = (
         f"{first.host} and {other.host} compute different bits in {program} with {backend}"
         f"{_why_other_bits(first, other)}"
     )
     if not job.context.allow_unlike:
-        remedy = "run on hosts of one kind" + _limits(first, other)
+        remedy = "run on hosts of one kind" + _limits(job, reports, share)
         allow = "--allow-unlike accepts a result that depends on which host computes which replica"
-        raise DisagreementError(f"{what}: {differs}; {remedy}; {allow}", tuple(one.worker for one in others))
+        raise DisagreementError(
+            f"{what}: {differs}; {remedy}; {allow}", tuple(one.worker for one in reports[1:])
+        )
     if job.is_chief:
         job.events.publish(HostsDiffer(f"{differs}; the result depends on which host computes which replica"))
 
@@ -160,12 +161,31 @@ def _why_other_bits(first: HostReport, other: HostReport) -> str:
     return f" ({ours} and {theirs})" if ours != theirs else ""
 
 
-def _limits(first: HostReport, other: HostReport) -> str:
-    """Return how to limit hosts to the instructions that all have; empty if that is unknown."""
-    if first.flags != other.flags:
+def _limits(job: Job, reports: Sequence[HostReport], share: Share) -> str:
+    """Return how to limit hosts to the instructions that all have, and what it costs; empty if unknown."""
+    first = reports[0]
+    if any(one.flags != first.flags for one in reports):
         return " and with one environment"
-    common = smallest((first.instructions, other.instructions))
-    return f", or set {limit_of(first.backend, common)}" if common and first.backend == other.backend else ""
+    common = smallest(tuple(one.instructions for one in reports))
+    if not common or any(one.backend != first.backend for one in reports):
+        return ""
+    limit = limit_of(first.backend, common)
+    costs = "; ".join(filter(None, share(_own_cost(job, limit) if _must_limit(job, reports, common) else "")))
+    return f", or set {limit}" + f" ({costs})" * bool(costs)
+
+
+def _must_limit(job: Job, reports: Sequence[HostReport], common: str) -> bool:
+    """Whether this worker is the first in `reports` of a host with a larger instruction set than `common`."""
+    seen: dict[str, HostReport] = {}
+    for one in reports:
+        seen.setdefault(one.host, one)
+    return any(one.worker == job.worker and one.instructions != common for one in seen.values())
+
+
+def _own_cost(job: Job, limit: str) -> str:
+    cost = cost_of_limit(limit)
+    host = job.context.host or socket.gethostname()
+    return "" if cost is None else f"on {host}, a small program takes {cost:.2f} times as long with it"
 
 
 def _other_library(first: HostReport, other: HostReport) -> str:
@@ -192,68 +212,3 @@ def libraries() -> dict[str, str]:
     modules = [sys.modules[name] for name in names if name in sys.modules]
     # PyTorch's version is of a subclass of str.
     return {module.__name__: str(module.__version__) for module in modules}
-
-
-@cache
-def computed_bits() -> str:
-    """Return a hash of the results of a fixed small program on the backend.
-
-    It has the operations whose bits depend on the processor: products of matrices, convolutions, elementary
-    functions and sums. It changes no random state.
-    """
-    compute = {"jax": _in_jax, "tensorflow": _in_tensorflow, "torch": _in_torch}[keras.backend.backend()]
-    digest = xxhash.xxh3_128()
-    for array in compute(*map(_numbers, _SHAPES)):
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
-
-
-def _numbers(shape: Sequence[int]) -> Array:
-    """Return numbers between -0.5 and 0.5, with equal bits on every processor."""
-    counts = np.arange(1, np.prod(shape) + 1, dtype=np.uint64) * np.uint64(_MULTIPLIER) % np.uint64(2**24)
-    return (counts.astype(np.float32) / np.float32(2**24) - np.float32(0.5)).reshape(shape)
-
-
-def _in_jax(*inputs: Array) -> list[Any]:
-    import jax
-    from jax import lax
-    from jax import numpy as jnp
-
-    def program(rows: Any, weights: Any, images: Any, kernel: Any) -> Any:
-        hidden = jnp.tanh(rows @ weights)
-        scaled = jnp.exp(hidden) * lax.rsqrt(1.0 + (hidden * hidden).sum(1, keepdims=True))
-        layout = ("NHWC", "HWIO", "NHWC")
-        convolved = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=layout)
-        return scaled, convolved, convolved.sum((0, 1, 2))
-
-    return [np.asarray(result) for result in jax.jit(program).lower(*inputs).compile()(*inputs)]
-
-
-def _in_tensorflow(*inputs: Array) -> list[Any]:
-    import tensorflow as tf
-
-    def program(rows: Any, weights: Any, images: Any, kernel: Any) -> Any:
-        hidden = tf.tanh(rows @ weights)
-        scaled = tf.exp(hidden) * tf.math.rsqrt(1.0 + tf.reduce_sum(hidden * hidden, 1, keepdims=True))
-        convolved = tf.nn.conv2d(images, kernel, 1, "SAME")
-        return scaled, convolved, tf.reduce_sum(convolved, (0, 1, 2))
-
-    compile: Callable[..., Any] = tf.function
-    with tf.init_scope():
-        tensors = [tf.constant(array) for array in inputs]
-        compiled = compile(program, jit_compile=True, autograph=False)
-        return [result.numpy() for result in compiled(*tensors)]
-
-
-def _in_torch(*inputs: Array) -> list[Any]:
-    import torch
-
-    # The device that Keras uses.
-    device = keras.ops.zeros(()).device
-    with torch.no_grad():
-        rows, weights, images, kernel = (torch.from_numpy(array).to(device) for array in inputs)
-        hidden = torch.tanh(rows @ weights)
-        scaled = torch.exp(hidden) * torch.rsqrt(1.0 + (hidden * hidden).sum(1, keepdim=True))
-        layout = images.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1)
-        convolved = torch.nn.functional.conv2d(*layout, padding=1)
-        return [result.cpu().numpy() for result in (scaled, convolved, convolved.sum((0, 2, 3)))]

@@ -24,6 +24,7 @@ from lockstep.errors import DisagreementError
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
 from lockstep.keras.synchronization import ExchangeCall, Round, Synchronization
+from lockstep.keras.worker_exchange import texts_of_all
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
 from lockstep.system.prose import count, name_workers
 from lockstep.topology import View
@@ -368,7 +369,8 @@ class VerifiedReduce:
             made, other = unlike[0]
             answers = Answers(Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made)))
             shown = _listed(self._differing(this, answers))
-            refuse_unlike(self._job, this.what, shown, first, [report for _, report in unlike])
+            reports = (first, *(report for _, report in unlike))
+            refuse_unlike(self._job, this.what, shown, reports, texts_of_all(communicator, what))
 
     def _verify(self, this: Round, drawn: Sequence[int]) -> None:
         """Return once all answers for the replicas of a round are equal."""

@@ -95,8 +95,13 @@ def compare_all(job: Job, communicator: Communicator, what: str, facts: Facts) -
     """
     gathered = _gather(job.worker, communicator, what, facts, own_report(job))
     # Facts may differ because the hosts do.
-    compare_reports(job, what, [report for _, _, report in gathered])
+    compare_reports(job, what, [report for _, _, report in gathered], texts_of_all(communicator, what))
     _compare(what, gathered)
+
+
+def texts_of_all(communicator: Communicator, what: str) -> Callable[[str], list[str]]:
+    """Return what gives a text to all workers of a call of the exchange, and returns theirs."""
+    return lambda text: [one.decode() for one in communicator.gather(text.encode(), what=what)]
 
 
 def chiefs_state(

@@ -1,5 +1,6 @@
 """The processor of this machine, and how to limit the instruction sets that libraries use."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,26 @@ def limit_of(backend: str, name: str) -> str:
     xla = f"XLA_FLAGS=--xla_cpu_max_isa={name}"
     onednn = f"ONEDNN_MAX_CPU_ISA={_LARGEST_FIRST[_NAMES.index(name)].onednn}"
     return {"jax": xla, "tensorflow": f"{xla} {onednn}", "torch": f"{onednn} MKL_CBWR=COMPATIBLE"}[backend]
+
+
+def limited(environment: Mapping[str, str], limit: str) -> dict[str, str]:
+    """Return an environment with a limit of `limit_of`, whose flags follow those of the environment."""
+    variables = dict(part.split("=", 1) for part in limit.split())
+    return {
+        **environment,
+        **{
+            name: f"{environment.get(name, '')} {value}".strip() if name == "XLA_FLAGS" else value
+            for name, value in variables.items()
+        },
+    }
+
+
+def common_limit(name: str) -> str:
+    """Return the instruction set to which hosts with a larger one are limited; empty for those without it.
+
+    Nearly all processors of x86-64 have AVX2.
+    """
+    return "AVX2" if name in _NAMES[: _NAMES.index("AVX2")] else ""
 
 
 def _field(file: Path, *names: str) -> str:
