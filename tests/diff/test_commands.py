@@ -78,20 +78,27 @@ def test_a_run_is_repeated(command: Command, trained: Callable[..., str]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("begin", ["from the start", "from its checkpoint of step 4"])
 def test_steps_that_were_not_recorded_are_found_by_repeating(
-    command: Command, trained: Callable[..., str]
+    command: Command, trained: Callable[..., str], begin: str
 ) -> None:
-    runs = [trained("one", "-n 1 --replicas 2"), trained("label", "-n 1 --replicas 2", "label")]
-    for name in runs:
+    kinds, options = ("one", "label"), "-n 1 --replicas 2"
+    if "checkpoint" in begin:
+        kinds, options = ("one-saved", "label-saved"), f"{options} --checkpoint-every 2 --keep 9"
+    for name in kinds:
+        saved = f" --checkpoint {name}-checkpoints" * ("checkpoint" in begin)
+        trained(name, options + saved, *["label"] * name.startswith("label"))
         folder = command.folder / f"thin-{name}"  # type: ignore[attr-defined]
         shutil.copytree(command.folder / name, folder)  # type: ignore[attr-defined]
         for path in segments(folder / "digests"):
             path.write_bytes(thinned(path.read_bytes(), 5))
-    vague = command("diff", "--json", "thin-one", "thin-label")
+    runs = [f"thin-{name}" for name in kinds]
+    vague = command("diff", "--json", *runs)
     assert vague.returncode == 1
     assert json.loads(vague.stdout)["not_recorded"] == ["the steps between"]
-    exact = command("diff", "--json", "--rerun", "thin-one", "thin-label")
+    exact = command("diff", "--json", "--rerun", *runs)
     assert exact.returncode == 1, exact.stderr
+    assert exact.stderr.count(f" {begin} up to step ") == 2
     data = json.loads(exact.stdout)
     assert (data["step"], data["cause"], data["rows"]) == (7, "input", {"0": [5]})
 

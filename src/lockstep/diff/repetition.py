@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import Entry, Store
 from lockstep.diff.comparison import Comparison
 from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
@@ -41,13 +41,14 @@ def rerun_both(found: Comparison, recordings: tuple[Recording, Recording], folde
     )
     again = []
     for number, recording in enumerate(recordings, 1):
-        note(f"repeating {recording.folder} up to step {until}")
-        words = []
+        words, begin = list[str](), "from the start"
         if start := _checkpoint(recording, found.after):
             copy = folder / f"checkpoints-{number}"
             copy.mkdir()
-            shutil.copytree(start, copy / start.name)
+            shutil.copytree(start.path, copy / start.path.name)
             words = ["--checkpoint", str(copy), "--checkpoint-every", "1000000000"]
+            begin = f"from its checkpoint of step {start.step}"
+        note(f"repeating {recording.folder} {begin} up to step {until}")
         own = folder / f"run-{number}"
         log = folder / f"output-{number}"
         with log.open("wb") as output:
@@ -141,14 +142,14 @@ def _refuse_changed(recording: Recording) -> None:
         note(f"changed since {recording.folder}: {', '.join(changed)}; the new run uses the present version")
 
 
-def _checkpoint(recording: Recording, after: int) -> Path | None:
+def _checkpoint(recording: Recording, after: int) -> Entry | None:
     """Return the newest complete checkpoint of a run that is not after a step; None if there is none."""
     saved = recording.job.get("checkpoints")
     if not saved or not Path(saved["folder"]).is_dir():
         return None
     entries = Store(Path(saved["folder"])).entries()
     fit = [entry for entry in entries if entry.fault is None and entry.step <= after]
-    return max(fit, key=lambda entry: entry.step).path if fit else None
+    return max(fit, key=lambda entry: entry.step, default=None)
 
 
 def fresh_run_folder(recording: Recording) -> Path:
