@@ -48,6 +48,10 @@ class Results:
         examples = self._work.steps * self._work.batch * program.replicas
         return [examples / max(answer["seconds"] for answer in turn) for turn in program.answers]
 
+    def processor_times(self, program: Program) -> list[float]:
+        """Return the seconds of processor time of all processes in each turn."""
+        return [sum(answer["processor"] for answer in turn) for turn in program.answers]
+
     def variants(self, name: str) -> list[Program]:
         return [program for program in self.programs if program.name in (name, name + REUSED)]
 

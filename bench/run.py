@@ -23,6 +23,7 @@ import scaling
 import strangers
 import training
 import verification
+import watching
 from models import COMPARED
 from programs import PEERS
 
@@ -59,6 +60,7 @@ def main() -> None:
         overhead,
         recording,
         verification,
+        watching,
         events,
         recovery,
         joining,

@@ -62,7 +62,7 @@ def compare(
     to_reach: str,
     options: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> None:
-    """Print the rates of two trees with two workers on JAX, and their paired ratio.
+    """Print the rates of two trees with two workers on JAX, and paired ratios.
 
     Both programs stay alive and take turns; each session starts them again, in the other order. The bits must
     be equal in every turn.
@@ -80,6 +80,7 @@ def compare(
         FailedError: a program failed, or the bits differ.
     """
     rates: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
     for number in range(sessions):
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as path:
             folder = Path(path)
@@ -95,11 +96,13 @@ def compare(
             measured = Results("jax", programs, work)
             for at, program in enumerate(programs):
                 rates[at].extend(measured.rates(program))
+                times[at].extend(measured.processor_times(program))
     print(f"{title}, {sessions} sessions of {work.turns} turns of {work.steps} steps: median (p10-p90)")
     for name, each in zip(names, rates, strict=True):
         print_row(name, each, "examples/s")
     ratio = [first / second for first, second in zip(*rates, strict=True)]
     print_row(f"{names[0]} / {names[1]}", ratio, to_reach=to_reach)
+    print_row("the same, processor time", [first / second for first, second in zip(*times, strict=True)])
 
 
 def parser(

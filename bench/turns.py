@@ -62,6 +62,7 @@ class Turns:
         connection.connect(os.environ[SOCKET])
         self._driver = JsonLines(connection)
         self._driver.send({"program": program, "process": process})
+        self._begun = 0.0
 
     def wait(self) -> None:
         """Wait until the turn of this process begins."""
@@ -69,13 +70,16 @@ class Turns:
             sys.exit("the driver has ended")
         if REALTIME in os.environ:
             schedule(os.SCHED_FIFO, 1)
+        self._begun = time.process_time()
 
     def answer(self, seconds: float, loss: float, weights: Iterable[Any] = ()) -> None:
-        """Report the time of the turn, and the values that must be equal on all processes."""
+        """Report the times of the turn, and the values that must be equal on all processes."""
+        processor = time.process_time() - self._begun
         digest = hashlib.sha256()
         for array in weights:
             digest.update(array.tobytes())
-        self.send({"seconds": seconds, "loss": float(loss).hex(), "weights": digest.hexdigest()})
+        values = {"loss": float(loss).hex(), "weights": digest.hexdigest()}
+        self.send({"seconds": seconds, "processor": processor, **values})
 
     def send(self, measured: dict[str, Any]) -> None:
         """Report the measurements of the turn."""
