@@ -8,7 +8,7 @@ One job writes TensorBoard's files and serves figures as OpenMetrics, which a cl
 the other job, so the rates do not show it: the rows show it in milliseconds per second of the run.
 """
 
-import http.cookiejar
+import http.client
 import json
 import subprocess
 import sys
@@ -46,15 +46,18 @@ class Client(threading.Thread):
 
     def __init__(self, address: str, metrics: str) -> None:
         super().__init__(daemon=True)
-        self._address = address
+        self._address = urllib.parse.urlsplit(address)
         self._metrics = metrics
-        self._open = urllib.request.build_opener(
-            urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
-        )
+        # Like a browser, it keeps the connection.
+        self._connection = http.client.HTTPConnection(self._address.netloc)
+        self._cookie: dict[str, str] = {}
         self.ready, self.ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        self._open.open(self._address).read()
+        self._connection.request("GET", f"/?{self._address.query}")
+        answer = self._connection.getresponse()
+        answer.read()
+        self._cookie = {"Cookie": answer.headers["Set-Cookie"].partition(";")[0]}
         (run,) = [one["id"] for one in self._get("runs")["runs"]]
         known: dict[str, str] = {}
         parts: dict[str, Any] = {}
@@ -75,8 +78,8 @@ class Client(threading.Thread):
                     urllib.request.urlopen(self._metrics).read()
 
     def _get(self, path: str, **query: str) -> Any:
-        whole = urllib.parse.urljoin(self._address, f"/api/{path}?{urllib.parse.urlencode(query)}")
-        return json.loads(self._open.open(whole).read())
+        self._connection.request("GET", f"/api/{path}?{urllib.parse.urlencode(query)}", headers=self._cookie)
+        return json.loads(self._connection.getresponse().read())
 
 
 @contextmanager
@@ -134,20 +137,23 @@ def processor_time(process: int) -> float:
 
 
 class JobTimes(threading.Thread):
-    """Follows the processor time of a job's processes without its workers."""
+    """Follows the processor time of a job's processes without its workers, from the end of its first turn."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(daemon=True)
         self._program = program
         self.ended = threading.Event()
-        self.seconds = 0.0
+        self.first: float | None = None
+        self.last = 0.0
 
     def run(self) -> None:
         while not self.ended.wait(1.0):
             with suppress(psutil.Error, IndexError):
                 command = psutil.Process(self._program.children[0].pid)
                 own = [one for one in (command, *command.children()) if "lockstep" in one.cmdline()]
-                self.seconds = sum(processor_time(one.pid) for one in own)
+                self.last = sum(processor_time(one.pid) for one in own)
+                if self.first is None and self._program.answers:
+                    self.first = self.last
 
 
 def measure(model: str, sessions: int, turns: int, steps: int | None = None) -> None:
@@ -179,7 +185,8 @@ def measure(model: str, sessions: int, turns: int, steps: int | None = None) -> 
             for one in times:
                 one.ended.set()
             files = "TensorBoard's files and the metrics"
-            spent[files] = spent.get(files, 0.0) + times[0].seconds - times[1].seconds
+            used, without = (one.last - (one.first or 0.0) for one in times)
+            spent[files] = spent.get(files, 0.0) + used - without
             require(all_states(programs[0]) == all_states(programs[1]), "the bits differ")
             measured = Results("jax", programs, work)
             for at, program in enumerate(programs):

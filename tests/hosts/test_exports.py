@@ -20,9 +20,10 @@ def test_another_coordinator_continues_what_the_job_shows(
 ) -> None:
     for host in hosts[:2]:
         shutil.copy(HERE / "exporting.py", host.work)
-    options = ("--hosts", "node1,node2", "--run-dir", "run", "--tensorboard", "board", "--metrics-port", "0")
+    options = ("--hosts", "node1,node2", "--run-dir", "run", "--tensorboard", "board")
+    options += ("--metrics-port", "0", "--ui")
     running = hosts[0].lockstep("run", *options, "exporting.py")
-    running.wait_until(lambda: "/metrics" in running.err)
+    running.wait_until(lambda: "/metrics" in running.err and "lockstep: the page is at " in running.err)
     (url,) = re.findall(r"lockstep: metrics at (\S+)\n", running.err)
 
     def shown() -> str:

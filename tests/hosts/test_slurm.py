@@ -3,6 +3,8 @@
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import chaos_steps
 import pytest
@@ -80,7 +82,12 @@ def test_a_requeued_node(nodes: Sequence[Host], task: Task) -> None:
 
 
 @pytest.mark.slow
-def test_a_cancelled_job(nodes: Sequence[Host], task: Task, lean: Callable[..., dict[str, str]]) -> None:
+def test_a_cancelled_job(
+    nodes: Sequence[Host],
+    task: Task,
+    lean: Callable[..., dict[str, str]],
+    read_tensorboard: Callable[[Path], dict[str, list[tuple[int, Any]]]],
+) -> None:
     """All tasks get SIGTERM at once, and end together after a checkpoint; the requeued job resumes there."""
     script = HERE / "resuming_fit.py"
     given = lean(script, "jax")
@@ -89,7 +96,7 @@ def test_a_cancelled_job(nodes: Sequence[Host], task: Task, lean: Callable[..., 
 
     def train(run: str, **changes: str) -> list[Running]:
         options = "--replicas 4 --threads-per-worker 1 --checkpoint saved --grace 120s"
-        command = f"-n 4 {options} --run-dir {run} {script.name}"
+        command = f"-n 4 {options} --run-dir {run} --tensorboard board-{run} {script.name}"
         return [task(node, 3, command, given=given, **changes) for node in range(3)]
 
     stopped = train("stopped")
@@ -105,6 +112,7 @@ def test_a_cancelled_job(nodes: Sequence[Host], task: Task, lean: Callable[..., 
     resumed = train("resumed", RESTART_COUNT="1")
     assert [one.end() for one in resumed] == [0, 0, 0], resumed[0].err
     assert "training resumed after step 7" in resumed[0].err
+    assert read_tensorboard(nodes[0].work / "board-resumed" / "train")["epoch_loss"]
 
 
 def test_refusals(nodes: Sequence[Host], task: Task) -> None:

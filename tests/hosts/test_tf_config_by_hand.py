@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import chaos_steps
@@ -250,7 +251,10 @@ def test_the_example_with_a_metric_trains_on_two_hosts(
 
 @pytest.mark.slow
 def test_the_unchanged_tutorial_trains_in_two_pods(
-    hosts: Sequence[Host], start: Start, environment: dict[str, str]
+    hosts: Sequence[Host],
+    start: Start,
+    environment: dict[str, str],
+    read_tensorboard: Callable[[Path], dict[str, list[tuple[int, Any]]]],
 ) -> None:
     """A program for `tf.distribute` alone, with the bits of two workers on one machine."""
     pytest.importorskip("tensorflow")
@@ -258,6 +262,7 @@ def test_the_unchanged_tutorial_trains_in_two_pods(
     stand_in = str(HERE.parent / "training" / "stand_in")
     variables = {**short, "PYTHONPATH": stand_in, "LOCKSTEP_KEY_FILE": "job.key", "TF_CPP_MIN_LOG_LEVEL": "3"}
     options = f"--tf-distribute --backend jax --run-dir run --threads-per-worker {THREADS}".split()
+    options += ["--tensorboard", "board"]
     for host in hosts[:3]:
         for file in ("main.py", "mnist.py"):
             shutil.copy(EXAMPLES / "tutorial" / file, host.work)
@@ -277,3 +282,5 @@ def test_the_unchanged_tutorial_trains_in_two_pods(
     alone = hosts[2].lockstep("run", "-n", "2", *options, "main.py", **variables)
     assert alone.end() == 0, alone.err
     assert len({printed(one.out, "digest: ") for one in (*pods, alone)}) == 1
+    losses = [read_tensorboard(host.work / "board" / "train")["epoch_loss"] for host in (hosts[0], hosts[2])]
+    assert losses[0] == losses[1] != []

@@ -30,6 +30,7 @@ _DIGITS = 6
 _NO_CONFIGURATION = ("event", "versions", "format")
 
 Numbers = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -434,18 +435,22 @@ def _decimated(series: _Series, window: Window) -> dict[str, Any]:
         within = np.arange(max(within[0] - 1, 0), min(within[-1] + 2, len(centre)))
     else:
         within = np.arange(len(centre))
-    mean = [_ratio(sums[left[at] : right[at]].sum(), counts[left[at] : right[at]].sum()) for at in within]
     shown = within[: MOST_POINTS + 2]
+    total, weighed = (_sums(values, left[shown], right[shown]) for values in (sums, counts))
+    mean = np.divide(total, weighed, out=np.full(len(shown), np.nan), where=weighed != 0)
     return described | {
-        "x": [float(one) for one in np.round(centre[shown], 3)],
+        "x": np.round(centre[shown], 3).tolist(),
         "low": _rounded(low[shown]),
         "high": _rounded(high[shown]),
-        "mean": _rounded(np.array(mean[: len(shown)])),
+        "mean": _rounded(mean),
     }
 
 
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else math.nan
+def _sums(values: Numbers, left: Indices, right: Indices) -> Numbers:
+    """Return the sums of parts of `values`, which may overlap; none is empty."""
+    # A part may end at the end, where `reduceat` needs an element.
+    sums: Numbers = np.add.reduceat(np.r_[values, 0.0], np.stack((left, right), axis=1).ravel())[::2]
+    return sums
 
 
 def _rounded(values: Numbers) -> list[float | None]:
@@ -453,7 +458,9 @@ def _rounded(values: Numbers) -> list[float | None]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(values))))
         rounded = np.where(np.isfinite(scale) & (scale > 0), np.round(values * scale) / scale, values)
-    return [float(one) if math.isfinite(one) else None for one in rounded]
+    found = rounded.astype(object)
+    found[~np.isfinite(rounded)] = None
+    return list(found)
 
 
 # ------------------------------------------------------------------------------------------ comparison
