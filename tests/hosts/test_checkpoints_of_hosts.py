@@ -102,6 +102,7 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start,
         shutil.rmtree(shared)
 
 
+@pytest.mark.slow
 def test_a_callback_resumes_from_the_newest_checkpoint_of_all_hosts(
     hosts: Sequence[Host], start: Start, wanted: str
 ) -> None:

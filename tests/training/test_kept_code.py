@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parent / "program.py"
 
 Lean = Callable[..., dict[str, str]]
@@ -32,8 +34,9 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_cached_programs_compute_the_same_bits(tmp_path: Path, lean: Lean) -> None:
-    variables = lean(PROGRAM, "jax", optimized=True)
+@pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cached_programs_compute_the_same_bits(tmp_path: Path, lean: Lean, optimized: bool) -> None:
+    variables = lean(PROGRAM, "jax", optimized=optimized)
     without = run(tmp_path, 0, **variables, JAX_ENABLE_COMPILATION_CACHE="false")
     assert not kept(tmp_path / "cache")
     assert run(tmp_path, 1, **variables) == without

@@ -214,7 +214,10 @@ def figures(run: Any, worker: int) -> list[str]:
     return run.marked(worker, "digest: ")
 
 
-def test_a_wrong_bit_changes_no_result(launch: Launch, undisturbed_run: Launch, backend: str) -> None:
+def test_a_wrong_bit_changes_no_result(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str
+) -> None:
+    backend = thorough_backend
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
     options = "-n 2 --replicas 4 --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", "once", "1", "3", backend=backend)
