@@ -3,11 +3,16 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import keras
 import pytest
 
 from lockstep.errors import UnfitError
+from lockstep.keras import patches
+from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import PatchRegistry, definer
 
 PROGRAM = Path(__file__).parent / "patched.py"
@@ -78,3 +83,78 @@ def test_a_missing_part_of_a_library_is_named() -> None:
         definer(Derived, "second")
     assert definer(Derived, "first") is Library
     assert [*patches] == []
+
+
+@pytest.fixture
+def installed(job_of_one_worker: Job) -> Iterator[None]:
+    patches.install(job_of_one_worker)
+    yield
+    patches.uninstall()
+
+
+Calls = list[tuple[str, int, Any]]
+
+
+def on_train_batches(calls: Calls) -> keras.callbacks.Callback:
+    class Own(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            calls.append(("train", batch, logs))
+
+    return Own()
+
+
+def on_batches(calls: Calls) -> keras.callbacks.Callback:
+    class Own(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            calls.append(("train", batch, logs))
+
+    return Own()
+
+
+def in_a_list(calls: Calls) -> keras.callbacks.Callback:
+    return keras.callbacks.CallbackList([on_train_batches(calls)])
+
+
+def by_a_function(calls: Calls) -> keras.callbacks.Callback:
+    def end(batch: int, logs: Any) -> None:
+        calls.append(("train", batch, logs))
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=end)
+
+
+def on_other_batches(calls: Calls) -> keras.callbacks.Callback:
+    class Own(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            calls.append(("test", batch, logs))
+
+        def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+            calls.append(("predict", batch, logs))
+
+    return Own()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("make", [on_train_batches, on_batches, in_a_list, by_a_function, on_other_batches])
+def test_callbacks_process_the_ends_of_batches(make: Callable[[Calls], keras.callbacks.Callback]) -> None:
+    calls: Calls = []
+    listed = keras.callbacks.CallbackList([make(calls)], add_history=True)
+    listed.on_train_begin()
+    for kind in ("train", "test", "predict"):
+        getattr(listed, f"on_{kind}_batch_end")(3, {"loss": 0.5})
+    listed.on_train_end()
+    kinds = ("test", "predict") if make is on_other_batches else ("train",)
+    assert calls == [(kind, 3, {"loss": 0.5}) for kind in kinds]
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_ends_of_batches_that_no_callback_processes_cost_nothing() -> None:
+    class Logs:
+        def __iter__(self) -> Iterator[str]:
+            pytest.fail("the logs are converted")
+
+    listed = keras.callbacks.CallbackList([keras.callbacks.EarlyStopping()], add_history=True)
+    listed.on_train_begin()
+    listed._async_dispatch = lambda *args: pytest.fail("a thread processes it")
+    for kind in ("train", "test", "predict"):
+        getattr(listed, f"on_{kind}_batch_end")(3, Logs())
+    listed.on_train_end()

@@ -4,7 +4,7 @@ Each replacement is an entry of the registry in `lockstep.worker.patch_registry`
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,6 +25,12 @@ _FUNCTIONS: dict[str, Kind] = {
 }
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _STEPS = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
+_BATCH_ENDS = {
+    "on_train_batch_end": ("on_train_batch_end", "on_batch_end"),
+    "on_test_batch_end": ("on_test_batch_end",),
+    "on_predict_batch_end": ("on_predict_batch_end",),
+}
+"""Events at the end of a batch, and the methods of a callback that handle each."""
 _DECISIONS = ("on_train_batch_end", "on_epoch_end")
 _SAVES = ("save", "save_weights", "export")
 _SAVING_FUNCTIONS = {"save_model": "save", "save_weights": "save_weights"}
@@ -62,6 +68,8 @@ def install(job: Job) -> ModelMethods:
         for name in _SAVES:
             _replace(name, functools.partial(_save, methods, saves))
         _save_by_methods()
+        for name, handlers in _BATCH_ENDS.items():
+            _only_handled(name, handlers)
         for name in _STEPS:
             _around(name, silent=functools.partial(_is_silent, name, methods))
         _around("on_epoch_end", before=methods.steps_ended)
@@ -173,6 +181,27 @@ def _around(
             if not silent():
                 original(self, *args, **kwargs)
             after(*args, **kwargs)
+
+        return replacement
+
+    PATCHES.replace(__name__, keras.callbacks.CallbackList, name, make)
+
+
+def _only_handled(name: str, handlers: Sequence[str]) -> None:
+    """Let callbacks process an event only if one of them has a method for it.
+
+    Keras converts the logs, and on some backends wakes a thread for it, in each step.
+    """
+    defaults = [(handler, getattr(keras.callbacks.Callback, handler)) for handler in handlers]
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+            for callback in self.callbacks:
+                for handler, default in defaults:
+                    if getattr(getattr(callback, handler, None), "__func__", None) is not default:
+                        original(self, *args, **kwargs)
+                        return
 
         return replacement
 
