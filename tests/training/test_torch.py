@@ -20,6 +20,7 @@ import pytest
 import lockstep
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
+from lockstep.keras import randomness
 
 HERE = keras.backend.backend() == "torch"
 here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with the PyTorch backend")
@@ -431,3 +432,44 @@ def test_a_sum_of_losses_in_a_custom_step_is_that_of_the_whole_batch() -> None:
         model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(reduction="sum"))
     model.train_on_batch(X, Y)
     np.testing.assert_allclose(model.get_weights()[0], 0.2 * X.T @ Y, rtol=1e-4)
+
+
+def states_now() -> list[Any]:
+    """Return everything that random numbers depend on, as copies."""
+    generator = randomness.global_generator()
+    kind, words, *rest = np.random.get_state()
+    state = None if generator is None else generator.state.numpy().tolist()
+    return [random.getstate(), kind, words.tolist(), rest, state, torch.get_rng_state().tolist()]
+
+
+def drawn_numbers() -> list[Any]:
+    numbers = keras.random.normal((2,)), random.random(), random.gauss(0, 1), np.random.normal()
+    return [np.asarray(keras.ops.convert_to_numpy(one)).tolist() for one in (*numbers, torch.rand(2))]
+
+
+@here
+@pytest.mark.parametrize("seed", [0, 1, 12345, 2**63 + 5, 2**64 - 1])
+@pytest.mark.parametrize("normals", [0, 1])
+def test_seeds_set_the_states_that_were_created_from_them(seed: int, normals: int) -> None:
+    random.seed(7)
+    np.random.seed(7)
+    np.random.normal(size=normals)
+    keras.random.normal((1,))
+    before, passes = states_now(), []
+    for _ in range(3):
+        with randomness.random_numbers(seed):
+            wanted = randomness._seeded(seed)
+            (kind, words, *rest), (_, generator) = wanted["numpy"], wanted["keras"]
+            state = generator.state.numpy().tolist()
+            assert states_now() == [
+                wanted["python"],
+                kind,
+                words.tolist(),
+                rest,
+                state,
+                wanted["torch"].tolist(),
+            ]
+            passes.append(drawn_numbers())
+            passes[-1] += drawn_numbers()
+        assert states_now() == before
+    assert passes == [passes[0]] * 3
