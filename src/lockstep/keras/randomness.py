@@ -139,11 +139,10 @@ class RandomNumbers:
 def random_numbers(seed: int) -> Iterator[None]:
     """Use random numbers derived from `seed` within the block: the first of `RandomNumbers(seed)`.
 
-    It sets the states by their seeds, which takes a fraction of the time of setting copies.
+    It sets the states by their seeds, which takes less time than setting copies.
     """
     before, known = current_states(), imported_frameworks()
-    generator = _spare_generators.pop() if _spare_generators else _replica_generator(seed)
-    _set_seeds(seed, generator)
+    _set_seeds(seed)
     try:
         with RandomNumbers(seed)._operations():
             yield
@@ -151,15 +150,6 @@ def random_numbers(seed: int) -> Iterator[None]:
         if imported_frameworks() != known:
             before = _seeded(job.current().context.seed) | before
         restore_states(before)
-        if keras.backend.backend() == "torch":
-            _spare_generators.append(generator)
-
-
-_spare_generators: list[Any] = []
-"""Generators of ended blocks, on PyTorch, where setting one takes less time than creating one.
-
-On other backends, a block may be in a function that is traced, where setting one would be part of the trace.
-"""
 
 
 def _replica_generator(seed: int) -> Any:
@@ -167,13 +157,11 @@ def _replica_generator(seed: int) -> Any:
     return keras.random.SeedGenerator(seed % 10**9, name="replica")
 
 
-def _set_seeds(seed: int, generator: Any) -> None:
-    """Set the states of `_seeded`; `generator` becomes Keras's generator."""
+def _set_seeds(seed: int) -> None:
+    """Set the states of `_seeded`."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    if keras.backend.backend() == "torch":
-        generator.state.assign(sys.modules["torch"].tensor([seed % 10**9, 0]))
-    set_global_generator(generator)
+    set_global_generator(_replica_generator(seed))
     if TENSORFLOW in sys.modules:
         context = tensorflow_context()
         context._seed, context._rng = seed, random.Random(seed)
