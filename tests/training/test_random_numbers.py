@@ -1,17 +1,12 @@
 """Random numbers follow from seeds, step and replica: never from the worker that draws them."""
 
-import random
 import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
 import pytest
-
-from lockstep.keras import randomness
 
 Launch = Callable[..., Any]
 
@@ -65,36 +60,3 @@ def test_pipelines_shuffle_alike_on_every_backend(launch: Launch, backend: str, 
         for workers in (1, 2)
     )
     assert results(one, 0) == results(two, 0, 1)
-
-
-def states_now() -> list[Any]:
-    """Return everything that random numbers depend on, as copies."""
-    generator = randomness.global_generator()
-    kind, words, *rest = np.random.get_state()
-    state = None if generator is None else generator.state.numpy().tolist()
-    return [random.getstate(), kind, words.tolist(), rest, state]
-
-
-def drawn_numbers() -> list[Any]:
-    numbers = keras.random.normal((2,)), random.random(), random.gauss(0, 1), np.random.normal()
-    return [np.asarray(keras.ops.convert_to_numpy(one)).tolist() for one in numbers]
-
-
-@pytest.mark.parametrize("seed", [0, 1, 12345, 2**63 + 5, 2**64 - 1])
-@pytest.mark.parametrize("normals", [0, 1])
-def test_seeds_set_the_states_that_were_created_from_them(seed: int, normals: int) -> None:
-    random.seed(7)
-    np.random.seed(7)
-    np.random.normal(size=normals)
-    keras.random.normal((1,))
-    before, passes = states_now(), []
-    for _ in range(3):
-        with randomness.random_numbers(seed):
-            wanted = randomness._seeded(seed)
-            (kind, words, *rest), (_, generator) = wanted["numpy"], wanted["keras"]
-            state = generator.state.numpy().tolist()
-            assert states_now() == [wanted["python"], kind, words.tolist(), rest, state]
-            passes.append(drawn_numbers())
-            passes[-1] += drawn_numbers()
-        assert states_now() == before
-    assert passes == [passes[0]] * 3

@@ -461,14 +461,8 @@ def test_seeds_set_the_states_that_were_created_from_them(seed: int, normals: in
             wanted = randomness._seeded(seed)
             (kind, words, *rest), (_, generator) = wanted["numpy"], wanted["keras"]
             state = generator.state.numpy().tolist()
-            assert states_now() == [
-                wanted["python"],
-                kind,
-                words.tolist(),
-                rest,
-                state,
-                wanted["torch"].tolist(),
-            ]
+            of_torch = wanted["torch"].tolist()
+            assert states_now() == [wanted["python"], kind, words.tolist(), rest, state, of_torch]
             passes.append(drawn_numbers())
             passes[-1] += drawn_numbers()
         assert states_now() == before

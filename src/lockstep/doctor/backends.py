@@ -15,6 +15,8 @@ from lockstep.system.nvml import GpuReading
 
 _SECTION = "backends"
 _COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.doctor.backend_probe"])
+SMALL_PROGRAM = (sys.executable, "-P", "-m", "lockstep.keras.small_program")
+"""The command that writes the time of a small program, in seconds, on the backend of `KERAS_BACKEND`."""
 SLOW_SECONDS = 14.0
 """A backend that takes longer to import and compute is slow."""
 _RUN_PROBE = f"run the test yourself to see its whole output: {_COMMAND} {{}}"
@@ -94,22 +96,16 @@ def judge_limit(backend: str, limit: str, without: ProgramResult, limited: Progr
         without: the result of `lockstep.keras.small_program`.
         limited: its result with these variables.
     """
-    name = f"{backend} with a limit"
-    seconds = [_last_number(result) for result in (without, limited)]
-    if None in seconds:
-        failed = without if seconds[0] is None else limited
-        return Finding(
-            _SECTION, name, Rating.WARNING, f"a small program {failed.how()}", "", {"limit": limit}
-        )
-    ratio = (seconds[1] or 0.0) / (seconds[0] or 1.0)
-    return Finding(
-        _SECTION,
-        name,
-        Rating.FINE,
-        f"a small program takes {ratio:.2f} times as long with {limit}",
-        "",
-        {"limit": limit, "times": ratio},
-    )
+    name = f"{backend} with fewer instructions"
+    before, after = _last_number(without), _last_number(limited)
+    if before is None or after is None:
+        how = (without if before is None else limited).how()
+        command = f"KERAS_BACKEND={backend} {limit} {shlex.join(SMALL_PROGRAM)}"
+        remedy = f"run the program yourself to see its whole output: {command}"
+        return Finding(_SECTION, name, Rating.WARNING, f"a small program {how}", remedy, {"limit": limit})
+    ratio = after / before
+    reason = f"a small program takes about {ratio:.1f} times as long with {limit}"
+    return Finding(_SECTION, name, Rating.FINE, reason, "", {"limit": limit, "times": ratio})
 
 
 def _last_number(result: ProgramResult) -> float | None:

@@ -128,14 +128,20 @@ def _limit(backend: str, given: CheckupInput) -> list[Finding]:
         return []
     given.say(f"measuring {backend} with and without {common} as limit; this takes a few seconds")
     environment, limit = _as_in_a_job(given.environment, backend), limit_of(backend, common)
-    command = [sys.executable, "-P", "-m", "lockstep.keras.small_program"]
-    # At the same time, so that other programs disturb both alike.
-    programs = [_started(command, variables) for variables in (environment, limited(environment, limit))]
-    deadline = time.monotonic() + PROBE_SECONDS
-    without, with_limit = (
-        program if isinstance(program, ProgramResult) else program.result(deadline) for program in programs
-    )
-    return [backends.judge_limit(backend, limit, without, with_limit)]
+    with ExitStack() as stack:
+        # At the same time, so that other programs disturb both alike.
+        programs = {
+            name: _started(backends.SMALL_PROGRAM, variables)
+            for name, variables in (
+                ("the small program", environment),
+                ("the limited one", limited(environment, limit)),
+            )
+        }
+        for program in programs.values():
+            if isinstance(program, ProbeProgram):
+                stack.callback(program.end)
+        ended = _results(programs, time.monotonic() + PROBE_SECONDS, given.say)
+    return [backends.judge_limit(backend, limit, *ended.values())]
 
 
 def _train(backend: str, given: CheckupInput) -> Finding:

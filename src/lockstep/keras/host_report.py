@@ -170,22 +170,17 @@ def _limits(job: Job, reports: Sequence[HostReport], share: Share) -> str:
     if not common or any(one.backend != first.backend for one in reports):
         return ""
     limit = limit_of(first.backend, common)
-    costs = "; ".join(filter(None, share(_own_cost(job, limit) if _must_limit(job, reports, common) else "")))
+    # The first worker of each host with a larger set measures.
+    firsts = {one.host: one for one in reversed(reports)}
+    own = [one for one in firsts.values() if one.worker == job.worker and one.instructions != common]
+    costs = "; ".join(filter(None, share(_cost(job, own[0].host, limit) if own else "")))
     return f", or set {limit}" + f" ({costs})" * bool(costs)
 
 
-def _must_limit(job: Job, reports: Sequence[HostReport], common: str) -> bool:
-    """Whether this worker is the first in `reports` of a host with a larger instruction set than `common`."""
-    seen: dict[str, HostReport] = {}
-    for one in reports:
-        seen.setdefault(one.host, one)
-    return any(one.worker == job.worker and one.instructions != common for one in seen.values())
-
-
-def _own_cost(job: Job, limit: str) -> str:
-    cost = cost_of_limit(limit)
-    host = job.context.host or socket.gethostname()
-    return "" if cost is None else f"on {host}, a small program takes {cost:.2f} times as long with it"
+def _cost(job: Job, host: str, limit: str) -> str:
+    # Within the time after which the others, who wait, would take this worker for stuck.
+    cost = cost_of_limit(limit, job.policy.timeout / 2)
+    return "" if cost is None else f"on {host}, a small program takes about {cost:.1f} times as long with it"
 
 
 def _other_library(first: HostReport, other: HostReport) -> str:

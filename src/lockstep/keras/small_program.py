@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import keras
@@ -45,27 +45,29 @@ def computed_bits() -> str:
     return digest.hexdigest()
 
 
-def cost_of_limit(limit: str) -> float | None:
+def cost_of_limit(limit: str, patience: float = _PATIENCE) -> float | None:
     """Return the time of the program with a limit, relative to that without it; None if unknown.
 
     It takes seconds: each of two processes imports the backend.
 
     Args:
         limit: the environment variables of the limit, as `lockstep.system.processor.limit_of` returns them.
+        patience: the most seconds that it may take; at most a minute.
     """
     # Threads of other programs would delay several more than one.
     own = {**os.environ, "KERAS_BACKEND": keras.backend.backend(), "OMP_NUM_THREADS": "1"}
     # At the same time, so that other programs disturb both alike.
     with ThreadPoolExecutor() as threads:
-        without, with_limit = threads.map(_seconds, (own, limited(own, limit)))
+        measure = partial(_seconds, min(patience, _PATIENCE))
+        without, with_limit = threads.map(measure, (own, limited(own, limit)))
     return with_limit / without if without and with_limit else None
 
 
-def _seconds(environment: Mapping[str, str]) -> float:
+def _seconds(patience: float, environment: Mapping[str, str]) -> float:
     """Return the time of the program in a process with an environment; 0 if it fails."""
     command = [sys.executable, "-P", "-m", "lockstep.keras.small_program"]
     try:
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_PATIENCE)
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience)
         return float(output.stdout.split()[-1]) if output.returncode == 0 else 0.0
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return 0.0

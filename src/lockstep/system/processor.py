@@ -69,13 +69,9 @@ def limit_of(backend: str, name: str) -> str:
 def limited(environment: Mapping[str, str], limit: str) -> dict[str, str]:
     """Return an environment with a limit of `limit_of`, whose flags follow those of the environment."""
     variables = dict(part.split("=", 1) for part in limit.split())
-    return {
-        **environment,
-        **{
-            name: f"{environment.get(name, '')} {value}".strip() if name == "XLA_FLAGS" else value
-            for name, value in variables.items()
-        },
-    }
+    if "XLA_FLAGS" in variables:
+        variables["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {variables['XLA_FLAGS']}".strip()
+    return {**environment, **variables}
 
 
 def common_limit(name: str) -> str:
