@@ -6,17 +6,19 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from programs import Work, train_lockstep
 from report import print_row
 from results import Results, all_states, require
-from turns import FailedError, take_turns
+from turns import FailedError, Program, take_turns
 
 REPOSITORY = Path(__file__).parents[1]
 
 Tree = Callable[[Path], Path]
 """Returns the folder of the packages of a tree, given an empty folder."""
+Beside = Callable[[Path, list[Program]], AbstractContextManager[object]]
 
 
 def this_tree(folder: Path) -> Path:
@@ -61,8 +63,10 @@ def compare(
     title: str,
     to_reach: str,
     options: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    backend: str = "jax",
+    beside: Beside = lambda folder, programs: nullcontext(),
 ) -> None:
-    """Print the rates of two trees with two workers on JAX, and paired ratios.
+    """Print the rates of two trees with two workers, and paired ratios.
 
     Both programs stay alive and take turns; each session starts them again, in the other order. The bits must
     be equal in every turn.
@@ -75,6 +79,8 @@ def compare(
         title: of the table.
         to_reach: the ratio that is aimed at.
         options: of `lockstep run` for each tree.
+        backend: on which they train.
+        beside: what to do during a session, given the run folder of the first program, and the programs.
 
     Raises:
         FailedError: a program failed, or the bits differ.
@@ -88,12 +94,13 @@ def compare(
             for at, (name, tree) in enumerate(zip(names, trees, strict=True)):
                 where = folder / f"tree-{at}"
                 where.mkdir()
-                program = train_lockstep(name, 2, 2, "jax", work, folder / f"run-{at}", options[at])
+                program = train_lockstep(name, 2, 2, backend, work, folder / f"run-{at}", options[at])
                 program.variables["PYTHONPATH"] = str(tree(where))
                 programs.append(program)
-            take_turns(folder, programs[::-1] if number % 2 else programs, work.turns)
+            with beside(folder / "run-0", programs):
+                take_turns(folder, programs[::-1] if number % 2 else programs, work.turns)
             require(all_states(programs[0]) == all_states(programs[1]), "the bits of the trees differ")
-            measured = Results("jax", programs, work)
+            measured = Results(backend, programs, work)
             for at, program in enumerate(programs):
                 rates[at].extend(measured.rates(program))
                 times[at].extend(measured.processor_times(program))

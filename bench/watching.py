@@ -19,26 +19,24 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from models import MODELS
-from programs import Work, train_lockstep
-from report import print_row
-from results import Results, all_states, require
-from trees import parser
-from turns import FailedError, Program, free_ports, stop, take_turns
+from programs import Work
+from results import require
+from trees import compare, parser, this_tree
+from turns import FailedError, Program, free_ports, stop
 
 SESSIONS = 2
 TURNS = 25
 STEPS = {"cnn": 60, "mlp": 1500}
-WATCHED = "with all views"
-UNWATCHED = "without"
 PAGE_EVERY = 2.0
 METRICS_EVERY = 15.0
-TO_REACH = 0.01
+MOST_PERCENT = 1
 
 
 class Client(threading.Thread):
@@ -97,11 +95,11 @@ def watching(folder: Path, port: int, spent: dict[str, float]) -> Iterator[None]
         while not (folder / "events.jsonl").exists():
             if ended.wait(0.1):
                 return
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         views["lockstep top"] = subprocess.Popen(
             [*command, "top", "--json", str(folder)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             text=True,
-            **quiet,  # type: ignore[call-overload]
         )
         page = views["lockstep ui"] = subprocess.Popen(
             [*command, "ui", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -126,7 +124,7 @@ def watching(folder: Path, port: int, spent: dict[str, float]) -> Iterator[None]
         for client in clients:
             client.ended.set()
         for name, process in views.items():
-            spent[name] += processor_time(process.pid)
+            spent[name] = spent.get(name, 0.0) + processor_time(process.pid)
             stop(process)
         require(bool(clients and clients[0].ready.is_set()), "the page has shown no chart")
 
@@ -156,54 +154,59 @@ class JobTimes(threading.Thread):
                     self.first = self.last
 
 
+@dataclass
+class Watch:
+    """Watches the first of two jobs in each session.
+
+    Attributes:
+        port: of its metrics.
+        spent: the processor time of each view, in seconds.
+        elapsed: the time of all sessions, in seconds.
+    """
+
+    port: int
+    spent: dict[str, float] = field(default_factory=dict)
+    elapsed: float = 0.0
+
+    @contextmanager
+    def session(self, folder: Path, programs: list[Program]) -> Iterator[None]:
+        times = [JobTimes(program) for program in programs]
+        for one in times:
+            one.start()
+        began = time.monotonic()
+        with watching(folder, self.port, self.spent):
+            yield
+        self.elapsed += time.monotonic() - began
+        for one in times:
+            one.ended.set()
+        watched, unwatched = (one.last - (one.first or 0.0) for one in times)
+        files = "TensorBoard's files and the metrics"
+        self.spent[files] = self.spent.get(files, 0.0) + watched - unwatched
+
+
 def measure(model: str, sessions: int, turns: int, steps: int | None = None) -> None:
     """Print the rates, their paired ratio, and the processor time of each view.
 
     Raises:
         FailedError: a program failed, or the bits differ.
     """
-    work = Work.of(model, turns, steps or STEPS.get(model))
-    rates: tuple[list[float], list[float]] = ([], [])
-    spent: dict[str, float] = {}
-    elapsed = 0.0
-    for number in range(sessions):
-        with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as path:
-            folder = Path(path)
-            (port,) = free_ports(1)
-            options = (("--tensorboard", str(folder / "board"), "--metrics-port", str(port)), ())
-            programs = [
-                train_lockstep(name, 2, 2, "jax", work, folder / f"run-{at}", options[at])
-                for at, name in enumerate((WATCHED, UNWATCHED))
-            ]
-            times = [JobTimes(program) for program in programs]
-            for one in times:
-                one.start()
-            began = time.monotonic()
-            with watching(folder / "run-0", port, spent):
-                take_turns(folder, programs[::-1] if number % 2 else programs, work.turns)
-            elapsed += time.monotonic() - began
-            for one in times:
-                one.ended.set()
-            files = "TensorBoard's files and the metrics"
-            used, without = (one.last - (one.first or 0.0) for one in times)
-            spent[files] = spent.get(files, 0.0) + used - without
-            require(all_states(programs[0]) == all_states(programs[1]), "the bits differ")
-            measured = Results("jax", programs, work)
-            for at, program in enumerate(programs):
-                rates[at].extend(measured.rates(program))
-    print(
-        f"watching: {model} on jax, two workers, {sessions} sessions of {work.turns} turns: median (p10-p90)"
-    )
-    for name, each in zip((WATCHED, UNWATCHED), rates, strict=True):
-        print_row(name, each, "examples/s")
-    ratio = [first / second for first, second in zip(*rates, strict=True)]
-    print_row(f"{WATCHED} / {UNWATCHED}", ratio, to_reach="0.99")
+    watch = Watch(*free_ports(1))
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-board-") as board:
+        compare(
+            Work.of(model, turns, steps or STEPS.get(model)),
+            sessions,
+            ("with all views", "without"),
+            (this_tree, this_tree),
+            f"watching: {model} on jax, two workers",
+            "0.99",
+            (("--tensorboard", board, "--metrics-port", str(watch.port)), ()),
+            beside=watch.session,
+        )
     cores = psutil.cpu_count() or 1
-    whole = 0.0
-    for name, seconds in spent.items():
-        whole += seconds / elapsed
-        print(f"  {name}: {1000 * seconds / elapsed:.1f} ms of processor time per second")
-    print(f"  together {100 * whole / cores:.2f} % of {cores} cores   to reach {100 * TO_REACH:g} %")
+    for name, seconds in watch.spent.items():
+        print(f"  {name}: {1000 * seconds / watch.elapsed:.1f} ms of processor time per second")
+    share = 100 * sum(watch.spent.values()) / watch.elapsed / cores
+    print(f"  together {share:.2f} % of {cores} cores   to reach {MOST_PERCENT} %")
 
 
 def main() -> None:
