@@ -14,7 +14,7 @@ COMPILE_OWN := $(BIN)/python -m compileall -q -j 0 src tests
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test test-all check style types layers bench soak clean
+.PHONY: demo test test-all gpu check style types layers bench soak clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,11 @@ test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
 	$(BIN)/python -m pytest $(SHARED)
+
+# With the packages of PYTHON's environment, whose frameworks must use the GPU; BACKENDS="jax torch" names them.
+gpu:
+	$(PYTHON) -m lockstep doctor
+	$(PYTHON) -m pytest -m gpu tests
 
 check: style types layers
 

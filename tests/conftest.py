@@ -6,11 +6,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import settings
+from packaging.version import Version
 
 # Tests decide on the results of code, never on its speed.
 settings.register_profile("lockstep", deadline=None)
@@ -31,8 +33,11 @@ _OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
 """Packages that Keras or a backend imports if they are installed, even if they are not needed."""
 _QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
+if Version(version("jaxlib")) < Version("0.11"):
+    # Later versions do not know this flag, and end the process.
+    _QUICK += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,12 +28,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from fuzz_oracle import Line, Verdict, judge
 from fuzz_rules import inexact, settled, tolerance
 from fuzz_specs import Spec, draw, simpler, size
 from fuzz_text import text
+from packaging.version import Version
 
 REPLICAS = 3
 CHUNK = 100
@@ -41,6 +43,10 @@ CHUNK = 100
 
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 LEAN = Path(__file__).parents[1] / "lean"
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if Version(version("jaxlib")) < Version("0.11"):
+    # Later versions do not know this flag, and end the process.
+    _QUICK += " --xla_cpu_use_fusion_emitters=false"
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,7 @@ class Bench:
             environment |= {
                 "HIDDEN_PACKAGES": ",".join(sorted(unused)),
                 "PYTHONPATH": str(LEAN),
-                "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-                "--xla_cpu_use_fusion_emitters=false",
+                "XLA_FLAGS": _QUICK,
             }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         return done.stdout

@@ -390,6 +390,11 @@ def legacy_keras(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(LEGACY_KERAS)
 
 
+def cublas_is_deterministic(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether cuBLAS has a workspace with which it computes equal bits each time."""
+    return environ.get("CUBLAS_WORKSPACE_CONFIG") in _CUBLAS
+
+
 def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the variables with which the user has disabled deterministic operations of a backend."""
     off = {

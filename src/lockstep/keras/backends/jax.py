@@ -55,8 +55,8 @@ class JaxBackend:
         self._pending: list[jax.Array] = []
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-        """Create a model's variables by calling it with symbolic inputs."""
-        build_by_call(model, kind, batch)
+        """Create a model's variables by calling it with symbolic inputs of JAX's dtypes."""
+        build_by_call(model, kind, lambda: keras.tree.map_structure(_in_jax, batch()))
 
     def program(self, model: Any, kind: Kind) -> "JaxProgram":
         """Prepare a step of a built model."""
@@ -110,6 +110,11 @@ class JaxBackend:
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Wait for the array; return it as NumPy sees it: in place on a CPU, otherwise a copy."""
         return np.asarray(array)
+
+
+def _in_jax(leaf: Any) -> Any:
+    """Return numbers as an array of JAX, where for example int64 is int32; anything else as it is."""
+    return jnp.asarray(leaf) if getattr(leaf, "dtype", np.dtype(object)).kind in "biuf" else leaf
 
 
 class JaxState:

@@ -55,7 +55,10 @@ class TorchBackend:
     """The `lockstep.keras.backends.contract.Backend` of PyTorch."""
 
     def __init__(self) -> None:
-        self._prepared = False
+        # A single replica is Keras's own step, and must also compute equal bits each time.
+        self._prepared = job.is_worker()
+        if self._prepared:
+            enable_determinism(job.current().context.threads)
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
         """Create a model's variables by calling it with symbolic inputs."""

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.system.environment import cublas_is_deterministic
+
 
 def copied(leaf: Any) -> Any:
     """Return a copy of an array as a tensor with Keras's device and dtypes; None for None.
@@ -84,9 +86,14 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def enable_determinism(threads: int) -> None:
-    """Make PyTorch compute equal bits each time, with this number of threads (0: unchanged)."""
-    # Otherwise threads add to one element, as in the gradient of indexing, in any order.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Make PyTorch compute equal bits each time, with this number of threads (0: unchanged).
+
+    From then on, operations on GPUs that cannot are a `RuntimeError` of PyTorch that names them.
+    """
+    # Otherwise threads add to one element, as in the gradient of indexing, in any order. On GPUs, warnings
+    # instead of errors would leave the gradient of attention as it is.
+    strict = torch.cuda.is_available() and cublas_is_deterministic()
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     # By default this option also fills new memory, which costs a pass over it and finds only reads of it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     # The benchmark chooses algorithms by their speed.
