@@ -42,27 +42,6 @@ def test_the_number_of_replicas_is_the_jobs(strategy: lockstep.MultiWorkerMirror
     assert strategy.num_replicas_in_sync == 3
 
 
-def test_models_are_built_with_the_dtypes_that_their_steps_get(
-    strategy: lockstep.MultiWorkerMirroredStrategy,
-) -> None:
-    seen = set()
-
-    class Noting(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, inputs: Any) -> Any:
-            seen.add(keras.backend.standardize_dtype(inputs.dtype))
-            return self.dense(keras.ops.cast(inputs, "float32"))
-
-    with strategy.scope():
-        model = Noting()
-        model.compile("sgd", "mse")
-    model.fit(X.astype("int64"), Y, verbose=0)
-    assert seen == {"int32"}
-
-
 @pytest.mark.parametrize("inputs", [object, lambda: "text", lambda: None])
 def test_inputs_that_cannot_be_split_are_refused(
     strategy: lockstep.MultiWorkerMirroredStrategy, inputs: Any
