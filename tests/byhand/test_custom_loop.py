@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = Path(__file__).parent / "killed_chief.py"
 
 
+@pytest.mark.slow
 def test_restarted_workers_resume_from_the_chiefs_checkpoint(
     host: Any, lean: Callable[..., dict[str, str]]
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_callback_resumes_from_the_newest_checkpoint_of_all_hosts(
     assert newest(hosts[0]) == 24
 
 
+@pytest.mark.slow
 def test_a_job_that_hosts_join_resumes(hosts: Sequence[Host], start: Start) -> None:
     """Without ssh, from the host that joins: it has the newest checkpoint, and is the next to coordinate."""
     wanted = digest(start(0, "-n", "3", "--replicas", "3", SCRIPT.name))
@@ -173,6 +174,7 @@ def test_a_job_that_is_taken_over_keeps_its_checkpoints(
     assert f"the newest checkpoint, after {second} steps, is on 10.119.0.2; copying it to" in last.err
 
 
+@pytest.mark.slow
 def test_each_host_has_the_files_of_callbacks_that_a_program_reads(
     hosts: Sequence[Host], start: Start
 ) -> None:

@@ -48,6 +48,7 @@ def test_stopping(hosts: Sequence[Host], how: str) -> None:
     assert job.digests() == {}
 
 
+@pytest.mark.slow
 def test_resuming(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> None:
     """After SIGTERM, the chief saves a checkpoint on its host within the grace; others resume from it."""
     script = HERE / "resuming_fit.py"

@@ -19,6 +19,7 @@ def shown(cell: Any) -> str:
     return "".join(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiled_once")
 def test_the_notebook_shows_equal_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):

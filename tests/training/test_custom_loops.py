@@ -47,14 +47,15 @@ def one_worker(launch: Launch) -> Callable[[str], Any]:
     return run
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True)
 def test_lost_workers_do_not_change_a_bit(
-    launch: Launch, eager_backend: str, one_worker: Callable[[str], Any]
+    launch: Launch, backend: str, one_worker: Callable[[str], Any]
 ) -> None:
     # Three workers in the first loop, until one is killed after it has computed gradients; two in the others.
     options = "-n 3 --max-restarts 0"
-    run = launch(options, "custom_loops.py", "--kill", "1", "3", backend=eager_backend)
+    run = launch(options, "custom_loops.py", "--kill", "1", "3", backend=backend)
     assert "worker 1 was killed by SIGKILL" in run.stderr
-    assert results(run, 0, 2) == results(one_worker(eager_backend), 0)
+    assert results(run, 0, 2) == results(one_worker(backend), 0)
 
 
 @pytest.mark.slow

@@ -65,12 +65,8 @@ def run_and_resume(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize(
-    # On JAX, a job of one replica resumes in the test of the callback; on PyTorch, jobs of several resume.
-    "backend",
-    ["tensorflow", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "torch"))],
-    indirect=True,
-)
+# In quick tests, a job of one replica resumes in the test of the callback.
+@pytest.mark.slow
 def test_a_job_of_one_replica_resumes(
     run_and_resume: Callable[..., Any], backend: str, undisturbed: Undisturbed
 ) -> None:

@@ -78,7 +78,8 @@ def test_a_job_that_was_killed_at_any_place_resumes(
     resumes(launch, backend, "killed", place, tmp_path, undisturbed(backend))
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
 def test_a_model_with_several_optimizers_resumes(launch: Launch, backend: str, tmp_path: Path) -> None:
     """Its optimizers get their variables when its step applies them."""
 

@@ -577,6 +577,8 @@ def test_a_joiner_reads_on_in_the_middle_of_a_pass(
         assert results(run, worker) == results(undisturbed(thorough_backend), 0)
 
 
+# In quick tests, a job resumes in the middle of a pass in test_loader_reading.py and test_dividing.py.
+@pytest.mark.slow
 def test_a_job_resumes_in_the_middle_of_a_pass(
     launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
