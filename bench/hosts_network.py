@@ -48,6 +48,8 @@ def network(hosts: int) -> Iterator[list[str]]:
             stack.callback(_ip, "netns", "delete", name)
             outside = f"lsb{os.getpid() % 100000}v{host}"
             _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
+            # The kernel deletes the links of a namespace some time after it.
+            stack.callback(_ip, "link", "delete", outside)
             _ip("link", "set", outside, "master", bridge, "up")
             _ip("-n", name, "address", "add", f"{SUBNET}.{host + 1}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")

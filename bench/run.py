@@ -6,6 +6,7 @@ import allreduce
 import budget
 import checkpoints
 import events
+import footprint
 import hosts_losses
 import hosts_reduce
 import hosts_training
@@ -13,6 +14,7 @@ import input as input_cost
 import joining
 import launching
 import many_hosts
+import many_steps
 import overhead
 import placement
 import ray_losses
@@ -51,6 +53,8 @@ def main() -> None:
             reading.main(backend, replicas)
         print()
         reading.main(backend, over_hosts=True)
+        print()
+        footprint.main(backend, tuple(footprint.ROWS) if backend == "jax" else ("memory",))
     print()
     launching.main(backends)
     # The last measurement pins this process.
@@ -67,6 +71,7 @@ def main() -> None:
         ray_losses,
         checkpoints,
         input_cost,
+        many_steps,
     ):
         print()
         other.main()

@@ -28,4 +28,6 @@ def of(millions: float) -> Model:
     return Model(f"a dense model of {millions:g} M parameters", 64, 10, examples, layers)
 
 
-MODELS = {f"dense-{millions:g}": of(millions) for millions in MILLIONS}
+LARGE = (15, 125)
+"""With Adam's averages, 180 MB and 1.5 GB."""
+MODELS = {f"dense-{millions:g}": of(millions) for millions in (*MILLIONS, *LARGE)}

@@ -5,7 +5,9 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.utils.tracking import TrackedList
 
+import lockstep
 from lockstep.keras.backends.jax import JaxBackend
 
 
@@ -20,3 +22,22 @@ def test_a_model_is_built_with_the_dtypes_that_jax_computes_with() -> None:
     batch = {"a": np.ones(3, "int64"), "b": np.ones(3), "c": np.ones(3, "uint8")}
     JaxBackend().build(Noting(), "train", lambda: batch)
     assert seen == ["int32", "float32", "uint8"]
+
+
+def test_keras_does_not_search_the_state_of_a_training_for_layers() -> None:
+    searched: list[int] = []
+
+    class Noting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            state = self.model._jax_state
+            searched.append(sum(isinstance(part, TrackedList) for part in state.values()))
+            # Keras passes the weights of this step to the callback.
+            assert self.model.get_weights()[0].all()
+
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential(
+            [keras.layers.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")]
+        )
+        model.compile("sgd", "mse")
+    model.fit(np.ones((6, 2)), np.ones((6, 1)), batch_size=3, verbose=0, callbacks=[Noting()])
+    assert searched == [0, 0]

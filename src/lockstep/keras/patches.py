@@ -5,6 +5,7 @@ Each replacement is an entry of the registry in `lockstep.worker.patch_registry`
 
 import functools
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -77,6 +78,8 @@ def install(job: Job) -> ModelMethods:
         _around("on_epoch_end", after=methods.epoch_ended)
         for name in _DECISIONS:
             _around(name, after=functools.partial(methods.decide, name))
+        if keras.backend.backend() == "jax":
+            PATCHES.replace(__name__, keras.Model, "_setattr_hook", _untracked)
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.tf_checkpoints import share_checkpoints
 
@@ -206,6 +209,20 @@ def _only_handled(name: str, handlers: Sequence[str]) -> None:
         return replacement
 
     PATCHES.replace(__name__, keras.callbacks.CallbackList, name, make)
+
+
+def _untracked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Keras from searching the state of a training for layers, array by array.
+
+    Keras's trainer sets this attribute after each step; dictionaries that are set as attributes are tracked.
+    """
+
+    @functools.wraps(original)
+    def replacement(self: Any, name: str, value: Any) -> tuple[str, Any]:
+        name, value = original(self, name, value)
+        return name, MappingProxyType(value) if name == "_jax_state" and type(value) is dict else value
+
+    return replacement
 
 
 def _is_silent(name: str, methods: ModelMethods) -> bool:
