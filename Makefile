@@ -30,7 +30,7 @@ test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 # With the packages of PYTHON's environment, whose frameworks must use the GPU; BACKENDS="jax torch" names them.
 gpu:
 	$(PYTHON) -m lockstep doctor
-	$(PYTHON) -m pytest -m gpu tests
+	$(PYTHON) -m pytest tests/training/test_gpus.py
 
 check: style types layers
 

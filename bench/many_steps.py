@@ -60,7 +60,9 @@ def main(steps: int = STEPS) -> None:
             sys.exit(str(FailedError(done.stderr[-2000:])))
         lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
         epochs = [json.loads(line[1]) for line in lines if line[0] == "epoch"]
-        files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        files = {
+            str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+        }
     print(f"{steps:,} steps of two workers on jax")
     for place, label in enumerate(("steps per second", "resident memory of the chief", "its descriptors")):
         first, last = (

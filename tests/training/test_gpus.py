@@ -8,10 +8,7 @@ import pytest
 
 from lockstep.system.environment import visible_gpus
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not visible_gpus(), reason="the driver shows no GPU on this machine"),
-]
+pytestmark = pytest.mark.skipif(not visible_gpus(), reason="the driver shows no GPU on this machine")
 
 Launch = Callable[..., Any]
 NAMES = ["convolutional", "half", "recurrent"]
