@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,17 @@ def main(steps: int = STEPS) -> None:
             sys.exit(str(FailedError(done.stderr[-2000:])))
         lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
         epochs = [json.loads(line[1]) for line in lines if line[0] == "epoch"]
-        files = {
-            str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
-        }
+        sizes: Counter[str] = Counter()
+        for path in folder.rglob("*"):
+            if path.is_file():
+                sizes[path.relative_to(folder).parts[0]] += path.stat().st_size
     print(f"{steps:,} steps of two workers on jax")
     for place, label in enumerate(("steps per second", "resident memory of the chief", "its descriptors")):
         first, last = (
             statistics.median(epoch[place] for epoch in part) for part in (epochs[1:6], epochs[-5:])
         )
         print(f"  {label:32} {first:14,.0f} at the beginning, {last:14,.0f} at the end: {last / first:.3f}")
-    for file, size in sorted(files.items()):
+    for file, size in sorted(sizes.items()):
         print(f"  {file:32} {size:14,} bytes")
 
 
