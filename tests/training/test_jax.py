@@ -41,3 +41,10 @@ def test_keras_does_not_search_the_state_of_a_training_for_layers() -> None:
         model.compile("sgd", "mse")
     model.fit(np.ones((6, 2)), np.ones((6, 1)), batch_size=3, verbose=0, callbacks=[Noting()])
     assert searched == [0, 0]
+    # Programs that restore checkpoints of their own change it in place.
+    model._jax_state = {"trainable_variables": [np.full((2, 1), 3.0), np.zeros(1)]}
+    model._jax_state["optimizer_variables"] = [np.array(7), np.array(0.5)]
+    model._jax_state_synced = False
+    model.jax_state_sync()
+    assert model.get_weights()[0].tolist() == [[3.0], [3.0]]
+    assert int(model.optimizer.iterations.numpy()) == 7

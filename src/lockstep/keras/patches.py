@@ -4,8 +4,8 @@ Each replacement is an entry of the registry in `lockstep.worker.patch_registry`
 """
 
 import functools
+from collections import UserDict
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -214,13 +214,14 @@ def _only_handled(name: str, handlers: Sequence[str]) -> None:
 def _untracked(original: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Keras from searching the state of a training for layers, array by array.
 
-    Keras's trainer sets this attribute after each step; dictionaries that are set as attributes are tracked.
+    Keras's trainer sets this attribute after each step. A `dict` that is an attribute is tracked; this one is
+    none, but programs can read and change it in the same way.
     """
 
     @functools.wraps(original)
     def replacement(self: Any, name: str, value: Any) -> tuple[str, Any]:
         name, value = original(self, name, value)
-        return name, MappingProxyType(value) if name == "_jax_state" and type(value) is dict else value
+        return name, UserDict(value) if name == "_jax_state" and type(value) is dict else value
 
     return replacement
 
