@@ -27,7 +27,6 @@ HERE = Path(__file__).parent
 SETTLED = 20
 """The first steps, which do not count: code is compiled, and memory is taken for the first time."""
 SAMPLE_SECONDS = 0.5
-LEAST_STEPS = 400
 LONGEST_SECONDS = 1800.0
 
 

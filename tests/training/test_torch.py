@@ -21,6 +21,7 @@ import lockstep
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import randomness
+from lockstep.worker import job
 
 HERE = keras.backend.backend() == "torch"
 here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with the PyTorch backend")
@@ -467,3 +468,15 @@ def test_seeds_set_the_states_that_were_created_from_them(seed: int, normals: in
             passes[-1] += drawn_numbers()
         assert states_now() == before
     assert passes == [passes[0]] * 3
+
+
+@here
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_a_worker_computes_deterministically_before_it_prepares_a_step(
+    monkeypatch: pytest.MonkeyPatch, is_worker: bool
+) -> None:
+    """A single replica takes steps that Lockstep does not prepare; a plain program stays as it is."""
+    monkeypatch.setattr(job, "is_worker", lambda: is_worker)
+    torch.use_deterministic_algorithms(False)
+    TorchBackend()
+    assert torch.are_deterministic_algorithms_enabled() == is_worker
