@@ -212,15 +212,23 @@ def _faults(program: Program) -> Iterator[None]:
         def computing(original: Any) -> Any:
             def compute(self: Any, state: Any, share: Any, earlier: Any) -> Any:
                 found = original(self, state, share, earlier)
-                change = program.on_partial
-                return change(now[0], share.replica, dict(found)) if change else found
+                if program.on_partial is None:
+                    return found
+                parts = self.parts(0, {name: np.array(array) for name, array in found.items()})
+                return program.on_partial(now[0], share.replica, dict(parts))
 
             return compute
 
         def summing(original: Any) -> Any:
             def synchronize(self: Any, this: Any) -> Any:
                 found = original(self, this)
-                return program.on_total(now[0], dict(found)) if program.on_total else found
+                if program.on_total is None:
+                    return found
+                found = {name: array.copy() for name, array in found.items()}
+                parts = this.parts(found)
+                for name, array in program.on_total(now[0], dict(parts)).items():
+                    parts[name][...] = array
+                return found
 
             return synchronize
 

@@ -67,6 +67,11 @@ def program(model: keras.Model, kind: Any = "train", **options: Any) -> "TensorF
     return TensorFlowBackend().program(model, kind)
 
 
+def computed(steps: "TensorFlowProgram", one: Share) -> Any:
+    """Return the arrays of a partial by their own names."""
+    return steps.parts(0, {name: np.asarray(value) for name, value in steps.compute(None, one, []).items()})
+
+
 def state(model: keras.Model) -> list[bytes]:
     variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     return [np.asarray(variable.value).tobytes() for variable in variables]
@@ -128,7 +133,7 @@ def test_nothing_reads_a_total_that_was_applied(options: dict[str, Any], units: 
     steps = program(model, optimizer=Keeper(0.1), metrics=["mae"], **options)
     for _ in range(2):
         total = as_total(steps.compute(None, share(), []))
-        gradients = [total[f"gradient/{i}"].copy() for i in range(4)]
+        gradients = [steps.parts(0, total)[f"gradient/{i}"].copy() for i in range(4)]
         logs, _ = steps.apply(None, [total])
         TensorFlowBackend().settle()
         metrics, figures = state(model)[-8:], {name: float(value) for name, value in logs.items()}
@@ -151,9 +156,9 @@ def test_computing_changes_nothing(kind: str, options: dict[str, Any]) -> None:
     )
     steps = program(model, kind, optimizer="adam", metrics=["mae", "AUC"], **options)
     before = state(model)
-    first = {name: np.asarray(value).tobytes() for name, value in steps.compute(None, share(), []).items()}
-    other = {name: np.asarray(value).tobytes() for name, value in steps.compute(None, share(1), []).items()}
-    again = {name: np.asarray(value).tobytes() for name, value in steps.compute(None, share(), []).items()}
+    first = {name: array.tobytes() for name, array in computed(steps, share()).items()}
+    other = {name: array.tobytes() for name, array in computed(steps, share(1)).items()}
+    again = {name: array.tobytes() for name, array in computed(steps, share()).items()}
     assert state(model) == before
     assert first == again
     assert first.keys() == other.keys()
@@ -168,14 +173,14 @@ def test_a_partial_has_only_the_variables_that_a_step_assigns() -> None:
     model = layers(
         keras.layers.Dense(4), frozen, keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)
     )
-    names = program(model, metrics=["mae"]).compute(None, share(), []).keys()
+    names = computed(program(model, metrics=["mae"]), share()).keys()
     assert {name for name in names if name.startswith(("seed/", "layer/"))} == {
         "seed/0",
         "layer/0",
         "layer/1",
     }
     assert sum(name.startswith("gradient/") for name in names) == 6
-    assert not program(model, "test").compute(None, share(), []).keys() & {"seed/0", "layer/0", "gradient/0"}
+    assert not computed(program(model, "test"), share()).keys() & {"seed/0", "layer/0", "gradient/0"}
 
 
 class Assigning(keras.layers.Layer):  # type: ignore[misc]
@@ -210,7 +215,7 @@ class Assigning(keras.layers.Layer):  # type: ignore[misc]
 def test_assignments_within_nested_graphs_are_found(how: str) -> None:
     model = layers(Assigning(how, "float32"))
     steps = program(model)
-    partial = steps.compute(None, share(), [])
+    partial = computed(steps, share())
     once = 2.0 if how == "loop" else 1.0
     assert float(partial["layer/0"]) == 0.5 * once
     assert float(model.layers[0].calls) == 0.0
@@ -228,7 +233,7 @@ def test_a_generator_outside_of_layers_is_mixed_like_the_others() -> None:
 
     model = layers(Noise())
     steps = program(model, "predict")
-    first, other, again = (steps.compute(None, share(replica), []) for replica in (0, 1, 0))
+    first, other, again = (computed(steps, share(replica)) for replica in (0, 1, 0))
     rows = [np.asarray(nest) for _, nest in steps.outputs()]
     assert np.array_equal(rows[0], rows[2])
     assert not np.array_equal(rows[0], rows[1])
@@ -255,7 +260,7 @@ def test_gradients_are_dense_and_missing_ones_are_omitted() -> None:
 
     model = Both()
     steps = program(model)
-    partial = steps.compute(None, share(), [])
+    partial = computed(steps, share())
     total = as_total(partial)
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         steps.apply(None, [total])
@@ -287,8 +292,8 @@ def test_random_operations_draw_by_seed_step_and_replica(options: dict[str, Any]
     before = plain()
     steps = program(Own([keras.layers.Input((6,)), keras.layers.Dense(1)]), **options)
     shares = [share(), share(1), share()._replace(seed=2), share()]
-    partials = [steps.compute(None, one, []) for one in shares]
-    gradients = [np.asarray(partial["gradient/0"]).tobytes() for partial in partials]
+    partials = [computed(steps, one) for one in shares]
+    gradients = [partial["gradient/0"].tobytes() for partial in partials]
     assert gradients[0] == gradients[3]
     assert len(set(gradients)) == 3
     for partial in partials:
@@ -424,7 +429,8 @@ def test_an_update_that_xla_does_not_support_is_applied_without_xla() -> None:
     for number in (1, 2):
         total = as_total(steps.compute(None, share(), []))
         before = [np.asarray(variable.value).copy() for variable in model.trainable_variables]
-        expected = [weight - np.float32(0.5) * total[f"gradient/{i}"] for i, weight in enumerate(before)]
+        parts = steps.parts(0, total)
+        expected = [weight - np.float32(0.5) * parts[f"gradient/{i}"] for i, weight in enumerate(before)]
         steps.apply(None, [total])
         assert int(model.optimizer.iterations) == number
         for variable, value in zip(model.trainable_variables, expected, strict=True):

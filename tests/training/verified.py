@@ -38,10 +38,9 @@ def begin(this: Round, replicas: Iterable[int], original: Any = Round.begin) -> 
     for replica in this.started.keys() - before.keys():
         if own.worker == WORKER and step >= STEP and not (FAULT == "once" and flips):
             flips += 1
-            name = "gradient/2"
-            flipped = np.array(this.to_numpy(this.started[replica][name]))
-            flipped.reshape(-1).view("uint32")[0] ^= 1 << 20
-            this.started[replica] = {**this.started[replica], name: keras.ops.convert_to_tensor(flipped)}
+            arrays = {name: np.array(this.to_numpy(a)) for name, a in this.started[replica].items()}
+            this.parts(arrays)["gradient/2"].reshape(-1).view("uint32")[0] ^= 1 << 20
+            this.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
     return layout
 
 

@@ -413,11 +413,12 @@ class DigestRecorder:
         if this.layout is None:
             return
         record.hashed += 1
-        record.names += [describe(name) for name in this.layout.names]
+        record.names += [describe(name) for name in this.named_parts(this.layout.zeros)]
         for replica, arrays in this.contributed.items():
-            parts = b"".join(map(digest_array, arrays))
+            parts = b"".join(map(digest_array, this.named_parts(arrays).values()))
             record.partials[replica] = record.partials.get(replica, b"") + parts
-        totals = [total[name] for name in this.layout.names if name in total]
+        summed = this.parts({name: total[name] for name in this.layout.names if name in total})
+        totals = [summed[name] for name in sorted(summed)]
         record.total_bytes += sum(array.nbytes for array in totals)
         small = record.total_bytes <= _SMALL_TOTAL
         if self._owns_first() and (small or record.full):

@@ -93,6 +93,8 @@ class Round:
             layout's names, valid until the next round.
         inputs: returns what a replica that has contributed computes from, as far as this is known: arrays of
             NumPy or of the backend.
+        parts: returns the arrays of a partial or a total by the names that messages and records use, if one
+            array can hold several.
         anywhere: whether each worker can compute all replicas; equal on all workers.
     """
 
@@ -109,6 +111,7 @@ class Round:
     started: dict[int, Partial] = field(default_factory=dict)
     contributed: dict[int, Sequence[Array]] = field(default_factory=dict)
     inputs: Callable[[int], Sequence[Any]] = lambda replica: ()
+    parts: Callable[[Mapping[str, Array]], Mapping[str, Array]] = lambda arrays: arrays
     anywhere: bool = True
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
@@ -143,6 +146,12 @@ class Round:
             replica: [to_numpy(started[replica][name]) for name in names] if replica in started else zeros
             for replica in replicas
         }
+
+    def named_parts(self, arrays: Sequence[Array]) -> dict[str, Array]:
+        """Return the parts of a partial, given in the order of the layout, sorted by name."""
+        assert self.layout is not None
+        parts = self.parts(dict(zip(self.layout.names, arrays, strict=True)))
+        return {name: parts[name] for name in sorted(parts)}
 
     def refuse_other_shapes(self, partials: Mapping[int, Sequence[Array]]) -> None:
         """Raise ModelError if arrays to sum have different shapes; call this after a failed reduce."""

@@ -298,10 +298,10 @@ class _Attempts:
         while len(hashes) < number:
             if hashes and started.get(replica) is self.newest[replica]:
                 started.pop(replica, None)
-            layout = self.this.begin([replica])
+            self.this.begin([replica])
             (arrays,) = self.this.partials([replica]).values()
-            contributes = replica in started
-            hashes.append(b"".join(map(digest_array, arrays)) if contributes and layout.names else b"")
+            parts = self.this.named_parts(arrays).values() if replica in started else ()
+            hashes.append(b"".join(map(digest_array, parts)))
             self.newest[replica] = started.get(replica)
         return hashes
 
@@ -450,7 +450,8 @@ class VerifiedReduce:
         assert this.layout is not None
         attempts = [hashes for answer in answers.given for hashes in answer.attempts]
         other = next((hashes for hashes in attempts if hashes != attempts[0]), attempts[0])
-        pairs = zip(this.layout.names, _parts(attempts[0]), _parts(other), strict=False)
+        names = this.named_parts(this.layout.zeros)
+        pairs = zip(names, _parts(attempts[0]), _parts(other), strict=False)
         return [self._describe(name) for name, first, second in pairs if first != second]
 
     def _advice(self) -> str:

@@ -76,6 +76,12 @@ class Program(TrainingState, Protocol):
             ModelError: the changes that the step makes cannot be combined over replicas.
         """
 
+    def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of a partial or a total of round `number` by the names that people know.
+
+        A program may compute several of them as one array.
+        """
+
     def is_last(self, number: int) -> bool:
         """Whether round `number`, from 0, is the step's last; known after a `compute` of it."""
 

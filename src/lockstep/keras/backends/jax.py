@@ -5,7 +5,7 @@ The only file that uses the private parts of Keras's JAX trainer. `train_step` i
 two, the gradients are in Python.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update
+from lockstep.keras.backends.packing import Packings
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
@@ -190,9 +191,10 @@ class JaxProgram(JaxState):
         compiled = model.jit_compile and not model.run_eagerly
         self._compiled = compiled
         self._seeds = seed_positions(model)
-        self._compute = jax.jit(self._traced_compute) if compiled else self._traced_compute
+        self._compute = jax.jit(self._packed_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._rounds = RoundCount()
+        self._packings = Packings()
         self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
@@ -200,6 +202,7 @@ class JaxProgram(JaxState):
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial, before its arrays are ready."""
         replica, weight = np.uint32(share.replica), np.float64(share.weight)
+        earlier = [self.parts(number, total) for number, total in enumerate(earlier)]
         partial: Partial
         partial, outputs = self._compute(state, share.data(), replica, weight, earlier)
         if self._kind == "predict":
@@ -210,8 +213,13 @@ class JaxProgram(JaxState):
         """Whether a round is the step's last."""
         return self._rounds.is_last(number)
 
+    def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of a partial or a total of round `number` by their own names."""
+        return self._packings.unpacked(number, arrays)
+
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals to the state, whose memory is donated; returns before the arrays are ready."""
+        totals = [self.parts(number, total) for number, total in enumerate(totals)]
         if not self._compiled:
             # The memory of totals is reused, and uncompiled operations may keep the array itself.
             totals = [{name: jnp.array(a, copy=True) for name, a in total.items()} for total in totals]
@@ -223,6 +231,14 @@ class JaxProgram(JaxState):
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _packed_compute(
+        self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        partial, outputs = self._traced_compute(state, data, replica, weight, earlier)
+        packing = self._packings.learn(len(earlier), {n: (a.shape, a.dtype) for n, a in partial.items()})
+        # Otherwise XLA would compile the packing of each array together with its last operation.
+        return packing.packed(jax.lax.optimization_barrier(partial), _joined), outputs
 
     def _traced_compute(
         self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
@@ -403,6 +419,12 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
         )
     if kind == "train":
         refuse_overwriting_gradients(model)
+
+
+def _joined(parts: Iterable[tuple[Any, int]]) -> Any:
+    """Join arrays, flattened, each followed by a number of zeros."""
+    flat = [(array.reshape(-1), jnp.zeros(zeros, array.dtype)) for array, zeros in parts]
+    return jnp.concatenate([part for pair in flat for part in pair if part.size])
 
 
 def _zeros(variables: list[Any]) -> list[Any]:

@@ -5,8 +5,9 @@ variables that the step assigns. A second function around it restores them, so t
 one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -42,6 +43,7 @@ from lockstep.keras.backends.multi_update import (
     hidden,
     refuse_own_update,
 )
+from lockstep.keras.backends.packing import Packings
 from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,
     RoundTrace,
@@ -148,52 +150,68 @@ class GlobalUpdate:
         self._update = update
         self._eager = eager
         self._jit = jit
-        self._in_place = False
         self._function: Callable[..., Any] | None = None
 
-    def make(self, scale: Any, total: Mapping[str, Any]) -> None:
-        """Make the update from its total, multiplied by `scale`, whose value the graph must not know.
-
-        It is 1 if the total has no density. Either all totals of a program have one, or none has.
-        """
-        gradients = gradients_in(total, self._update)
-        if self._function is None:
-            self._in_place = "density" not in total and self._update.kernel is not None
-            self._function = self._traced(scale, gradients)
-        self._function(scale, gradients)
-
-    def _traced(self, scale: Any, gradients: list[Any]) -> Any:
-        """Return the function that makes the update.
+    def is_compiled(self, total: Total) -> bool:
+        """Whether XLA compiles the update from such a total.
 
         XLA fuses the optimizer's operations into one pass over the memory. So large updates are compiled,
         also on a CPU, where Keras does not compile by default, unless there is a fused kernel.
         """
-        if self._eager:
-            return self._apply
-        size = sum(g.shape.num_elements() * g.dtype.size for g in gradients if g is not None)
+        if self._eager or self._jit:
+            return not self._eager
+        size = sum(g.nbytes for g in gradients_in(total, self._update) if g is not None)
         small = size < _WORTH_COMPILING or self._update.kernel is not None
-        if self._jit or small or tf.config.list_logical_devices("GPU"):
-            return traced(self._apply, self._jit, scale, gradients)
-        compiled = traced(self._apply, True, scale, gradients)
+        return not small and not tf.config.list_logical_devices("GPU")
 
-        def first(scale: Any, gradients: list[Any]) -> None:
+    def make(self, scale: Any, total: Mapping[str, Any]) -> None:
+        """Make the update from its total by a function of its own, which is compiled if XLA supports it."""
+        gradients = {name: g for name, g in total.items() if name.startswith("gradient/")}
+        if self._function is None:
+            self._function = self.apply if self._eager else self._compiled(scale, gradients)
+        self._function(scale, gradients)
+
+    def apply(self, scale: Any, total: Mapping[str, Any]) -> None:
+        """Make the update from its total, multiplied by `scale`, whose value a graph must not know.
+
+        It is 1 if the total has no density. Either all totals of a program have one, or none has.
+        """
+        gradients = gradients_in(total, self._update)
+        in_place = "density" not in total and self._update.kernel is not None
+        self._update.apply(gradients if in_place else scaled(gradients, scale))
+
+    def _compiled(self, scale: Any, gradients: Mapping[str, Any]) -> Callable[..., Any]:
+        compiled = traced(self.apply, True, scale, gradients)
+
+        def first(scale: Any, gradients: Mapping[str, Any]) -> None:
             try:
                 compiled(scale, gradients)
                 self._function = compiled
             except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
+                if self._jit:
+                    raise
                 # XLA does not support all operations, and reports that before it runs any.
-                self._function = traced(self._apply, False, scale, gradients)
+                self._function = traced(self.apply, False, scale, gradients)
                 self._function(scale, gradients)
 
         return first
-
-    def _apply(self, scale: Any, gradients: list[Any]) -> None:
-        self._update.apply(gradients if self._in_place else scaled(gradients, scale))
 
 
 def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
     """Return the gradients of an update in its total, None for variables without one on any replica."""
     return [total.get(f"gradient/{i}") for i in range(len(update.variables))]
+
+
+# TensorFlow takes about 20 us to make a tensor.
+_number = lru_cache(tf.constant)
+
+
+def _joined(parts: Iterable[tuple[Any, int]]) -> Any:
+    """Join tensors, flattened, each followed by a number of zeros."""
+    flat = [
+        part for tensor, zeros in parts for part in (tf.reshape(tensor, [-1]), tf.zeros(zeros, tensor.dtype))
+    ]
+    return tf.concat(flat, 0)
 
 
 class TensorFlowProgram(VariableState):
@@ -208,6 +226,9 @@ class TensorFlowProgram(VariableState):
         self._eager = model.run_eagerly
         self._jit = bool(model.jit_compile)
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._packings = Packings()
+        self._apply: Callable[..., Any] | None = None
+        self._takes_parts: bool | None = None
         self._finish: Callable[..., Any] | None = None
         self._assigned = AssignedVariables()
         self._rounds = RoundCount()
@@ -221,9 +242,9 @@ class TensorFlowProgram(VariableState):
         """Return one replica's partial; afterwards, all variables have their values from before."""
         data = share.data()
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
-        totals = self._tensors(earlier)
+        totals = self._tensors([self.parts(number, total) for number, total in enumerate(earlier)])
         function = self._function(data, leaves, totals)
-        replica, weight = tf.constant(share.replica, tf.int64), tf.constant(share.weight, tf.float64)
+        replica, weight = _number(share.replica, tf.int64), _number(share.weight, tf.float64)
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager:
@@ -240,24 +261,59 @@ class TensorFlowProgram(VariableState):
         """Whether a round is the step's last."""
         return self._rounds.is_last(number)
 
+    def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of a partial or a total of round `number` by their own names."""
+        return self._packings.unpacked(number, arrays)
+
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals to the model's variables."""
-        one = tf.constant(1.0)
+        one = _number(1.0, tf.float32)
+        if self._takes_parts is None:
+            self._takes_parts = self._eager or self._is_compiled(totals)
+        if self._takes_parts:
+            totals = [self.parts(number, total) for number, total in enumerate(totals)]
         tensors = self._tensors(totals)
-        scale = self._scale(one, tensors[-1])
-        for update, total in zip(self._global_updates, tensors, strict=False):
-            update.make(scale, total)
-        rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
-        if self._finish is None:
-            self._finish = self._finished if self._eager else traced(self._finished, self._jit, one, rest)
-        return self._finish(one, rest), None
+        if self._apply is None:
+            if self._eager:
+                self._apply = self._applied
+            elif self._takes_parts:
+                self._apply = self._apply_compiled
+            else:
+                self._apply = traced(self._applied, False, one, tensors)
+        return self._apply(one, tensors), None
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _scale(self, one: Any, total: dict[str, Any]) -> Any:
+    def _is_compiled(self, totals: Sequence[Total]) -> bool:
+        """Whether XLA compiles an update; the slices of a packed array would take longer to compile."""
+        updates = zip(self._global_updates, totals, strict=False)
+        return self._jit or any(
+            update.is_compiled(self.parts(number, total)) for number, (update, total) in enumerate(updates)
+        )
+
+    def _applied(self, one: Any, totals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Apply totals, which may be packed; return the logs."""
+        totals = [self._packings.unpacked(number, total, tf.reshape) for number, total in enumerate(totals)]
+        scale = self._scale(one, totals[-1])
+        for update, total in zip(self._global_updates, totals, strict=False):
+            update.apply(scale, total)
+        return self._finished(one, totals[-1])
+
+    def _apply_compiled(self, one: Any, totals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Apply totals by a function for each update, and one for the rest; return the logs."""
+        scale = self._scale(one, totals[-1])
+        for update, total in zip(self._global_updates, totals, strict=False):
+            update.make(scale, total)
+        rest = {name: tensor for name, tensor in totals[-1].items() if not name.startswith("gradient/")}
+        if self._finish is None:
+            self._finish = traced(self._finished, self._jit, one, rest)
+        logs: dict[str, Any] | None = self._finish(one, rest)
+        return logs
+
+    def _scale(self, one: Any, total: Mapping[str, Any]) -> Any:
         """Return the factor for values proportional to the loss: `one`, or `one` by its denominator."""
         return tf.math.divide_no_nan(one, total["density"]) if "density" in total else one
 
@@ -303,12 +359,25 @@ class TensorFlowProgram(VariableState):
             self._assigned = variables
 
         def replica(replica: Any, weight: Any, earlier: Any, *given: Any) -> Any:
-            return self._computed(inner, variables, replica, weight, earlier, *given)
+            partial, outputs = self._computed(inner, variables, replica, weight, earlier, *given)
+            return self._packed(number, partial), outputs
 
         function: Callable[..., Any] = traced(
             replica, self._jit, tf.TensorSpec((), tf.int64), weight, earlier, *specs
         )
         return function
+
+    def _packed(self, number: int, partial: dict[str, Any]) -> dict[str, Any]:
+        """Return the partial of round `number` with its small tensors packed."""
+        packing = self._packings.learn(
+            number,
+            {
+                name: (tuple(tensor.shape), np.dtype(tensor.dtype.as_numpy_dtype))
+                for name, tensor in partial.items()
+                if tensor.shape.is_fully_defined()
+            },
+        )
+        return packing.packed(partial, _joined)
 
     def _eagerly(self, step: Callable[..., Any], number: int) -> Callable[..., Any]:
         """Return the function for an eager step: it restores all variables that a step may assign."""
@@ -444,7 +513,7 @@ class TensorFlowProgram(VariableState):
             return partial, rest
         return by_density(self._model, partial, rest or [], weight), None
 
-    def _finished(self, one: Any, total: dict[str, Any]) -> dict[str, Any] | None:
+    def _finished(self, one: Any, total: Mapping[str, Any]) -> dict[str, Any] | None:
         """Apply the rest of a total; return the logs."""
         scale = self._scale(one, total)
         for name, variable in self._assigned.named.items():

@@ -212,6 +212,10 @@ class TorchProgram(TorchState):
                     partial |= self._changes(before, share)
         return self.compute(state, share, earlier) if partial is None else partial
 
+    def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays, which are not packed."""
+        return arrays
+
     def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
         return self._rounds.is_last(number)

@@ -216,6 +216,7 @@ class GlobalStep:
             entered=lambda: self._timer.lap("wait"),
             settle=self._settle,
             catching_up=partial(self._program.published, state),
+            parts=partial(self._program.parts, len(earlier)),
         )
 
     def _total(self, this: Round, number: int) -> Total:

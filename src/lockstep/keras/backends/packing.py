@@ -1,0 +1,129 @@
+"""The small arrays of a partial form one array for each dtype.
+
+Each array costs a conversion to NumPy, and additions with calls of their own, in each step; for an array of a
+few kilobytes that takes longer than to copy it. So a compiled step returns such arrays packed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from lockstep.collectives.layout import ALIGNMENT
+from lockstep.errors import ModelError
+
+SMALL = 1 << 16
+"""Bytes of the largest array that is packed."""
+
+
+class Place(NamedTuple):
+    """Where an array is in the packed one: its elements from `start` to `stop`, and its shape."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shapes and dtypes of arrays, by name."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The places of small arrays.
+
+    Attributes:
+        places: for the name of each packed array, in their order there. Each begins at a multiple of
+            `ALIGNMENT` bytes, so that sums have the same bits as sums of the arrays themselves.
+    """
+
+    places: Mapping[str, Sequence[Place]]
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> Self:
+        """Return the packing of arrays with these shapes; large ones are left out."""
+        small = [
+            (dtype.name, dtype.itemsize, name, shape)
+            for name, (shape, dtype) in sorted(shapes.items())
+            if prod(shape) * dtype.itemsize <= SMALL
+        ]
+        places = {}
+        for (kind, size), group in groupby(sorted(small), lambda one: one[:2]):
+            found, start = list[Place](), 0
+            for _, _, name, shape in group:
+                found.append(Place(name, start, start + prod(shape), shape))
+                start = found[-1].stop + -found[-1].stop % (ALIGNMENT // size)
+            places[f"packed/{kind}"] = tuple(found)
+        return cls(places)
+
+    @cached_property
+    def all(self) -> frozenset[Place]:
+        """All places."""
+        return frozenset(place for places in self.places.values() for place in places)
+
+    def packed(
+        self, arrays: Mapping[str, Any], join: Callable[[Iterable[tuple[Any, int]]], Any]
+    ) -> dict[str, Any]:
+        """Return `arrays` with the small ones packed.
+
+        Args:
+            arrays: by name.
+            join: joins arrays, flattened, each followed by a number of zeros.
+        """
+        rest = dict(arrays)
+        joined = {}
+        for name, places in self.places.items():
+            ends = [place.start for place in places[1:]] + [places[-1].stop]
+            joined[name] = join(
+                [(rest.pop(place.name), end - place.stop) for place, end in zip(places, ends, strict=True)]
+            )
+        return rest | joined
+
+    def unpacked(
+        self, arrays: Mapping[str, Any], reshape: Callable[[Any, tuple[int, ...]], Any] = np.reshape
+    ) -> dict[str, Any]:
+        """Return arrays by their own names: the packed ones as slices, which are views in NumPy.
+
+        Arrays that are not packed remain as they are.
+        """
+        found = {name: array for name, array in arrays.items() if name not in self.places}
+        for packed in self.places.keys() & arrays.keys():
+            for name, start, stop, shape in self.places[packed]:
+                found[name] = reshape(arrays[packed][start:stop], shape)
+        return found
+
+
+class Packings:
+    """The packings of the rounds of a step, each learned when the round is traced."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, Packing] = {}
+
+    def learn(self, number: int, shapes: Shapes) -> Packing:
+        """Return the packing of round `number`, whose partials have these shapes and dtypes, by name.
+
+        Raises:
+            ModelError: an earlier trace of the round had others.
+        """
+        packing = Packing.of(shapes)
+        known = self._rounds.setdefault(number, packing)
+        if known != packing:
+            changed = ", ".join(sorted({place.name for place in known.all ^ packing.all}))
+            raise ModelError(
+                f"replicas compute different things ({changed}): let every step change the same variables"
+            )
+        return packing
+
+    def unpacked(
+        self,
+        number: int,
+        arrays: Mapping[str, Any],
+        reshape: Callable[[Any, tuple[int, ...]], Any] = np.reshape,
+    ) -> Mapping[str, Any]:
+        """Return the arrays of a partial or a total of round `number` by their own names."""
+        return self._rounds[number].unpacked(arrays, reshape) if number in self._rounds else arrays
