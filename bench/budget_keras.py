@@ -48,8 +48,8 @@ from models import MODELS  # noqa: E402
 ledger = Ledger(KERAS)
 
 
-def replace(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
-    setattr(owner, name, wrapped(getattr(owner, name)))
+def replace(owner: Any, method: Callable[..., Any], wrapped: Callable[[Any], Any]) -> None:
+    setattr(owner, method.__name__, wrapped(method))
 
 
 def wrap_input(batches: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,18 +144,21 @@ class Turn(keras.callbacks.Callback):
 
 
 for kind in GlobalInput.__subclasses__():
-    replace(kind, "batches", wrap_input)
-replace(GlobalStep, "__init__", wrap_exchange)
-replace(GlobalStep, "advance", lambda advance: ledger.timed(LOCKSTEP, advance))
+    replace(kind, kind.batches, wrap_input)
+replace(GlobalStep, GlobalStep.__init__, wrap_exchange)
+replace(GlobalStep, GlobalStep.take, lambda take: ledger.timed(LOCKSTEP, take))
 parts = ReduceParts()
-replace(SharedCommunicator, "reduce", parts.reduce)
-for name in ("arrive_and_compare", "arrive_and_wait"):
-    replace(Barrier, name, parts.barrier)
+replace(SharedCommunicator, SharedCommunicator.reduce, parts.reduce)
+for wait in (Barrier.arrive_and_compare, Barrier.arrive_and_wait):
+    replace(Barrier, wait, parts.barrier)
 for reduce in (SliceReduce, PackedReduce):
-    replace(reduce, "publish", parts.publish)
-    replace(reduce, "sum", parts.sum)
-for name in ("on_train_batch_begin", "on_train_batch_end"):
-    replace(keras.callbacks.CallbackList, name, lambda call: ledger.timed(CALLBACKS, call))
+    replace(reduce, reduce.publish, parts.publish)
+    replace(reduce, reduce.sum, parts.sum)
+for call in (
+    keras.callbacks.CallbackList.on_train_batch_begin,
+    keras.callbacks.CallbackList.on_train_batch_end,
+):
+    replace(keras.callbacks.CallbackList, call, lambda call: ledger.timed(CALLBACKS, call))
 
 strategy = lockstep.MultiWorkerMirroredStrategy()
 keras.utils.set_random_seed(1)

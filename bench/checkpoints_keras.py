@@ -1,6 +1,6 @@
 """One process that trains a large model in Keras on JAX and writes a checkpoint in each turn.
 
-    checkpoints_keras.py PROGRAM KIND PROCESS TURNS FOLDER
+    checkpoints_keras.py PROGRAM KIND MODEL PROCESS TURNS FOLDER
 
 KIND is `lockstep`, with Lockstep's own checkpoints (PROCESS -1 takes the worker's number from its job), or
 `plain`: Keras in one process, with a callback that calls `model.save`.
@@ -17,9 +17,9 @@ from typing import Any
 
 from turns import Turns, pin
 
-NAME, KIND = sys.argv[1:3]
-PROCESS, TURNS = map(int, sys.argv[3:5])
-FOLDER = Path(sys.argv[5])
+NAME, KIND, MODEL = sys.argv[1:4]
+PROCESS, TURNS = map(int, sys.argv[4:6])
+FOLDER = Path(sys.argv[6])
 LOCKSTEP = KIND == "lockstep"
 if PROCESS < 0:
     PROCESS = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -100,7 +100,7 @@ strategy = lockstep.MultiWorkerMirroredStrategy() if LOCKSTEP else None
 replicas = strategy.num_replicas_in_sync if strategy else 1
 keras.utils.set_random_seed(1)
 with strategy.scope() if strategy else contextlib.nullcontext():
-    model = keras_model(keras)
+    model = keras_model(keras, MODEL)
 x, y = examples(STEPS * BATCH * replicas)
 turn = Turn()
 CheckpointScheduler.after_step = timed(CheckpointScheduler.after_step)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """One of two processes that train a large model in DistributedDataParallel and write a checkpoint per turn.
 
-    checkpoints_torch.py PROGRAM STAGER PROCESS TURNS FOLDER
+    checkpoints_torch.py PROGRAM STAGER MODEL PROCESS TURNS FOLDER
 
 The checkpoints are PyTorch's distributed asynchronous ones. STAGER is `default`, or `reused`: a stager that
 copies to the same memory each time.
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from turns import SOCKET, Turns, pin
 
-NAME, STAGER = sys.argv[1:3]
-PROCESS, TURNS = map(int, sys.argv[3:5])
-FOLDER = Path(sys.argv[5])
+NAME, STAGER, MODEL = sys.argv[1:4]
+PROCESS, TURNS = map(int, sys.argv[4:6])
+FOLDER = Path(sys.argv[6])
 pin(PROCESS)
 
 import torch  # noqa: E402
@@ -32,7 +32,7 @@ rendezvous = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
 torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=PROCESS, world_size=2)
 # The writers need a group of their own, since training uses the other group meanwhile.
 writers = torch.distributed.new_group(backend="gloo")
-model = torch_model()
+model = torch_model(MODEL)
 model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, fused=True)
 loss_of = torch.nn.CrossEntropyLoss()

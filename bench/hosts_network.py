@@ -35,8 +35,13 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def network(hosts: int) -> Iterator[list[str]]:
-    """Create namespaces with the addresses 10.219.0.1 and so on; return their names."""
+def network(hosts: int, rate: str = "") -> Iterator[list[str]]:
+    """Create namespaces with the addresses 10.219.0.1 and so on; return their names.
+
+    Args:
+        hosts: their number.
+        rate: the limit of each host's sending, such as `100mbit`; none if empty.
+    """
     names = [f"{_prefix()}{host}" for host in range(hosts)]
     bridge = f"{PREFIX}{os.getpid() % 100000}"
     with contextlib.ExitStack() as stack:
@@ -54,6 +59,9 @@ def network(hosts: int) -> Iterator[list[str]]:
             _ip("-n", name, "address", "add", f"{SUBNET}.{host + 1}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
+            if rate:
+                shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
+                subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape], check=True)
         yield names
 
 

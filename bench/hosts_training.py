@@ -1,12 +1,13 @@
 """A model trained by one worker on each of several hosts, against DistributedDataParallel on the same links.
 
-    hosts_training.py [jax | tensorflow | torch] [MODEL] [--hosts N] [--turns N] [--steps N]
+    hosts_training.py [jax | tensorflow | torch] [MODEL] [--hosts N] [--rate RATE] [--turns N] [--steps N]
 
 A host is a network namespace (see `hosts_network.py`); this needs root. The command reaches the other hosts
 with a program in the place of ssh that starts a process there. Other rows are the same job without
 encryption, as many workers on one host, with more than two hosts the job on two, and the peer without an
-exchange: what is left of its step. All processes are pinned, have one thread, and in their turns real-time
-priority, so that other programs of the machine do not disturb the comparison.
+exchange: what is left of its step. With a rate, such as 1gbit, a host sends no faster. All processes are
+pinned, have one thread, and in their turns real-time priority, so that other programs of the machine do not
+disturb the comparison.
 """
 
 import argparse
@@ -56,8 +57,11 @@ def ddp(name: str, namespaces: list[str], exchange: int, work: Work) -> Program:
     return program
 
 
-def measure(backend: str, hosts: int, work: Work) -> None:
-    with network(hosts) as namespaces, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as temporary:
+def measure(backend: str, hosts: int, rate: str, work: Work) -> None:
+    with (
+        network(hosts, rate) as namespaces,
+        tempfile.TemporaryDirectory(prefix="lockstep-bench-") as temporary,
+    ):
         folder = Path(temporary)
 
         def over_hosts(name: str, number: int, *options: str) -> Program:
@@ -80,8 +84,8 @@ def measure(backend: str, hosts: int, work: Work) -> None:
     measured = Results(backend, programs, work)
     measured.check()
     print(
-        f"{MODELS[work.model].title} on {backend}, {hosts} hosts, {work.batch} examples per replica, "
-        f"{work.turns} turns of {work.steps} steps: median (p10-p90)"
+        f"{MODELS[work.model].title} on {backend}, {hosts} hosts{rate and f' at {rate}'}, "
+        f"{work.batch} examples per replica, {work.turns} turns of {work.steps} steps: median (p10-p90)"
     )
     print_regime(regime)
     measured.report()
@@ -95,12 +99,13 @@ def main(
     hosts: int = 2,
     turns: int = TURNS,
     steps: int | None = None,
+    rate: str = "",
 ) -> None:
     if not available():
         print("skipping the training on several hosts, which needs root and the command ip")
         return
     try:
-        measure(backend, hosts, Work.of(model, turns, steps))
+        measure(backend, hosts, rate, Work.of(model, turns, steps))
     except FailedError as error:
         sys.exit(f"{model} on {backend}, {hosts} hosts: {error}")
 
@@ -112,7 +117,10 @@ if __name__ == "__main__":
     parser.add_argument("backend", nargs="?", default="torch", choices=PEERS)
     parser.add_argument("model", nargs="?", default="cnn", choices=COMPARED)
     parser.add_argument("--hosts", type=int, default=2, help="the number of hosts")
+    parser.add_argument(
+        "--rate", default="", help="of each host's link, such as 100mbit; unlimited by default"
+    )
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, help="steps per turn")
     options = parser.parse_args()
-    main(options.backend, options.model, options.hosts, options.turns, options.steps)
+    main(options.backend, options.model, options.hosts, options.turns, options.steps, options.rate)

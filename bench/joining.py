@@ -2,10 +2,11 @@
 
     joining.py [BACKEND] [--joins N] [--model MODEL]
 
-The tutorial's CNN, whose state is 33 MB, and a model whose state is 203 MB. In turn, `lockstep scale` adds a
-third worker to two, and one of two workers, the chief or the other, is killed and replaced. The joiner starts
-while the others train. Without a core of its own, as a third worker on two cores, it slows them down before
-it joins, so the steps of that time are shown as well. Processes are not pinned and have one thread each.
+The tutorial's CNN, whose state is 33 MB, and models whose states are 203 MB and 1.5 GB. In turn, `lockstep
+scale` adds a third worker to two, and one of two workers, the chief or the other, is killed and replaced. The
+joiner starts while the others train. Without a core of its own, as a third worker on two cores, it slows them
+down before it joins, so the steps of that time are shown as well. Processes are not pinned and have one
+thread each.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import large_model
 from programs import environment
 from recovery import kill
 from report import print_row
@@ -26,7 +28,7 @@ from turns import FailedError
 
 HERE = Path(__file__).parent
 JOINS = 5
-MODELS = {"cnn": "33 MB", "large": "203 MB"}
+MODELS = {"cnn": "33 MB", **large_model.SHOWN}
 """The sizes of their states."""
 WORKERS = 2
 STEPS = 200
@@ -166,7 +168,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("backend", nargs="?", default="jax", help="jax, tensorflow or torch")
-    parser.add_argument("--model", choices=MODELS, help="both by default")
+    parser.add_argument("--model", choices=MODELS, help="all by default")
     parser.add_argument("--joins", type=int, default=JOINS, help="joins of each kind; at least 2")
     given = parser.parse_args()
     main(given.backend, [given.model] if given.model else MODELS, given.joins)

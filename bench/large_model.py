@@ -1,4 +1,4 @@
-"""A model whose weights and Adam's averages are 203 MB, in Keras and in PyTorch, and examples for it."""
+"""Models whose weights and Adam's averages are 203 MB and 1.5 GB, in Keras and in PyTorch, and examples."""
 
 import itertools
 from typing import Any
@@ -7,11 +7,13 @@ import numpy as np
 
 BATCH = 8
 """Examples per replica: few, so that steps are short."""
-BYTES = 200e6
-"""A lower bound of the size of the state."""
 FEATURES = 64
 WIDTH = 2048
-HIDDEN = 5
+HIDDEN = {"large": 5, "larger": 31}
+"""The number of hidden layers of a model."""
+BYTES = {"large": 200e6, "larger": 1500e6}
+"""A lower bound of the size of its state."""
+SHOWN = {"large": "203 MB", "larger": "1.5 GB"}
 CLASSES = 10
 LEARNING_RATE = 1e-4
 
@@ -21,9 +23,9 @@ def examples(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return generator.random((count, FEATURES), dtype=np.float32), generator.integers(0, CLASSES, count)
 
 
-def keras_model(keras: Any) -> Any:
+def keras_model(keras: Any, name: str) -> Any:
     layers = keras.layers
-    hidden = [layers.Dense(WIDTH, activation="relu") for _ in range(HIDDEN)]
+    hidden = [layers.Dense(WIDTH, activation="relu") for _ in range(HIDDEN[name])]
     model = keras.Sequential([layers.Input((FEATURES,)), *hidden, layers.Dense(CLASSES)])
     model.compile(
         optimizer=keras.optimizers.Adam(LEARNING_RATE),
@@ -32,9 +34,9 @@ def keras_model(keras: Any) -> Any:
     return model
 
 
-def torch_model() -> Any:
+def torch_model(name: str) -> Any:
     from torch import nn
 
-    widths = [FEATURES] + [WIDTH] * HIDDEN
+    widths = [FEATURES] + [WIDTH] * HIDDEN[name]
     hidden = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in itertools.pairwise(widths)]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))

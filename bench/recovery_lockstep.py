@@ -2,11 +2,12 @@
 
     lockstep run ... recovery_lockstep.py MODEL STEPS
 
-MODEL is `cnn`, the tutorial's, `large`, whose state is 203 MB, or one of `reading_sources.SOURCES`: a small
-model on a costly input.
+MODEL is `cnn`, the tutorial's, `large` or `larger`, whose states are 203 MB and 1.5 GB, or one of
+`reading_sources.SOURCES`: a small model on a costly input.
 """
 
 import sys
+from functools import partial
 
 import keras
 import numpy as np
@@ -23,7 +24,10 @@ REPEATED = 10
 cnn, dense = MODELS["cnn"], MODELS["dense-0.1"]
 size, examples_of, make = {
     "cnn": (cnn.batch, cnn.examples, cnn.compiled),
-    "large": (large_model.BATCH, large_model.examples, large_model.keras_model),
+    **{
+        name: (large_model.BATCH, large_model.examples, partial(large_model.keras_model, name=name))
+        for name in large_model.HIDDEN
+    },
     **dict.fromkeys(SOURCES, (dense.batch, examples, dense.compiled)),
 }[MODEL]
 

@@ -35,6 +35,8 @@ def main() -> None:
     print()
     hosts_reduce.main()
     hosts_training.main()
+    for rate, steps in (("1gbit", 10), ("100mbit", 3)):
+        hosts_training.main(turns=4, steps=steps, rate=rate)
     hosts_losses.main()
     many_hosts.main()
     strangers.main()
