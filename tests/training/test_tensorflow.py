@@ -438,6 +438,25 @@ def test_an_update_that_xla_does_not_support_is_applied_without_xla() -> None:
 
 
 @here
+def test_a_total_is_divided_by_its_density_in_every_mode() -> None:
+    weights = np.array([0, 1, 2, 0.5], "float32")
+    one = share(weight=1.0)._replace(data=lambda: (X[:4], Y[:4], weights))
+    found = []
+    for options in ({}, {"jit_compile": True}, {"run_eagerly": True}):
+        keras.utils.set_random_seed(1)
+        model = layers(keras.layers.Dense(3))
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        steps = program(model, optimizer="adam", loss=loss, **options)
+        for _ in range(2):
+            total = as_total(steps.compute(None, one, []))
+            assert float(steps.parts(0, total)["density"]) == weights.mean() != 1
+            steps.apply(None, [total])
+        found.append(np.concatenate([np.asarray(v).reshape(-1) for v in model.optimizer.variables]))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-9)
+
+
+@here
 def test_the_private_parts_of_tensorflow_exist() -> None:
     from tensorflow.python.framework import auto_control_deps_utils
     from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable

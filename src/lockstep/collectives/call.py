@@ -62,8 +62,9 @@ def compare(
         texts = [f"{name_workers(ids)} from {check.hex() or 'nothing'}" for check, ids in checks]
         raise DisagreementError(
             f"the workers do not compute from the same data in {calls[0]}: {' while '.join(texts)}. "
-            "Every worker must read the same batches: seed every shuffle and every generator, and pass data "
-            "that differs between workers to strategy.distribute_datasets_from_function",
+            "Every worker must take the same step on the same batches: seed every shuffle and every "
+            "generator, and pass data that differs between workers to "
+            "strategy.distribute_datasets_from_function",
             _others(checks),
         )
 

@@ -130,8 +130,15 @@ class Round:
         names = self.layout.leaves.keys()
         for computed in self.started.values():
             if computed.keys() != names:
-                changed = ", ".join(sorted(computed.keys() ^ names))
-                raise ModelError(f"{self.what}: replicas compute different things ({changed}): {self.advice}")
+                found, known = self.parts(computed), self.named_parts(self.layout.zeros)
+                # Arrays of another shape may also have another name.
+                changed = found.keys() ^ known.keys() or [
+                    name for name in known if tuple(found[name].shape) != known[name].shape
+                ]
+                raise ModelError(
+                    f"{self.what}: replicas compute different things ({', '.join(sorted(changed))}): "
+                    f"{self.advice}"
+                )
         return self.layout
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:

@@ -77,9 +77,13 @@ class Program(TrainingState, Protocol):
         """
 
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arrays of a partial or a total of round `number` by the names that people know.
+        """Return the arrays of a partial or a total by names such as `gradient/0` and `metric/1`.
 
-        A program may compute several of them as one array.
+        A program may compute several of them as one array, of which these are views; others stay as is.
+
+        Args:
+            number: of the round, from 0, of which this process has computed a replica.
+            arrays: all of them, or some.
         """
 
     def is_last(self, number: int) -> bool:

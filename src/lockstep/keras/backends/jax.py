@@ -29,7 +29,7 @@ from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update
-from lockstep.keras.backends.packing import Packings
+from lockstep.keras.backends.packing import Packings, has_fixed_shape
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
@@ -236,8 +236,9 @@ class JaxProgram(JaxState):
         self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
         partial, outputs = self._traced_compute(state, data, replica, weight, earlier)
-        packing = self._packings.learn(len(earlier), {n: (a.shape, a.dtype) for n, a in partial.items()})
-        # Otherwise XLA would compile the packing of each array together with its last operation.
+        fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if has_fixed_shape(n, a)}
+        packing = self._packings.learn(len(earlier), fixed)
+        # Without the barrier, XLA joins the packing with the operations before it, which takes longer.
         return packing.packed(jax.lax.optimization_barrier(partial), _joined), outputs
 
     def _traced_compute(

@@ -1,23 +1,25 @@
 """The small arrays of a partial form one array for each dtype.
 
 Each array costs a conversion to NumPy, and additions with calls of their own, in each step; for an array of a
-few kilobytes that takes longer than to copy it. So a compiled step returns such arrays packed.
+few kilobytes that takes longer than copying it. So a compiled step returns such arrays packed.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import xxhash
 
 from lockstep.collectives.layout import ALIGNMENT
-from lockstep.errors import ModelError
 
 SMALL = 1 << 16
 """Bytes of the largest array that is packed."""
+
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shapes and dtypes of arrays, by name."""
 
 
 class Place(NamedTuple):
@@ -29,42 +31,34 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
-"""Shapes and dtypes of arrays, by name."""
-
-
 @dataclass(frozen=True)
 class Packing:
     """The places of small arrays.
 
     Attributes:
         places: for the name of each packed array, in their order there. Each begins at a multiple of
-            `ALIGNMENT` bytes, so that sums have the same bits as sums of the arrays themselves.
+            `ALIGNMENT` bytes, so that sums have the same bits as sums of the arrays themselves. The name
+            contains a hash of the places: arrays with equal names contain the same.
     """
 
     places: Mapping[str, Sequence[Place]]
 
     @classmethod
     def of(cls, shapes: Shapes) -> Self:
-        """Return the packing of arrays with these shapes; large ones are left out."""
-        small = [
+        """Return the packing of arrays with these shapes; large and empty ones are left out."""
+        small = sorted(
             (dtype.name, dtype.itemsize, name, shape)
-            for name, (shape, dtype) in sorted(shapes.items())
-            if prod(shape) * dtype.itemsize <= SMALL
-        ]
+            for name, (shape, dtype) in shapes.items()
+            if 0 < prod(shape) * dtype.itemsize <= SMALL
+        )
         places = {}
-        for (kind, size), group in groupby(sorted(small), lambda one: one[:2]):
+        for (kind, size), group in groupby(small, lambda one: one[:2]):
             found, start = list[Place](), 0
             for _, _, name, shape in group:
                 found.append(Place(name, start, start + prod(shape), shape))
                 start = found[-1].stop + -found[-1].stop % (ALIGNMENT // size)
-            places[f"packed/{kind}"] = tuple(found)
+            places[f"packed/{kind}/{xxhash.xxh3_64_hexdigest(repr(found).encode())}"] = tuple(found)
         return cls(places)
-
-    @cached_property
-    def all(self) -> frozenset[Place]:
-        """All places."""
-        return frozenset(place for places in self.places.values() for place in places)
 
     def packed(
         self, arrays: Mapping[str, Any], join: Callable[[Iterable[tuple[Any, int]]], Any]
@@ -92,32 +86,26 @@ class Packing:
         Arrays that are not packed remain as they are.
         """
         found = {name: array for name, array in arrays.items() if name not in self.places}
-        for packed in self.places.keys() & arrays.keys():
-            for name, start, stop, shape in self.places[packed]:
-                found[name] = reshape(arrays[packed][start:stop], shape)
+        for packed, places in self.places.items():
+            if packed in arrays:
+                for name, start, stop, shape in places:
+                    found[name] = reshape(arrays[packed][start:stop], shape)
         return found
 
 
 class Packings:
-    """The packings of the rounds of a step, each learned when the round is traced."""
+    """The packings of the rounds of a step, each learned when the round is traced first."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, Packing] = {}
 
     def learn(self, number: int, shapes: Shapes) -> Packing:
-        """Return the packing of round `number`, whose partials have these shapes and dtypes, by name.
+        """Return the packing of round `number`, whose partials have arrays like these.
 
-        Raises:
-            ModelError: an earlier trace of the round had others.
+        It packs nothing if an earlier trace had other arrays. Then the names show what differs.
         """
         packing = Packing.of(shapes)
-        known = self._rounds.setdefault(number, packing)
-        if known != packing:
-            changed = ", ".join(sorted({place.name for place in known.all ^ packing.all}))
-            raise ModelError(
-                f"replicas compute different things ({changed}): let every step change the same variables"
-            )
-        return packing
+        return packing if self._rounds.setdefault(number, packing) == packing else Packing({})
 
     def unpacked(
         self,
@@ -125,5 +113,13 @@ class Packings:
         arrays: Mapping[str, Any],
         reshape: Callable[[Any, tuple[int, ...]], Any] = np.reshape,
     ) -> Mapping[str, Any]:
-        """Return the arrays of a partial or a total of round `number` by their own names."""
+        """Return the arrays of a partial or a total of round `number` by their own names.
+
+        A round that was not traced does not pack.
+        """
         return self._rounds[number].unpacked(arrays, reshape) if number in self._rounds else arrays
+
+
+def has_fixed_shape(name: str, array: Any) -> bool:
+    """Whether each step of a program computes the array with this shape: figures that it logs can vary."""
+    return not name.startswith("log/") or not array.shape

@@ -43,7 +43,7 @@ from lockstep.keras.backends.multi_update import (
     hidden,
     refuse_own_update,
 )
-from lockstep.keras.backends.packing import Packings
+from lockstep.keras.backends.packing import Packings, has_fixed_shape
 from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,
     RoundTrace,
@@ -146,55 +146,45 @@ _WORTH_COMPILING = 1 << 22
 class GlobalUpdate:
     """An update from the total of all replicas."""
 
-    def __init__(self, update: Update, eager: bool, jit: bool) -> None:
+    def __init__(self, update: Update, jit: bool) -> None:
         self._update = update
-        self._eager = eager
         self._jit = jit
         self._function: Callable[..., Any] | None = None
 
-    def is_compiled(self, total: Total) -> bool:
+    def uses_xla(self, total: Total) -> bool:
         """Whether XLA compiles the update from such a total.
 
         XLA fuses the optimizer's operations into one pass over the memory. So large updates are compiled,
         also on a CPU, where Keras does not compile by default, unless there is a fused kernel.
         """
-        if self._eager or self._jit:
-            return not self._eager
         size = sum(g.nbytes for g in gradients_in(total, self._update) if g is not None)
         small = size < _WORTH_COMPILING or self._update.kernel is not None
-        return not small and not tf.config.list_logical_devices("GPU")
-
-    def make(self, scale: Any, total: Mapping[str, Any]) -> None:
-        """Make the update from its total by a function of its own, which is compiled if XLA supports it."""
-        gradients = {name: g for name, g in total.items() if name.startswith("gradient/")}
-        if self._function is None:
-            self._function = self.apply if self._eager else self._compiled(scale, gradients)
-        self._function(scale, gradients)
+        return self._jit or not (small or tf.config.list_logical_devices("GPU"))
 
     def apply(self, scale: Any, total: Mapping[str, Any]) -> None:
         """Make the update from its total, multiplied by `scale`, whose value a graph must not know.
 
-        It is 1 if the total has no density. Either all totals of a program have one, or none has.
+        The scale is 1 if the total has no density. Either all totals of a program have one, or none has.
         """
         gradients = gradients_in(total, self._update)
         in_place = "density" not in total and self._update.kernel is not None
         self._update.apply(gradients if in_place else scaled(gradients, scale))
 
-    def _compiled(self, scale: Any, gradients: Mapping[str, Any]) -> Callable[..., Any]:
-        compiled = traced(self.apply, True, scale, gradients)
-
-        def first(scale: Any, gradients: Mapping[str, Any]) -> None:
-            try:
-                compiled(scale, gradients)
-                self._function = compiled
-            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
-                if self._jit:
-                    raise
-                # XLA does not support all operations, and reports that before it runs any.
-                self._function = traced(self.apply, False, scale, gradients)
-                self._function(scale, gradients)
-
-        return first
+    def apply_separately(self, scale: Any, total: Mapping[str, Any], *, xla: bool) -> None:
+        """Do what `apply` does, in a graph of its own."""
+        used = {name: t for name, t in total.items() if name.startswith("gradient/") or name == "density"}
+        if self._function is not None:
+            self._function(scale, used)
+            return
+        self._function = traced(self.apply, xla, scale, used)
+        try:
+            self._function(scale, used)
+        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
+            if self._jit or not xla:
+                raise
+            # XLA does not support all operations, and reports that before it runs any.
+            self._function = traced(self.apply, False, scale, used)
+            self._function(scale, used)
 
 
 def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
@@ -202,8 +192,8 @@ def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
     return [total.get(f"gradient/{i}") for i in range(len(update.variables))]
 
 
-# TensorFlow takes about 20 us to make a tensor.
-_number = lru_cache(tf.constant)
+# Making a tensor takes about 20 us. Nothing writes to a tensor that has another reference.
+_shared_constant = lru_cache(tf.constant)
 
 
 def _joined(parts: Iterable[tuple[Any, int]]) -> Any:
@@ -228,8 +218,6 @@ class TensorFlowProgram(VariableState):
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._packings = Packings()
         self._apply: Callable[..., Any] | None = None
-        self._takes_parts: bool | None = None
-        self._finish: Callable[..., Any] | None = None
         self._assigned = AssignedVariables()
         self._rounds = RoundCount()
         self._updates: list[Update] = []
@@ -244,7 +232,10 @@ class TensorFlowProgram(VariableState):
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
         totals = self._tensors([self.parts(number, total) for number, total in enumerate(earlier)])
         function = self._function(data, leaves, totals)
-        replica, weight = _number(share.replica, tf.int64), _number(share.weight, tf.float64)
+        replica, weight = (
+            _shared_constant(share.replica, tf.int64),
+            _shared_constant(share.weight, tf.float64),
+        )
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager:
@@ -267,32 +258,42 @@ class TensorFlowProgram(VariableState):
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals to the model's variables."""
-        one = _number(1.0, tf.float32)
-        if self._takes_parts is None:
-            self._takes_parts = self._eager or self._is_compiled(totals)
-        if self._takes_parts:
-            totals = [self.parts(number, total) for number, total in enumerate(totals)]
-        tensors = self._tensors(totals)
+        one = _shared_constant(1.0, tf.float32)
         if self._apply is None:
-            if self._eager:
-                self._apply = self._applied
-            elif self._takes_parts:
-                self._apply = self._apply_compiled
-            else:
-                self._apply = traced(self._applied, False, one, tensors)
-        return self._apply(one, tensors), None
+            self._apply = self._eager_apply if self._eager else self._graph_apply(one, totals)
+        return self._apply(one, totals), None
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _is_compiled(self, totals: Sequence[Total]) -> bool:
-        """Whether XLA compiles an update; the slices of a packed array would take longer to compile."""
-        updates = zip(self._global_updates, totals, strict=False)
-        return self._jit or any(
-            update.is_compiled(self.parts(number, total)) for number, (update, total) in enumerate(updates)
-        )
+    def _eager_apply(self, one: Any, totals: Sequence[Total]) -> dict[str, Any] | None:
+        return self._applied(one, self._tensors(totals))
+
+    def _graph_apply(self, one: Any, totals: Sequence[Total]) -> Callable[..., Any]:
+        """Return the function that applies totals like these: one graph, or several if XLA compiles some."""
+        named = [self.parts(number, total) for number, total in enumerate(totals)]
+        updates = list(zip(self._global_updates, named, strict=False))
+        xla = [update.uses_xla(total) for update, total in updates]
+        if not (self._jit or any(xla)):
+            whole = traced(self._applied, False, one, self._tensors(totals))
+            return lambda one, totals: whole(one, self._tensors(totals))
+        finish: list[Any] = []
+
+        def apply(one: Any, totals: Sequence[Total]) -> dict[str, Any] | None:
+            # XLA takes longer to compile the slices of a packed array than to compile an update.
+            tensors = self._tensors([self.parts(number, total) for number, total in enumerate(totals)])
+            scale = self._scale(one, tensors[-1])
+            for update, total, uses_xla in zip(self._global_updates, tensors, xla, strict=False):
+                update.apply_separately(scale, total, xla=uses_xla)
+            rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
+            if not finish:
+                finish.append(traced(self._finished, self._jit, one, rest))
+            logs: dict[str, Any] | None = finish[0](one, rest)
+            return logs
+
+        return apply
 
     def _applied(self, one: Any, totals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Apply totals, which may be packed; return the logs."""
@@ -301,17 +302,6 @@ class TensorFlowProgram(VariableState):
         for update, total in zip(self._global_updates, totals, strict=False):
             update.apply(scale, total)
         return self._finished(one, totals[-1])
-
-    def _apply_compiled(self, one: Any, totals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Apply totals by a function for each update, and one for the rest; return the logs."""
-        scale = self._scale(one, totals[-1])
-        for update, total in zip(self._global_updates, totals, strict=False):
-            update.make(scale, total)
-        rest = {name: tensor for name, tensor in totals[-1].items() if not name.startswith("gradient/")}
-        if self._finish is None:
-            self._finish = traced(self._finished, self._jit, one, rest)
-        logs: dict[str, Any] | None = self._finish(one, rest)
-        return logs
 
     def _scale(self, one: Any, total: Mapping[str, Any]) -> Any:
         """Return the factor for values proportional to the loss: `one`, or `one` by its denominator."""
@@ -374,7 +364,7 @@ class TensorFlowProgram(VariableState):
             {
                 name: (tuple(tensor.shape), np.dtype(tensor.dtype.as_numpy_dtype))
                 for name, tensor in partial.items()
-                if tensor.shape.is_fully_defined()
+                if tensor.shape.is_fully_defined() and has_fixed_shape(name, tensor)
             },
         )
         return packing.packed(partial, _joined)
@@ -490,7 +480,7 @@ class TensorFlowProgram(VariableState):
         update = recorder.update
         if update is not None and number == len(self._updates):
             self._updates.append(update)
-            self._global_updates.append(GlobalUpdate(update, self._eager, self._jit))
+            self._global_updates.append(GlobalUpdate(update, self._jit))
         self._trace = RoundTrace(operations, update, ended=logs is not None)
         return recorder.gradients, logs
 

@@ -7,7 +7,7 @@ function takes the step; if checkpoints are saved, a wrapper counts its steps.
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import keras
@@ -48,6 +48,11 @@ from lockstep.worker.job import Job
 _ADVICE = (
     "compile the model again after changing what is trainable, and let every step change the same variables"
 )
+
+
+@lru_cache
+def _names_digest(names: tuple[str, ...]) -> bytes:
+    return xxhash.xxh3_64_digest("\0".join(names).encode())
 
 
 class GlobalStep:
@@ -209,7 +214,7 @@ class GlobalStep:
             self._calls.where(),
             compute,
             self._backend.to_numpy,
-            check=lambda names: batch.check(),
+            check=lambda names: xxhash.xxh3_128_digest(batch.check() + _names_digest(names)),
             advice=_ADVICE,
             sample=lambda: computed(batch.share(0, replicas, seed)),
             layout=self._layouts.get(len(earlier)),
