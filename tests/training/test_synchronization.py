@@ -14,6 +14,7 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, LockstepError, ModelError, PeerLostError
 from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.packing import Packing
 from lockstep.keras.replica_run.results import tree_sum
 from lockstep.keras.synchronization import (
     GATHERED,
@@ -250,3 +251,22 @@ def test_all_reduce_recomputes_only_the_replicas_of_the_lost_worker() -> None:
     total = AllReduce(survivor.exchange, 0).synchronize(a_round(compute))
     assert total["b"][1] == 10
     assert computed == list(range(REPLICAS))
+
+
+def test_arrays_that_only_some_replicas_compute_are_named_also_if_others_are_packed() -> None:
+    packing = Packing.of({name: ((3,), np.dtype("float32")) for name in "abc"})
+    packed = packing.packed({name: np.zeros(3, "float32") for name in "abc"}, _joined)
+
+    def begin(**other: tuple[int, ...]) -> None:
+        computed = [packed, {name: np.zeros(shape, "float32") for name, shape in other.items()}]
+        this = Round("step 2 of fit 1", computed.__getitem__, np.asarray, parts=packing.unpacked)
+        this.begin([0, 1])
+
+    with pytest.raises(ModelError, match=r"step 2 of fit 1: replicas compute different things \(b, d\): "):
+        begin(a=(3,), c=(3,), d=(3,))
+    with pytest.raises(ModelError, match=r"replicas compute different things \(b\): "):
+        begin(a=(3,), b=(4,), c=(3,))
+
+
+def _joined(parts: Any) -> Any:
+    return np.concatenate([np.pad(array, (0, zeros)) for array, zeros in parts])

@@ -171,7 +171,7 @@ class GlobalUpdate:
         self._update.apply(gradients if in_place else scaled(gradients, scale))
 
     def apply_separately(self, scale: Any, total: Mapping[str, Any], *, xla: bool) -> None:
-        """Do what `apply` does, in a graph of its own."""
+        """Make the same update in a separate graph, which XLA compiles if `xla`."""
         used = {name: t for name, t in total.items() if name.startswith("gradient/") or name == "density"}
         if self._function is not None:
             self._function(scale, used)
@@ -260,7 +260,7 @@ class TensorFlowProgram(VariableState):
         """Apply the totals to the model's variables."""
         one = _shared_constant(1.0, tf.float32)
         if self._apply is None:
-            self._apply = self._eager_apply if self._eager else self._graph_apply(one, totals)
+            self._apply = self._apply_function(one, totals)
         return self._apply(one, totals), None
 
     def outputs(self) -> list[tuple[int, Any]]:
@@ -268,16 +268,14 @@ class TensorFlowProgram(VariableState):
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _eager_apply(self, one: Any, totals: Sequence[Total]) -> dict[str, Any] | None:
-        return self._applied(one, self._tensors(totals))
-
-    def _graph_apply(self, one: Any, totals: Sequence[Total]) -> Callable[..., Any]:
+    def _apply_function(self, one: Any, totals: Sequence[Total]) -> Callable[..., Any]:
         """Return the function that applies totals like these: one graph, or several if XLA compiles some."""
         named = [self.parts(number, total) for number, total in enumerate(totals)]
-        updates = list(zip(self._global_updates, named, strict=False))
-        xla = [update.uses_xla(total) for update, total in updates]
-        if not (self._jit or any(xla)):
-            whole = traced(self._applied, False, one, self._tensors(totals))
+        xla = [update.uses_xla(total) for update, total in zip(self._global_updates, named, strict=False)]
+        if self._eager or not (self._jit or any(xla)):
+            whole: Any = self._applied
+            if not self._eager:
+                whole = traced(self._applied, False, one, self._tensors(totals))
             return lambda one, totals: whole(one, self._tensors(totals))
         finish: list[Any] = []
 
