@@ -33,8 +33,8 @@ MODELS = {"cnn": "33 MB", **large_model.SHOWN}
 WORKERS = 2
 STEPS = 200
 """The steps of an epoch: more than are measured, so that no epoch ends."""
-BEFORE = 30
-AFTER = 30
+AROUND = {"cnn": 30, "large": 30, "larger": 8}
+"""The steps of each worker before the request or the kill, and those of the joiner."""
 CHANCE_SECONDS = 0.3
 SETTLED = 3
 COMMAND_SECONDS = 60.0
@@ -82,7 +82,7 @@ def join(
         options = ["-n", str(WORKERS), "--replicas", str(replicas), "--threads-per-worker", "1"]
         script = [str(HERE / "recovery_lockstep.py"), model, str(STEPS)]
         watch.start([*LOCKSTEP, "run", *options, "--run-dir", str(Path(name) / job), *script])
-        watch.until(lambda: watch.have_taken(WORKERS, BEFORE), "starting")
+        watch.until(lambda: watch.have_taken(WORKERS, AROUND[model]), "starting")
         watch.receive_for(chance.uniform(0, CHANCE_SECONDS))
         pids = {step.pid for step in watch.steps}
         caused = cause(watch, job)
@@ -90,7 +90,7 @@ def join(
         def of_joiner(step: Step) -> bool:
             return step.pid not in pids and step.view > 1
 
-        watch.until(lambda: watch.have_taken(1, AFTER, of_joiner), "joining")
+        watch.until(lambda: watch.have_taken(1, AROUND[model], of_joiner), "joining")
     return analyze(watch.steps, list(filter(of_joiner, watch.steps)), caused)
 
 

@@ -128,6 +128,13 @@ def test_modules_that_the_server_cannot_import_are_imported_in_the_worker(
     assert workers.output() == (0, "False\n", "")
 
 
+def test_pyarrow_starts_no_thread_in_the_fork_server(workers: Workers, tmp_path: Path) -> None:
+    """Keras imports pandas where it is installed, which imports pyarrow."""
+    pytest.importorskip("pyarrow")
+    workers.plan("import sys; print('foreseen' in sys.modules)", importing(tmp_path, "import pyarrow"))
+    assert workers.output() == (0, "True\n", "")
+
+
 def test_a_lost_fork_server_is_replaced(workers: Workers, tmp_path: Path) -> None:
     workers.plan(
         "import foreseen, os\nprint(foreseen.where)\n", importing(tmp_path, "import os\nwhere = os.getpid()")

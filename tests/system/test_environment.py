@@ -63,6 +63,7 @@ def test_the_whole_environment_of_a_worker() -> None:
         "TF_NUM_INTEROP_THREADS": "1",
         "OMP_DYNAMIC": "FALSE",
         "MKL_DYNAMIC": "FALSE",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
         "PYTHONHASHSEED": "7",
         "PYTHONUNBUFFERED": "1",
         "TF_CONFIG": tf_config(1, 3),

@@ -162,6 +162,8 @@ def _compiles_quickly(lean: Callable[..., dict[str, str]]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", lean(Path(__file__), "jax")["XLA_FLAGS"])
+        # By default it would reserve most of a GPU, which the workers of the tests need.
+        jax.config.update("jax_platforms", "cpu")
         jax.jit(lambda number: number + 1)(1.0)
 
 

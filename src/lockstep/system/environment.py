@@ -21,6 +21,9 @@ _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
 """Keeps glibc from returning the memory of each step to the kernel and requesting it again: PyTorch allocates
 tensors there, and TensorFlow the batches of `tf.data`. JAX has its own allocator."""
+_ARROW = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Keeps the jemalloc in pyarrow, which Keras imports with pandas, from starting a thread: a process with two threads
+cannot be forked."""
 _SHARED = (
     *("CUBLAS_", "JAX_", "KERAS_", "MKL_", "OMP_", "OPENBLAS_", "PYTHONPATH", "PYTORCH_", "TF_", "TORCH_"),
     "XLA_",
@@ -221,7 +224,7 @@ def job_environment(
     """
     environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
     environment |= {name: value for name, value in inherited.items() if name == DIGESTS}
-    environment |= _thread_variables(threads)
+    environment = _ARROW | environment | _thread_variables(threads)
     environment["PYTHONHASHSEED"] = str(seed % 2**32)
     environment["PYTHONUNBUFFERED"] = "1"
     if backend is not None:
