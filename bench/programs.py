@@ -1,5 +1,6 @@
 """The programs that train a model: Lockstep, and those with which it is compared."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ class Work:
 class PeerProgram:
     """A program without Lockstep.
 
-    Each process is started separately: `script NAME MODEL ARGUMENTS PROCESS BATCH TURNS STEPS`.
+    Each process is started separately: `script NAME MODEL ARGUMENTS PROCESS BATCH TURNS STEPS`. The packages
+    in the folder `packages`, if any, precede the installed ones.
     """
 
     name: str
@@ -68,6 +70,7 @@ class PeerProgram:
     backend: str
     processes: int = 2
     cores: int = 1
+    packages: str = ""
 
 
 PEERS = {
@@ -89,6 +92,11 @@ def plain_keras(backend: str) -> list[PeerProgram]:
         PeerProgram(BOTH_CORES, "training_keras.py", ("both-cores",), backend, processes=1, cores=2),
         PeerProgram(CEILING, "training_keras.py", ("plain",), backend),
     ]
+
+
+def nightly_keras(folder: str) -> list[PeerProgram]:
+    """Return the strategy of Keras on PyTorch, with a Keras that has one, in `folder`."""
+    return [PeerProgram(DATA_PARALLEL, "training_torch_parallel.py", (), "torch", packages=folder)]
 
 
 def beyond_keras(backend: str) -> list[PeerProgram]:
@@ -156,6 +164,8 @@ def peer_program(peer: PeerProgram, name: str, work: Work, variables: dict[str, 
     script = [sys.executable, str(HERE / peer.script), name, work.model, *peer.arguments]
     commands = [[*script, str(process), *work.arguments] for process in range(peer.processes)]
     replicas = peer.processes * peer.cores
-    return Program(
-        name, commands, peer.processes, replicas, environment(peer.backend, peer.cores) | variables
-    )
+    variables = environment(peer.backend, peer.cores) | variables
+    if peer.packages:
+        paths = [peer.packages, os.environ.get("PYTHONPATH", "")]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return Program(name, commands, peer.processes, replicas, variables)

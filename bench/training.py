@@ -1,12 +1,13 @@
 """A model trained by two workers: Lockstep on a backend against the backend's own strategies.
 
-    training.py [jax | tensorflow | torch] [MODEL] [--further] [--turns N] [--steps N]
+    training.py [jax | tensorflow | torch] [MODEL] [--further] [--nightly FOLDER] [--turns N] [--steps N]
 
 The peers are the strategies of the backend for two processes. Other rows show the same computation without an
 exchange, which is the ceiling of a program; one process on the cores of two workers; and one worker of
 Lockstep against plain Keras. With `--further`, the peers are instead PyTorch's DistributedDataParallel with a
-PyTorch model, and the fastest single process, with the tutorial's CNN. All processes are pinned and have one
-thread per core.
+PyTorch model, and the fastest single process, with the tutorial's CNN. With `--nightly`, they are
+DistributedDataParallel, and Keras's own strategy on PyTorch, which Keras has from 3.16 on: FOLDER contains
+that Keras, unpacked, for this peer alone. All processes are pinned and have one thread per core.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from programs import (
     PeerProgram,
     Work,
     beyond_keras,
+    nightly_keras,
     peer_programs,
     plain_keras,
     train_lockstep,
@@ -90,9 +92,18 @@ def measure(backend: str, work: Work, others: list[PeerProgram], folder: Path) -
 
 
 def main(
-    backend: str, model: str = "cnn", turns: int = TURNS, steps: int | None = None, *, further: bool = False
+    backend: str,
+    model: str = "cnn",
+    turns: int = TURNS,
+    steps: int | None = None,
+    *,
+    further: bool = False,
+    nightly: str = "",
 ) -> None:
-    others = beyond_keras(backend) if further else plain_keras(backend) + PEERS[backend]
+    if nightly:
+        others = nightly_keras(nightly) + PEERS[backend]
+    else:
+        others = beyond_keras(backend) if further else plain_keras(backend) + PEERS[backend]
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
             measure(backend, Work.of(model, turns, steps), others, Path(folder))
@@ -109,7 +120,19 @@ if __name__ == "__main__":
     parser.add_argument("--turns", type=int, default=TURNS, help=f"more than {TRIAL_TURNS}")
     parser.add_argument("--steps", type=int, help="steps per turn")
     parser.add_argument("--further", action="store_true", help="the CNN against PyTorch's own model")
+    parser.add_argument("--nightly", default="", metavar="FOLDER", help="with Keras 3.16, for its strategy")
     options = parser.parse_args()
     if options.further and MODELS[options.model].torch is None:
         parser.error(f"--further: {options.model} has no twin in PyTorch")
-    main(options.backend, options.model, options.turns, options.steps, further=options.further)
+    if options.nightly and (options.backend != "torch" or options.further):
+        parser.error("--nightly: for torch, without --further")
+    if options.nightly and MODELS[options.model].batch_statistics:
+        parser.error(f"--nightly: its processes have different moving averages of {options.model}")
+    main(
+        options.backend,
+        options.model,
+        options.turns,
+        options.steps,
+        further=options.further,
+        nightly=options.nightly,
+    )
