@@ -127,7 +127,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
             return self
         import tensorflow as tf
 
-        signature = get_tensor_spec(self._samples())
+        # tf.data takes a list for an array.
+        signature = keras.tree.lists_to_tuples(get_tensor_spec(self._samples()))
         options = tf.data.Options()
         options.autotune.enabled = False
         options.threading.private_threadpool_size = 1
@@ -144,7 +145,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
         for data in self.get_jax_iterator():
             yield keras.tree.map_structure(
-                lambda leaf: tf.experimental.Optional.empty(None) if leaf is None else leaf, data
+                lambda leaf: tf.experimental.Optional.empty(None) if leaf is None else leaf,
+                keras.tree.lists_to_tuples(data),
             )
 
     def __iter__(self) -> Iterator[Any]:
