@@ -1,0 +1,113 @@
+"""Which worker computes which step, while others are in work: the pure core of the coordinator.
+
+Steps are numbered over all epochs of a `fit`. Every worker visits the batches of all steps in order and
+computes those that it is assigned. A step that a lost worker leaves incomplete goes to another one.
+"""
+
+from dataclasses import dataclass, field
+
+from lockstep.errors import InternalError
+
+
+@dataclass
+class _StepInWork:
+    """A step in work.
+
+    Attributes:
+        worker: that computes it.
+        passed: number of steps that were completed since it was assigned.
+    """
+
+    worker: int
+    passed: int = 0
+
+
+@dataclass
+class Assignments:
+    """The steps of a call of `fit`.
+
+    A step reads weights after it was assigned and changes them before it is complete. Its staleness on a
+    server, the number of changes between the two, is at most the number of steps that were in work at some
+    time with it.
+
+    Attributes:
+        max_staleness: the bound of that number; None for none.
+        completed: number of completed steps.
+        completed_below: all steps below this one are complete.
+    """
+
+    max_staleness: int | None = None
+    completed: int = 0
+    completed_below: int = 0
+    _next: int = 0
+    _returned: set[int] = field(default_factory=set)
+    _active: dict[int, _StepInWork] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+
+    def assign(self, worker: int) -> int | None:
+        """Assign the first step that no worker computes; None if it has to wait for another step."""
+        if not self._may_begin():
+            return None
+        step = min(self._returned, default=self._next)
+        if step == self._next:
+            self._next += 1
+        else:
+            self._returned.remove(step)
+        self._active[step] = _StepInWork(worker)
+        return step
+
+    def follow(self, worker: int, step: int) -> None:
+        """Assign a step as a recorded run has done, perhaps after another worker was lost with it."""
+        self._returned |= set(range(self._next, step))
+        self._next = max(self._next, step + 1)
+        self._returned.discard(step)
+        self._active[step] = _StepInWork(worker)
+
+    def complete(self, worker: int, step: int) -> bool:
+        """Complete a step; return False if it was already complete, or has gone to another worker."""
+        active = self._active.get(step)
+        if active is None or active.worker != worker:
+            return False
+        del self._active[step]
+        for other in self._active.values():
+            other.passed += 1
+        self._done.add(step)
+        while self.completed_below in self._done:
+            self._done.remove(self.completed_below)
+            self.completed_below += 1
+        self.completed += 1
+        return True
+
+    def give_back(self, worker: int) -> list[int]:
+        """Take back the steps of a worker that is lost, or has not begun them; return them."""
+        lost = [step for step, active in self._active.items() if active.worker == worker]
+        for step in lost:
+            del self._active[step]
+            self._returned.add(step)
+        return lost
+
+    def returned_below(self, stop: int) -> bool:
+        """Whether there is a step below `stop` that was given back and that no worker computes."""
+        return min(self._returned, default=stop) < stop
+
+    def incomplete_below(self, step: int) -> list[int]:
+        """Return the steps before a step that are not complete, in order.
+
+        Raises:
+            InternalError: the step was never assigned.
+        """
+        if step >= self._next:
+            raise InternalError(f"step {step} was never assigned")
+        return sorted(one for one in (*self._active, *self._returned) if one < step)
+
+    def in_work(self) -> dict[int, int]:
+        """Return the worker of each step in work."""
+        return {step: active.worker for step, active in self._active.items()}
+
+    def _may_begin(self) -> bool:
+        bound = self.max_staleness
+        if bound is None:
+            return True
+        others = len(self._active)
+        # Each step in work may be passed by all others in work, and by the new one.
+        return all(active.passed + others <= bound for active in self._active.values()) and others <= bound

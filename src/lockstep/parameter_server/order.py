@@ -1,0 +1,174 @@
+"""The order in which a parameter server, or the chief, processed what arrived: written by a run, followed by
+another.
+
+An asynchronous training is a function of these orders. A record has 8 bytes: its kind, the id of a worker,
+and a step. A file begins with a mark, and each call of `fit` with a record of its number.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from lockstep.errors import ConfigError
+
+_MARK = b"lockstep order 1\n"
+_RECORD = struct.Struct("<BxHI")
+
+
+class Kind(IntEnum):
+    """What a record says."""
+
+    CALL = 0
+    PULL = 1
+    PUSH = 2
+    ASSIGN = 3
+    DONE = 4
+    READ = 5
+    WRITE = 6
+
+
+class Record(NamedTuple):
+    """One arrival.
+
+    Attributes:
+        kind: what was processed; `CALL` begins a call of `fit`, whose number is the step.
+        worker: that sent it.
+        step: for which.
+    """
+
+    kind: Kind
+    worker: int
+    step: int
+
+
+class OrderWriter:
+    """Writes the order of one process to a file.
+
+    Args:
+        path: of the file, which is created. None to write nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: BinaryIO | None = None
+        if path is not None:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._file = path.open("ab")
+            size = self._file.tell()
+            if size < len(_MARK):
+                self._file.truncate(0)
+                self._file.write(_MARK)
+            else:
+                # An earlier run in the folder may have ended within a record.
+                self._file.truncate(size - (size - len(_MARK)) % _RECORD.size)
+
+    def add(self, kind: Kind, worker: int, step: int) -> None:
+        """Add a record, which reaches the file at the latest with `close`."""
+        if self._file is not None:
+            self._file.write(_RECORD.pack(kind, worker, step))
+
+    def close(self) -> None:
+        """Write everything and close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_order(path: Path, call: int) -> list[Record]:
+    """Read the order of one call of `fit`.
+
+    Raises:
+        ConfigError: the file is missing, is of another version, or does not have the call.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the recorded order {path} cannot be read: {error.strerror}") from None
+    if not data.startswith(_MARK):
+        raise ConfigError(f"{path} is no order of arrivals that this version of Lockstep can read")
+    body = memoryview(data)[len(_MARK) :]
+    body = body[: len(body) // _RECORD.size * _RECORD.size]
+    try:
+        calls = dict(_calls(_records(body)))
+    except ValueError as error:
+        raise ConfigError(f"the recorded order {path} is damaged: {error}") from None
+    if call not in calls:
+        raise ConfigError(f"{path} has no order of fit {call}")
+    return calls[call]
+
+
+def _records(data: memoryview) -> Iterator[Record]:
+    for kind, worker, step in _RECORD.iter_unpack(data):
+        yield Record(Kind(kind), worker, step)
+
+
+def _calls(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:
+    number, found = 0, list[Record]()
+    for record in records:
+        if record.kind is Kind.CALL:
+            if number:
+                yield number, found
+            number, found = record.step, []
+        else:
+            found.append(record)
+    if number:
+        yield number, found
+
+
+class RecordedOrder:
+    """The order of arrivals that a process follows."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._known = frozenset(records)
+        self._position = 0
+
+    def has(self, record: Record) -> bool:
+        """Whether the recorded process processed this."""
+        return record in self._known
+
+    def awaited(self) -> Record | None:
+        """Return the arrival whose turn it is; None after the last one."""
+        return self._records[self._position] if self._position < len(self._records) else None
+
+    def advance(self) -> None:
+        """Pass on to the next turn."""
+        self._position += 1
+
+
+class OrderedArrivals:
+    """Processes what arrives: at once, and records the order, or in the order of another run.
+
+    Args:
+        writer: of this run's order.
+        recorded: the order to follow; None for the order of arrival.
+    """
+
+    def __init__(self, writer: OrderWriter, recorded: RecordedOrder | None = None) -> None:
+        self._writer = writer
+        self._recorded = recorded
+        self._held: dict[Record, Callable[[], object]] = {}
+
+    def arrive(self, record: Record, process: Callable[[], object], ignore: Callable[[], object]) -> None:
+        """Process an arrival, and those that have waited for it.
+
+        Args:
+            record: what has arrived.
+            process: processes it, at its turn.
+            ignore: is called instead if the recorded process never processed it: it was lost with a worker.
+        """
+        if self._recorded is None:
+            self._writer.add(*record)
+            process()
+        elif not self._recorded.has(record):
+            ignore()
+        else:
+            self._held[record] = process
+            while (turn := self._recorded.awaited()) is not None and turn in self._held:
+                self._recorded.advance()
+                self._writer.add(*turn)
+                self._held.pop(turn)()
+
+    def awaited(self) -> Record | None:
+        """Return what others wait for, if an order is followed and something waits."""
+        return self._recorded.awaited() if self._recorded is not None and self._held else None

@@ -1,0 +1,158 @@
+"""The messages between the chief, the workers and the parameter servers of a job, within a call of `fit`.
+
+Workers and the chief ask, parameter servers and the chief answer each question once, perhaps later. Arrays
+travel beside the messages; see `lockstep.transport.array_channel`.
+"""
+
+import msgspec
+
+
+class Introduction(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a connection: who asks."""
+
+    process: int
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The only message of a connection: does the process run? The answer is `Applied`."""
+
+
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
+    """A worker asks a server for its shards, to compute a step; the answer is `ServedValues`."""
+
+    step: int
+
+
+class Push(msgspec.Struct, frozen=True, tag="push"):
+    """A worker gives a server the gradients of its shards; the answer is `Applied`.
+
+    Attributes:
+        step: for which they were computed.
+        shards: the positions among the server's shards of those that have a gradient, in the arrays' order.
+    """
+
+    step: int
+    shards: tuple[int, ...]
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """The chief asks a server for its shards and its optimizer's variables; the answer is `ServedValues`.
+
+    Attributes:
+        step: the number of steps that were completed.
+    """
+
+    step: int
+
+
+class Write(msgspec.Struct, frozen=True, tag="write"):
+    """The chief replaces values that a callback has changed; the answer is `Applied`.
+
+    Attributes:
+        step: the number of steps that were completed.
+        shards: the positions of the shards of the first arrays.
+        slots: the variables of the optimizer of the other arrays; see `ServedValues`.
+    """
+
+    step: int
+    shards: tuple[int, ...]
+    slots: tuple[tuple[int, int], ...]
+
+
+class EndCall(msgspec.Struct, frozen=True, tag="stop"):
+    """The chief ends the call on a server; the answer is `Applied`."""
+
+
+class Enter(msgspec.Struct, frozen=True, tag="enter"):
+    """A worker is ready; the chief answers `Begin` once its callbacks have begun."""
+
+
+class Next(msgspec.Struct, frozen=True, tag="next"):
+    """A worker asks the chief for a step; the answer is `Assigned` with the layers' state, or `Ended`."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """All servers have the gradients of a step; with what else a step computes. The answer is as for `Next`.
+
+    Attributes:
+        step: which is complete.
+        names: of the arrays: changes of the layers' state, metrics, logged values.
+        staleness: the number of changes of the weights between reading and changing them, the largest of all
+            servers.
+        check: a hash of what identifies the batch.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    staleness: int
+    check: bytes
+
+
+class EpochDone(msgspec.Struct, frozen=True, tag="epoch done"):
+    """A worker has visited all batches of an epoch.
+
+    It gives back the steps that it has not begun. The chief answers `Opened` once the next epoch has begun,
+    `Assigned` if a lost worker has left a step, or `Ended`.
+
+    Attributes:
+        epoch: the number of the epoch.
+        steps: the number of steps that the worker has visited in all epochs.
+    """
+
+    epoch: int
+    steps: int
+
+
+class ServedValues(msgspec.Struct, frozen=True, tag="values"):
+    """The server's shards are in the arrays, and after them the variables of its optimizer, if asked for.
+
+    Attributes:
+        slots: for each variable of the optimizer the position of the shard that it belongs to, -1 if it
+            belongs to none, and its number among those of the same position.
+    """
+
+    slots: tuple[tuple[int, int], ...] = ()
+
+
+class Applied(msgspec.Struct, frozen=True, tag="applied"):
+    """A server has processed a message.
+
+    Attributes:
+        staleness: of a push; -1 if it was not applied, because another worker has computed the step.
+    """
+
+    staleness: int = 0
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The training begins at this epoch."""
+
+    epoch: int
+
+
+class Assigned(msgspec.Struct, frozen=True, tag="assigned"):
+    """A worker has to compute a step, with the layers' state in the arrays.
+
+    Attributes:
+        step: the number of the step in the call, from 0.
+        incomplete: the earlier steps that are not complete; the worker keeps their batches.
+        names: of the arrays.
+    """
+
+    step: int
+    incomplete: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """An epoch has begun."""
+
+    epoch: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The training has ended."""
+
+
+Question = Introduction | Alive | Pull | Push | Read | Write | EndCall | Enter | Next | Done | EpochDone
+Answer = ServedValues | Applied | Begin | Assigned | Opened | Ended

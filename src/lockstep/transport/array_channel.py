@@ -1,0 +1,331 @@
+"""Questions and answers with arrays, between processes of one user on one host.
+
+A connection is a Unix socket in the abstract namespace: it leaves no file, and both ends check that the other
+process belongs to the same user. A frame is the length of its header in 4 bytes, the header, a message and
+the dtypes and shapes of the arrays, and the bytes of the arrays.
+"""
+
+import contextlib
+import queue
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+# Defines dtypes such as bfloat16.
+import ml_dtypes  # noqa: F401
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import PeerError, PeerLostError, PeerStuckError
+from lockstep.protocol.parameter_server import Alive, Answer, Applied, Introduction, Question
+from lockstep.system.notes import note
+from lockstep.system.socket_owners import is_of_this_user
+
+Array = npt.NDArray[Any]
+
+_LENGTH = struct.Struct(">I")
+_MAX_HEADER = 64 << 20
+_SMALL = 64 << 10
+_REPORT_AFTER = 10.0
+_REPORT_AT_LEAST = 60.0
+_ALIVE_WITHIN = 30.0
+"""Seconds in which a process answers that it runs."""
+_BACKLOG = 1024
+_Described = tuple[str, tuple[int, ...]]
+_questions = msgspec.msgpack.Decoder(tuple[Question, list[_Described]])
+_answers = msgspec.msgpack.Decoder(tuple[Answer, list[_Described]])
+
+
+class _Ended(Exception):
+    """The peer has closed the connection, or sends something else than frames."""
+
+
+def _send(connection: socket.socket, message: msgspec.Struct, arrays: Sequence[Array]) -> None:
+    """Send one frame.
+
+    Raises:
+        OSError: the connection has ended, or the peer does not read.
+    """
+    whole = [np.ascontiguousarray(array) for array in arrays]
+    header = msgspec.msgpack.encode((message, [(str(a.dtype), a.shape) for a in arrays]))
+    # Small arrays leave with one call.
+    together = bytearray(_LENGTH.pack(len(header)) + header)
+    for array in whole:
+        if array.nbytes < _SMALL:
+            together += array.tobytes()
+        else:
+            connection.sendall(together)
+            together = bytearray()
+            connection.sendall(array.reshape(-1).view(np.uint8).data.cast("B"))
+    if together:
+        connection.sendall(together)
+
+
+def _receive(connection: socket.socket, decoder: Any) -> tuple[Any, list[Array]]:
+    """Receive one frame; its arrays have memory of their own.
+
+    Raises:
+        _Ended: the connection has ended.
+        OSError: likewise, or the peer does not send.
+    """
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > _MAX_HEADER:
+        raise _Ended
+    try:
+        message, described = decoder.decode(_exactly(connection, length))
+        dtypes = [np.dtype(dtype) for dtype, _ in described]
+        if any(dtype.hasobject for dtype in dtypes):
+            raise _Ended
+        arrays = [np.empty(shape, dtype) for dtype, (_, shape) in zip(dtypes, described, strict=True)]
+    except (msgspec.MsgspecError, MemoryError, TypeError, ValueError):
+        raise _Ended from None
+    for array in arrays:
+        if array.nbytes:
+            _fill(connection, memoryview(array.reshape(-1).view(np.uint8).data))
+    return message, arrays
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    _fill(connection, memoryview(data))
+    return data
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            raise _Ended
+        view = view[received:]
+
+
+class AskingChannel:
+    """The end of a connection that asks.
+
+    Args:
+        address: of the other end.
+        process: the id of this process.
+        peer: names the other end in messages.
+        timeout: seconds after which an answer counts as missing.
+
+    Raises:
+        PeerLostError: the other end has ended.
+    """
+
+    def __init__(self, address: bytes, process: int, peer: str, timeout: float) -> None:
+        self._address, self._peer, self._timeout = address, peer, timeout
+        self._patient = False
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.settimeout(timeout)
+        try:
+            self._connection.connect(address)
+            if not is_of_this_user(self._connection):
+                self._raise_lost()
+            self.send(Introduction(process))
+        except OSError:
+            self._connection.close()
+            self._raise_lost()
+        except PeerError:
+            self._connection.close()
+            raise
+
+    def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
+        """Ask; every question but `Introduction` has one answer.
+
+        Raises:
+            PeerLostError: the other end has ended.
+            PeerStuckError: it does not read.
+        """
+        try:
+            _send(self._connection, message, arrays)
+        except TimeoutError:
+            self._raise_stuck(message)
+        except OSError:
+            self._raise_lost()
+
+    def receive(self, asked: Question) -> tuple[Any, list[Array]]:
+        """Wait for the answer to the first question that has none.
+
+        Args:
+            asked: the question, for messages.
+
+        Raises:
+            PeerLostError: the other end has ended.
+            PeerStuckError: no answer has come in time.
+        """
+        try:
+            if self._patient:
+                self._wait_patiently(asked)
+            return _receive(self._connection, _answers)
+        except TimeoutError:
+            self._raise_stuck(asked)
+        except (_Ended, OSError):
+            self._raise_lost()
+
+    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
+        """Ask, and wait for the answer."""
+        self.send(message, arrays)
+        return self.receive(message)
+
+    def be_patient(self) -> None:
+        """Let answers take as long as they need.
+
+        A note says for how long this process has waited. From the timeout on, the other process must show
+        that it runs.
+        """
+        self._patient = True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _wait_patiently(self, asked: Question) -> None:
+        begun, interval = time.monotonic(), _REPORT_AFTER
+        while not select.select([self._connection], [], [], interval)[0]:
+            waited = time.monotonic() - begun
+            what = asked.__struct_config__.tag
+            note(f"this process has waited {waited:.0f} s for {self._peer}, which has not answered {what!r}")
+            if waited > self._timeout:
+                self._check_alive()
+            interval = min(2 * interval, _REPORT_AT_LEAST)
+
+    def _check_alive(self) -> None:
+        """Ask in a connection of its own whether the other process runs."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(min(self._timeout, _ALIVE_WITHIN))
+            connection.connect(self._address)
+            _send(connection, Alive(), ())
+            _receive(connection, _answers)
+
+    def _raise_lost(self) -> NoReturn:
+        raise PeerLostError(f"{self._peer} has ended; its log says why") from None
+
+    def _raise_stuck(self, message: Question) -> NoReturn:
+        what = message.__struct_config__.tag
+        raise PeerStuckError(
+            f"{self._peer} has not answered {what!r} for {self._timeout:g} s: lockstep stack shows what it "
+            "does; --timeout sets the limit"
+        ) from None
+
+
+@dataclass(eq=False)
+class Asked:
+    """A question that has arrived.
+
+    Attributes:
+        process: the id of the process that asks.
+        message: the question; None if the process has closed its connection.
+        arrays: of the question.
+    """
+
+    process: int
+    message: Question | None
+    arrays: list[Array] = field(default_factory=list)
+    _answer: "queue.SimpleQueue[tuple[Answer, Sequence[Array]] | None]" = field(
+        default_factory=queue.SimpleQueue
+    )
+
+    def answer(self, message: Answer, arrays: Sequence[Array] = ()) -> None:
+        """Answer; a thread sends it. The arrays must not change afterwards."""
+        self._answer.put((message, arrays))
+
+    def abandon(self) -> None:
+        """Let the thread that waits for the answer end."""
+        self._answer.put(None)
+
+
+class AnsweringEnd:
+    """Accepts connections, and puts the questions of all of them into one queue, in their order of arrival.
+
+    Each connection has a thread, so that a process that is stopped while it sends or receives delays no
+    other.
+
+    Args:
+        put: takes each question, in the thread of its connection.
+
+    Attributes:
+        address: where it listens.
+    """
+
+    def __init__(self, put: Callable[[Asked], object]) -> None:
+        self._put = put
+        self._open: set[socket.socket] = set()
+        self._unanswered: set[Asked] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.address = b"\0lockstep-" + secrets.token_hex(16).encode()
+        self._listener.bind(self.address)
+        self._listener.listen(_BACKLOG)
+        threading.Thread(target=self._accept, name="lockstep-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Close all connections; their threads end."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            # Wakes the threads, which close their ends.
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            for asked in self._unanswered:
+                asked.abandon()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._open.add(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), name="lockstep-serve", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        process = -1
+        try:
+            if not is_of_this_user(connection):
+                return
+            hello, _ = _receive(connection, _questions)
+            if isinstance(hello, Alive):
+                _send(connection, Applied(), ())
+            if not isinstance(hello, Introduction):
+                return
+            process = hello.process
+            while True:
+                message, arrays = _receive(connection, _questions)
+                asked = Asked(process, message, arrays)
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._unanswered.add(asked)
+                self._put(asked)
+                answer = asked._answer.get()
+                with self._lock:
+                    self._unanswered.discard(asked)
+                if answer is None:
+                    return
+                _send(connection, *answer)
+        except (_Ended, OSError):
+            pass
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                connection.close()
+            if process >= 0:
+                self._put(Asked(process, None))

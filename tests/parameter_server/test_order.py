@@ -1,0 +1,244 @@
+"""Orders of arrivals: their files, and arrivals that follow a recorded order."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import ConfigError
+from lockstep.parameter_server.order import (
+    Kind,
+    OrderedArrivals,
+    OrderWriter,
+    Record,
+    RecordedOrder,
+    read_order,
+)
+
+RECORD_BYTES = 8
+
+kinds = st.sampled_from([kind for kind in Kind if kind is not Kind.CALL])
+records = st.builds(Record, kinds, st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1))
+turns = st.lists(st.integers(1, 4), max_size=12)
+"""Workers, in the order in which their records are processed."""
+orders_and_arrivals = turns.flatmap(lambda order: st.tuples(st.just(order), st.permutations(order)))
+
+
+class Noted(OrderWriter):
+    """Keeps the order of a process in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.records: list[Record] = []
+
+    def add(self, kind: Kind, worker: int, step: int) -> None:
+        self.records.append(Record(kind, worker, step))
+
+
+def write(path: Path, calls: dict[int, Sequence[Record]]) -> None:
+    writer = OrderWriter(path)
+    for call, order in calls.items():
+        writer.add(Kind.CALL, 0, call)
+        for record in order:
+            writer.add(*record)
+    writer.close()
+
+
+def in_turn(workers: Sequence[int]) -> list[Record]:
+    """Return records of workers in this order: each one pulls and pushes one step after another."""
+    counts = Counter[int]()
+    made = []
+    for worker in workers:
+        step, push = divmod(counts[worker], 2)
+        made.append(Record(Kind.PUSH if push else Kind.PULL, worker, step))
+        counts[worker] += 1
+    return made
+
+
+def refused(path: Path, call: int = 1) -> str:
+    with pytest.raises(ConfigError) as error:
+        read_order(path, call)
+    message = str(error.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+@given(calls=st.dictionaries(st.integers(1, 5), st.lists(records, max_size=6), min_size=1))
+def test_each_call_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, calls: dict[int, list[Record]]
+) -> None:
+    path = tmp_path_factory.mktemp("order") / "order.0"
+    write(path, dict(calls))
+    for call, order in calls.items():
+        assert read_order(path, call) == order
+
+
+def test_a_later_writer_adds_its_calls(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "order.0"
+    first, second = in_turn([1, 2, 1]), in_turn([2, 2])
+    write(path, {1: first})
+    write(path, {2: second})
+    assert read_order(path, 1) == first
+    assert read_order(path, 2) == second
+
+
+def test_a_call_in_which_nothing_arrives_has_an_empty_order(tmp_path: Path) -> None:
+    path = tmp_path / "order.0"
+    write(path, {1: [], 2: in_turn([1]), 3: []})
+    assert [len(read_order(path, call)) for call in (1, 2, 3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("lost", range(1, RECORD_BYTES))
+def test_a_truncated_last_record_is_ignored(tmp_path: Path, lost: int) -> None:
+    path = tmp_path / "order.0"
+    order = in_turn([1, 2, 1, 1])
+    write(path, {1: order})
+    path.write_bytes(path.read_bytes()[:-lost])
+    assert read_order(path, 1) == order[:-1]
+
+
+def test_a_writer_without_a_file_writes_nothing(tmp_path: Path) -> None:
+    writer = OrderWriter(None)
+    writer.add(Kind.CALL, 0, 1)
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_closing_leaves_no_descriptor_open(tmp_path: Path, closes_descriptors: None) -> None:
+    path = tmp_path / "order.0"
+    write(path, {1: in_turn([1])})
+    read_order(path, 1)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "cannot be read: No such file" in refused(tmp_path / "none")
+    assert "cannot be read: Is a directory" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"lockstep", b"lockstep order 2\n" + bytes(16), bytes(64)])
+def test_a_file_of_another_kind_or_version_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "order.0"
+    path.write_bytes(data)
+    assert "this version of Lockstep can read" in refused(path)
+
+
+@pytest.mark.parametrize("calls", [(), (1,), (1, 3)])
+def test_a_call_that_was_not_recorded_is_refused(tmp_path: Path, calls: tuple[int, ...]) -> None:
+    path = tmp_path / "order.0"
+    write(path, {call: in_turn([1]) for call in calls})
+    assert refused(path, 2).endswith("has no order of fit 2")
+
+
+def test_without_an_order_arrivals_are_processed_at_once_and_recorded() -> None:
+    writer, processed = Noted(), list[Record]()
+    arrivals = OrderedArrivals(writer)
+    order = in_turn([2, 1, 1, 2, 2])
+    for count, record in enumerate(order, 1):
+        arrivals.arrive(record, partial(processed.append, record), pytest.fail)
+        assert processed == writer.records == order[:count]
+        assert arrivals.awaited() is None
+
+
+def follow(
+    recorded: Sequence[Record],
+    arriving: Sequence[Record],
+    check: Callable[[int, list[Record], OrderedArrivals], None],
+) -> tuple[list[Record], list[Record], list[Record]]:
+    """Return what is processed, ignored and recorded; `check` sees the state after each arrival."""
+    writer, processed, ignored = Noted(), list[Record](), list[Record]()
+    arrivals = OrderedArrivals(writer, RecordedOrder(recorded))
+    for count, record in enumerate(arriving, 1):
+        arrivals.arrive(
+            record,
+            partial(processed.append, record),
+            partial(ignored.append, record),
+        )
+        check(count, processed, arrivals)
+    return processed, ignored, writer.records
+
+
+@given(orders_and_arrivals)
+def test_arrivals_are_processed_in_the_recorded_order_as_soon_as_possible(
+    orders: tuple[list[int], list[int]],
+) -> None:
+    recorded, arriving = map(in_turn, orders)
+
+    def check(count: int, processed: list[Record], arrivals: OrderedArrivals) -> None:
+        arrived = set(arriving[:count])
+        possible = 0
+        while possible < len(recorded) and recorded[possible] in arrived:
+            possible += 1
+        assert processed == recorded[:possible]
+        assert arrivals.awaited() == (recorded[possible] if possible < count else None)
+
+    assert follow(recorded, arriving, check) == (recorded, [], recorded)
+
+
+@given(
+    orders_and_arrivals,
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3))),
+)
+def test_what_the_recorded_process_never_processed_is_ignored_at_once(
+    orders: tuple[list[int], list[int]], strange: list[tuple[int, int]]
+) -> None:
+    recorded, arriving = map(in_turn, orders)
+    unknown = list[Record]()
+    for place, kind in strange:
+        unknown.append(Record([Kind.PULL, Kind.PUSH, Kind.READ, Kind.DONE][kind], 1, 1000 + len(unknown)))
+        arriving.insert(min(place, len(arriving)), unknown[-1])
+
+    def check(count: int, processed: list[Record], arrivals: OrderedArrivals) -> None:
+        assert arrivals.awaited() is None or arrivals.awaited() in recorded
+
+    processed, ignored, written = follow(recorded, arriving, check)
+    assert processed == written == recorded
+    assert ignored == [record for record in arriving if record in unknown]
+
+
+def test_awaited_names_the_arrival_that_others_wait_for() -> None:
+    recorded = in_turn([1, 2, 1])
+    first, second, third = recorded
+    arrivals = OrderedArrivals(OrderWriter(None), RecordedOrder(recorded))
+    assert arrivals.awaited() is None
+    for record, awaited in ((second, first), (first, None), (third, None)):
+        arrivals.arrive(record, lambda: None, pytest.fail)
+        assert arrivals.awaited() == awaited
+
+
+def test_an_arrival_that_is_recorded_twice_is_processed_at_both_turns() -> None:
+    """The chief may read twice between two steps; it waits for each answer."""
+    read, push = Record(Kind.READ, 0, 1), Record(Kind.PUSH, 1, 1)
+    seen = list[str]()
+    arrivals = OrderedArrivals(Noted(), RecordedOrder([read, push, read]))
+    arrivals.arrive(read, lambda: seen.append("first"), pytest.fail)
+    arrivals.arrive(read, lambda: seen.append("second"), pytest.fail)
+    assert arrivals.awaited() == push
+    arrivals.arrive(push, lambda: seen.append("push"), pytest.fail)
+    assert seen == ["first", "push", "second"]
+
+
+def test_following_writes_the_order_that_it_follows(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    write(old, {1: in_turn([1, 2, 3, 1, 2])})
+    writer = OrderWriter(new)
+    writer.add(Kind.CALL, 0, 1)
+    arrivals = OrderedArrivals(writer, RecordedOrder(read_order(old, 1)))
+    for record in in_turn([3, 2, 2, 1, 1]):
+        arrivals.arrive(record, lambda: None, pytest.fail)
+    writer.close()
+    assert new.read_bytes() == old.read_bytes()
+
+
+def test_the_last_turn_is_followed_by_none() -> None:
+    order = RecordedOrder(in_turn([1, 2]))
+    for record in in_turn([1, 2]):
+        assert order.awaited() == record
+        assert order.has(record)
+        order.advance()
+    assert order.awaited() is None
+    assert not order.has(Record(Kind.PUSH, 3, 0))

@@ -1,0 +1,502 @@
+"""Questions and answers with arrays: what arrives, who is lost or stuck, and what harms no other."""
+
+import contextlib
+import itertools
+import queue
+import secrets
+import socket
+import struct
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.protocol.parameter_server import (
+    Alive,
+    Applied,
+    Assigned,
+    Done,
+    Ended,
+    Enter,
+    Introduction,
+    Next,
+    Pull,
+    Push,
+    ServedValues,
+)
+from lockstep.transport import array_channel
+from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
+
+PATIENCE = 120.0
+SHORT = 0.05
+THREADS = ("lockstep-accept", "lockstep-serve")
+MANY = 3 << 20
+"""Bytes that do not fit into the buffers of a socket."""
+
+Array = npt.NDArray[Any]
+Inbox = queue.SimpleQueue[Asked]
+Connect = Callable[..., AskingChannel]
+
+
+def own_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name in THREADS]
+
+
+def join_threads() -> None:
+    for thread in own_threads():
+        thread.join(PATIENCE)
+    assert not own_threads()
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def end(inbox: Inbox) -> Iterator[AnsweringEnd]:
+    made = AnsweringEnd(inbox.put)
+    yield made
+    made.close()
+    join_threads()
+
+
+@pytest.fixture
+def connect(end: AnsweringEnd) -> Iterator[Connect]:
+    """Connects a process of this id to the answering end."""
+    with contextlib.ExitStack() as stack:
+
+        def connected(process: int = 1, timeout: float = PATIENCE) -> AskingChannel:
+            channel = AskingChannel(end.address, process, "the chief", timeout)
+            stack.callback(channel.close)
+            return channel
+
+        yield connected
+
+
+@pytest.fixture
+def stranger(end: AnsweringEnd) -> Iterator[socket.socket]:
+    """A connection to the answering end on which a test may send anything."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made.settimeout(PATIENCE)
+        made.connect(end.address)
+        yield made
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """Another end, which answers only what a test sends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made.bind(b"\0lockstep-test-" + secrets.token_hex(16).encode())
+        made.listen()
+        yield made
+
+
+def frame(message: msgspec.Struct, described: object = ()) -> bytes:
+    header = msgspec.msgpack.encode((message, described))
+    return struct.pack(">I", len(header)) + header
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait for the end of a connection; return whether nothing was sent before."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        # Closed before everything was read.
+        return True
+
+
+def echo(channel: AskingChannel, inbox: Inbox, arrays: list[Array]) -> list[Array]:
+    """Send arrays with a question, and return those of an answer that has the same."""
+    channel.send(Pull(7), arrays)
+    asked = inbox.get(timeout=PATIENCE)
+    assert asked.message == Pull(7)
+    asked.answer(ServedValues(((0, 1),)), asked.arrays)
+    answer, received = channel.receive(Pull(7))
+    assert answer == ServedValues(((0, 1),))
+    return received
+
+
+def assert_equal(received: list[Array], sent: list[Array]) -> None:
+    assert len(received) == len(sent)
+    for one, other in zip(received, sent, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tobytes() == other.tobytes()
+        assert one.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("bool", "int8", "uint16", "int32", "int64", "uint64", "float16", "float32", "float64"),
+        *("complex64", "complex128", ">f4", ">i8", "datetime64[ns]", "U3", "S5"),
+        *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4),
+    ],
+    ids=str,
+)
+def test_arrays_of_every_dtype_arrive_equal(connect: Connect, inbox: Inbox, dtype: npt.DTypeLike) -> None:
+    values = np.arange(24) % 7
+    arrays: list[Array] = [values.astype(np.int8 if dtype == ml_dtypes.int4 else values.dtype).astype(dtype)]
+    arrays += [arrays[0].reshape(2, 3, 4), arrays[0][3:4].reshape(()), arrays[0][:0].reshape(0, 5)]
+    assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (2, 3, 4), (1, 1, 1, 1), (200, 300)], ids=str)
+def test_arrays_of_every_shape_arrive_equal(connect: Connect, inbox: Inbox, shape: tuple[int, ...]) -> None:
+    arrays: list[Array] = [np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)]
+    assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+@pytest.mark.parametrize("side", [8, 300], ids=["small", "large"])
+def test_arrays_that_are_not_contiguous_arrive_equal(connect: Connect, inbox: Inbox, side: int) -> None:
+    base: Array = np.arange(side * side, dtype=np.float64).reshape(side, side)
+    arrays: list[Array] = [
+        base.T,
+        base[::2, 1::3],
+        base[::-1],
+        np.asfortranarray(base),
+        np.broadcast_to(base[0], (3, side)),
+        base.astype(ml_dtypes.bfloat16).T,
+    ]
+    assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+def test_small_and_large_arrays_keep_their_order(connect: Connect, inbox: Inbox) -> None:
+    sizes = (1, 100_000, 0, 2, 65_535, 65_536, 65_537, 3, 200_000)
+    arrays: list[Array] = [np.full(size, index, np.uint8) for index, size in enumerate(sizes)]
+    assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+def test_special_values_keep_their_bits(connect: Connect, inbox: Inbox) -> None:
+    bits = np.array([0x80000000, 0x7FC00001, 0xFF800000, 0x7F800001, 1], np.uint32)
+    arrays: list[Array] = [bits.view(np.float32)]
+    assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+def test_a_message_without_arrays_arrives_equal(connect: Connect, inbox: Inbox) -> None:
+    channel = connect()
+    channel.send(Done(3, ("loss", "accuracy"), 2, b"check"))
+    asked = inbox.get(timeout=PATIENCE)
+    assert (asked.process, asked.message, asked.arrays) == (1, Done(3, ("loss", "accuracy"), 2, b"check"), [])
+    asked.answer(Assigned(5, (3, 4), ()))
+    assert channel.receive(Next()) == (Assigned(5, (3, 4), ()), [])
+
+
+def test_asking_waits_for_the_answer() -> None:
+    def put(asked: Asked) -> None:
+        if isinstance(asked.message, Push):
+            asked.answer(Applied(asked.message.step), [2 * array for array in asked.arrays])
+
+    end = AnsweringEnd(put)
+    channel = AskingChannel(end.address, 1, "parameter server 0", PATIENCE)
+    for step in range(20):
+        answer, (doubled,) = channel.ask(Push(step, (0,)), [np.full(3, step)])
+        assert answer == Applied(step)
+        assert doubled.tolist() == [2 * step] * 3
+    channel.close()
+    end.close()
+    join_threads()
+
+
+def test_questions_of_all_connections_arrive_in_one_queue(connect: Connect, inbox: Inbox) -> None:
+    channels = {process: connect(process) for process in (3, 1, 2)}
+    for process, channel in channels.items():
+        channel.send(Pull(process), [np.array(process)])
+    found = [inbox.get(timeout=PATIENCE) for _ in channels]
+    assert {asked.process: asked.message for asked in found} == {p: Pull(p) for p in channels}
+    for asked in found:
+        assert asked.arrays[0] == asked.process
+        asked.answer(Applied(asked.process))
+    for process, channel in channels.items():
+        assert channel.receive(Pull(process)) == (Applied(process), [])
+
+
+def test_questions_of_one_connection_arrive_in_their_order_and_after_each_answer(
+    connect: Connect, inbox: Inbox
+) -> None:
+    channel = connect()
+    for step in range(5):
+        channel.send(Pull(step))
+    for step in range(5):
+        asked = inbox.get(timeout=PATIENCE)
+        assert asked.message == Pull(step)
+        assert inbox.empty()
+        asked.answer(Applied(step))
+    assert [channel.receive(Pull(step))[0].staleness for step in range(5)] == list(range(5))
+
+
+def test_questions_may_be_answered_in_another_order(connect: Connect, inbox: Inbox) -> None:
+    first, second = connect(1), connect(2)
+    first.send(Next())
+    held = inbox.get(timeout=PATIENCE)
+    second.send(Next())
+    inbox.get(timeout=PATIENCE).answer(Ended())
+    assert second.receive(Next()) == (Ended(), [])
+    held.answer(Applied())
+    assert first.receive(Next()) == (Applied(), [])
+
+
+def test_two_large_questions_arrive_at_the_same_time(connect: Connect, inbox: Inbox) -> None:
+    """Both are received before either is answered, and their answers are as large."""
+    arrays: dict[int, list[Array]] = {
+        process: [np.arange(MANY, dtype=np.uint8) * process] for process in (1, 2)
+    }
+    answers = dict[int, list[Array]]()
+
+    def ask(process: int) -> None:
+        _, answers[process] = connect(process).ask(Push(0, (0,)), arrays[process])
+
+    threads = [threading.Thread(target=ask, args=(process,)) for process in arrays]
+    for thread in threads:
+        thread.start()
+    for asked in [inbox.get(timeout=PATIENCE) for _ in threads]:
+        asked.answer(ServedValues(), asked.arrays)
+    for thread in threads:
+        thread.join(PATIENCE)
+    for process in arrays:
+        assert_equal(answers[process], arrays[process])
+
+
+def test_a_process_that_stops_within_a_question_delays_no_other(
+    connect: Connect, stranger: socket.socket, inbox: Inbox
+) -> None:
+    stranger.sendall(frame(Introduction(9)) + frame(Push(0, (0,)), [("uint8", (MANY,))]) + bytes(1000))
+    arrays: list[Array] = [np.arange(MANY, dtype=np.uint8)]
+    assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+def test_a_process_that_does_not_read_its_answer_delays_no_other(
+    connect: Connect, stranger: socket.socket, inbox: Inbox
+) -> None:
+    stranger.sendall(frame(Introduction(9)) + frame(Pull(0)))
+    inbox.get(timeout=PATIENCE).answer(ServedValues(), [np.zeros(MANY, np.uint8)])
+    arrays: list[Array] = [np.arange(MANY, dtype=np.uint8)]
+    assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+def test_the_end_of_a_connection_is_a_question_without_a_message(connect: Connect, inbox: Inbox) -> None:
+    channel = connect(4)
+    echo(channel, inbox, [])
+    channel.close()
+    asked = inbox.get(timeout=PATIENCE)
+    assert (asked.process, asked.message, asked.arrays) == (4, None, [])
+    assert inbox.empty()
+
+
+def test_an_end_that_closes_is_named_as_lost(closes_descriptors: None) -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    end = AnsweringEnd(inbox.put)
+    channel = AskingChannel(end.address, 1, "the chief", PATIENCE)
+    channel.send(Next())
+    inbox.get(timeout=PATIENCE)
+    end.close()
+    for ask in (channel.receive, channel.ask):
+        with pytest.raises(PeerLostError) as lost:
+            ask(Next())
+        assert str(lost.value) == "the chief has ended; its log says why"
+    channel.close()
+    join_threads()
+
+
+@pytest.mark.parametrize("part", [0, 3, 4, 10, -1])
+def test_an_end_that_closes_within_an_answer_is_lost(listener: socket.socket, part: int) -> None:
+    answer = frame(ServedValues(), [("float32", (2,))]) + bytes(8)
+    channel = AskingChannel(listener.getsockname(), 1, "parameter server 1", PATIENCE)
+    accepted, _ = listener.accept()
+    with accepted, contextlib.closing(channel):
+        accepted.sendall(answer[:part])
+        accepted.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
+            channel.receive(Pull(0))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff" * 8,
+        struct.pack(">I", 3) + b"\xc1\xc1\xc1",
+        frame(Next()),
+        frame(Applied(), [("float33", (2,))]),
+    ],
+    ids=["too long", "not msgpack", "question", "dtype"],
+)
+def test_an_end_that_answers_something_else_is_lost(listener: socket.socket, answer: bytes) -> None:
+    channel = AskingChannel(listener.getsockname(), 1, "parameter server 1", PATIENCE)
+    accepted, _ = listener.accept()
+    with accepted, contextlib.closing(channel):
+        accepted.sendall(answer)
+        with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
+            channel.receive(Pull(0))
+
+
+def test_an_end_that_does_not_answer_is_named_as_stuck(connect: Connect, inbox: Inbox) -> None:
+    channel = connect(timeout=SHORT)
+    with pytest.raises(PeerStuckError) as stuck:
+        channel.ask(Next())
+    assert str(stuck.value) == (
+        "the chief has not answered 'next' for 0.05 s: lockstep stack shows what it does; "
+        "--timeout sets the limit"
+    )
+    channel.close()
+    # The answer to a process that has given up harms nobody.
+    inbox.get(timeout=PATIENCE).answer(ServedValues(), [np.zeros(MANY, np.uint8)])
+    assert inbox.get(timeout=PATIENCE).message is None
+
+
+def test_an_end_that_does_not_read_is_named_as_stuck(listener: socket.socket) -> None:
+    channel = AskingChannel(listener.getsockname(), 1, "parameter server 0", SHORT)
+    accepted, _ = listener.accept()
+    stuck = pytest.raises(PeerStuckError, match=r"^parameter server 0 has not answered 'push' for 0\.05 s")
+    with accepted, contextlib.closing(channel), stuck:
+        channel.send(Push(0, (0,)), [np.zeros(MANY, np.uint8)])
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The notes of a patient channel, for which 1000 s pass whenever it looks at the clock."""
+    found = list[str]()
+    clock = types.SimpleNamespace(monotonic=itertools.count(0.0, 1000.0).__next__)
+    monkeypatch.setattr(array_channel, "time", clock)
+    monkeypatch.setattr(array_channel, "note", found.append)
+    for name in ("_REPORT_AFTER", "_REPORT_AT_LEAST"):
+        monkeypatch.setattr(array_channel, name, 0.001)
+    return found
+
+
+def test_a_patient_process_waits_for_one_that_runs(
+    end: AnsweringEnd, connect: Connect, inbox: Inbox, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = connect()
+    channel.be_patient()
+    channel.send(Enter())
+    held = inbox.get(timeout=PATIENCE)
+
+    def noted(text: str) -> None:
+        notes.append(text)
+        if len(notes) == 3:
+            held.answer(Ended())
+
+    monkeypatch.setattr(array_channel, "note", noted)
+    assert channel.receive(Enter()) == (Ended(), [])
+    waited = "this process has waited {} s for the chief, which has not answered 'enter'"
+    assert notes[:3] == [waited.format(seconds) for seconds in (1000, 2000, 3000)]
+    assert inbox.empty()
+
+
+def test_a_patient_process_finds_one_that_does_not_run_stuck(
+    listener: socket.socket, notes: list[str]
+) -> None:
+    channel = AskingChannel(listener.getsockname(), 1, "the chief", SHORT)
+    channel.be_patient()
+    with (
+        contextlib.closing(channel),
+        pytest.raises(PeerStuckError, match="the chief has not answered 'enter'"),
+    ):
+        channel.ask(Enter())
+    assert len(notes) == 1
+
+
+def test_a_patient_process_notices_the_end_of_the_other(listener: socket.socket) -> None:
+    channel = AskingChannel(listener.getsockname(), 1, "the chief", PATIENCE)
+    channel.be_patient()
+    accepted, _ = listener.accept()
+    accepted.close()
+    with contextlib.closing(channel), pytest.raises(PeerLostError, match="the chief has ended"):
+        channel.receive(Enter())
+
+
+def test_a_process_that_runs_says_so_without_a_question(stranger: socket.socket, inbox: Inbox) -> None:
+    stranger.sendall(frame(Alive()))
+    expected = frame(Applied(), [])
+    assert stranger.recv(len(expected), socket.MSG_WAITALL) == expected
+    assert is_closed(stranger)
+    assert inbox.empty()
+
+
+GARBAGE = {
+    "too long": b"\xff\xff\xff\xff" + bytes(100),
+    "just too long": struct.pack(">I", (64 << 20) + 1),
+    "not msgpack": struct.pack(">I", 4) + b"\xc1\xc1\xc1\xc1",
+    "no message": struct.pack(">I", 1) + b"\x90",
+    "empty": struct.pack(">I", 0),
+    "an answer": frame(Applied()),
+    "web browser": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "dtype": frame(Pull(0), [("float33", (2,))]),
+    "negative shape": frame(Pull(0), [("float32", (-2,))]),
+}
+
+
+@pytest.mark.parametrize("greeted", [False, True], ids=["stranger", "greeted"])
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_a_connection_that_sends_garbage_is_closed_and_harms_no_other(
+    connect: Connect, stranger: socket.socket, inbox: Inbox, data: bytes, greeted: bool
+) -> None:
+    channel = connect(1)
+    channel.send(Next())
+    held = inbox.get(timeout=PATIENCE)
+    # One that greets is known, and its end is told.
+    stranger.sendall(frame(Introduction(9)) * greeted + data)
+    assert is_closed(stranger)
+    if greeted:
+        told = inbox.get(timeout=PATIENCE)
+        assert (told.process, told.message) == (9, None)
+    assert inbox.empty()
+    held.answer(Ended())
+    assert channel.receive(Next()) == (Ended(), [])
+    assert_equal(echo(connect(2), inbox, [np.arange(3)]), [np.arange(3)])
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", struct.pack(">I", 100) + b"part"])
+def test_a_connection_that_ends_before_it_greets_is_no_process(
+    connect: Connect, stranger: socket.socket, inbox: Inbox, sent: bytes
+) -> None:
+    stranger.sendall(sent)
+    stranger.shutdown(socket.SHUT_WR)
+    assert is_closed(stranger)
+    assert inbox.empty()
+    assert echo(connect(), inbox, []) == []
+
+
+def test_a_question_before_the_greeting_is_refused(stranger: socket.socket, inbox: Inbox) -> None:
+    stranger.sendall(frame(Next()))
+    assert is_closed(stranger)
+    assert inbox.empty()
+
+
+def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> None:
+    """Some connections wait for an answer, some have one, one has not sent its question to the end."""
+    inbox: Inbox = queue.SimpleQueue()
+    end = AnsweringEnd(inbox.put)
+    channels = [AskingChannel(end.address, process, "the chief", PATIENCE) for process in range(4)]
+    for channel in channels:
+        echo(channel, inbox, [])
+    for channel in channels[:2]:
+        channel.send(Next())
+        inbox.get(timeout=PATIENCE)
+    channels[3]._connection.sendall(frame(Push(0, (0,)), [("uint8", (MANY,))]))
+    end.close()
+    for channel in channels:
+        assert is_closed(channel._connection)
+        channel.close()
+    join_threads()
+    told = [inbox.get_nowait() for _ in channels]
+    assert inbox.empty()
+    assert {asked.process for asked in told} == {0, 1, 2, 3}
+    assert {asked.message for asked in told} == {None}
+
+
+def test_every_end_has_an_address_of_its_own_without_a_file(closes_descriptors: None) -> None:
+    ends = [AnsweringEnd(lambda asked: None) for _ in range(3)]
+    addresses = {end.address for end in ends}
+    assert len(addresses) == 3
+    assert all(address.startswith(b"\0lockstep-") for address in addresses)
+    for end in ends:
+        end.close()
+    join_threads()
