@@ -16,6 +16,7 @@ import launching
 import many_hosts
 import many_steps
 import overhead
+import parameter_server
 import placement
 import ray_losses
 import reading
@@ -71,6 +72,7 @@ def main() -> None:
         recovery,
         joining,
         ray_losses,
+        parameter_server,
         checkpoints,
         input_cost,
         many_steps,

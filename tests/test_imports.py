@@ -26,17 +26,22 @@ ALLOWED: dict[str, set[str]] = {
     "collectives": {"errors", "system", "topology"},
     "transport": {"checkpoint", "errors", "protocol", "system"},
     "data": {"errors", "topology"},
+    "parameter_server": {"errors", "topology"},
     "cluster": {"errors", "system"},
     "cluster_resolver": {"cluster"},
     "supervisor": {"observability", "protocol", "system", "topology"},
     "worker": {
-        *("checkpoint", "collectives", "errors", "observability", "protocol", "system", "topology"),
-        "transport",
+        *("checkpoint", "collectives", "errors", "observability", "parameter_server", "protocol", "system"),
+        *("topology", "transport"),
     },
-    "keras": {"checkpoint", "collectives", "data", "errors", "observability", "system", "topology", "worker"},
+    "keras": {
+        *("checkpoint", "collectives", "data", "errors", "observability", "parameter_server", "protocol"),
+        *("system", "topology", "transport", "worker"),
+    },
     "callbacks": {"keras"},
     "launcher": {
-        *("errors", "keras", "observability", "protocol", "system", "topology", "transport", "worker"),
+        *("errors", "keras", "observability", "parameter_server", "protocol", "system", "topology"),
+        *("transport", "worker"),
     },
     "coordinator": {"errors", "observability", "protocol", "supervisor", "system", "topology", "worker"},
     # It decides nothing: neither the coordinator nor the supervisor.
@@ -61,7 +66,9 @@ ALLOWED: dict[str, set[str]] = {
         *("agent", "cluster", "errors", "hosts", "launcher", "local_job", "observability", "protocol"),
         *("supervisor", "system", "transport", "worker"),
     },
-    "strategy": {"cluster", "errors", "keras", "launcher", "rendezvous", "system", "worker"},
+    "strategy": {
+        *("cluster", "errors", "keras", "launcher", "parameter_server", "rendezvous", "system", "worker"),
+    },
     "doctor": {"cluster", "collectives", "errors", "hosts", "launcher", "system", "worker"},
     "functions": {"errors", "system", "worker"},
     "ray": {"errors", "functions", "hosts", "keras", "protocol", "system", "transport", "worker"},
@@ -83,8 +90,8 @@ ALLOWED: dict[str, set[str]] = {
     "notebook": {"cli", "errors", "functions", "system", "worker"},
     "__main__": {"cli"},
     "__init__": {
-        *("callbacks", "cluster", "cluster_resolver", "data", "keras", "notebook", "ray", "strategy"),
-        "worker",
+        *("callbacks", "cluster", "cluster_resolver", "data", "keras", "notebook", "parameter_server"),
+        *("ray", "strategy", "worker"),
     },
 }
 
@@ -109,7 +116,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
     {"state"},
     {"replica_run"},
     {"input"},
-    {"sidecar_evaluator"},
+    {"parameter_server", "sidecar_evaluator"},
     {"fit"},
     {"patches", "tf_checkpoints"},
 )
@@ -259,10 +266,14 @@ def test_public_names() -> None:
         "DistributedDataset",
         "DistributedIterator",
         "DistributedValues",
+        "FixedShardsPartitioner",
         "InputContext",
+        "MaxSizePartitioner",
+        "MinSizePartitioner",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
+        "ParameterServerStrategy",
         "ReduceOp",
         "ReplicaContext",
         "SidecarEvaluator",

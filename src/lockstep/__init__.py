@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from lockstep.keras.sidecar_evaluator import SidecarEvaluator
     from lockstep.keras.state.loading import load_checkpoint
     from lockstep.notebook.launch import launch
+    from lockstep.parameter_server.partitioners import (
+        FixedShardsPartitioner,
+        MaxSizePartitioner,
+        MinSizePartitioner,
+    )
     from lockstep.strategy.context import (
         ReplicaContext,
         get_replica_context,
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from lockstep.strategy.default import OneDeviceStrategy
     from lockstep.strategy.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
     from lockstep.strategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+    from lockstep.strategy.parameter_server import ParameterServerStrategy
     from lockstep.strategy.strategy import Strategy
     from lockstep.worker.job import is_chief
 
@@ -36,10 +42,14 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "FixedShardsPartitioner",
     "InputContext",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReduceOp",
     "ReplicaContext",
     "SidecarEvaluator",
@@ -65,10 +75,14 @@ _HOMES = {
     "DistributedDataset": "lockstep.keras.input.distributed_dataset",
     "DistributedIterator": "lockstep.keras.input.distributed_dataset",
     "DistributedValues": "lockstep.keras.per_replica",
+    "FixedShardsPartitioner": "lockstep.parameter_server.partitioners",
     "InputContext": "lockstep.data.input_context",
+    "MaxSizePartitioner": "lockstep.parameter_server.partitioners",
+    "MinSizePartitioner": "lockstep.parameter_server.partitioners",
     "MirroredStrategy": "lockstep.strategy.mirrored",
     "MultiWorkerMirroredStrategy": "lockstep.strategy.mirrored",
     "OneDeviceStrategy": "lockstep.strategy.default",
+    "ParameterServerStrategy": "lockstep.strategy.parameter_server",
     "ReduceOp": "lockstep.strategy.options",
     "ReplicaContext": "lockstep.strategy.context",
     "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",

@@ -74,7 +74,6 @@ assert TFConfigClusterResolver is lockstep.cluster_resolver.TFConfigClusterResol
 assert tf.distribute.Server.__module__.startswith("tensorflow.")
 assert "ParameterServerStrategy" in dir(tf.distribute)
 for refused, given in (
-    (tf.distribute.ParameterServerStrategy, (None,)),
     (tf.distribute.TPUStrategy, ()),
     (tf.distribute.experimental.CentralStorageStrategy, ()),
     (ClusterCoordinator, (None,)),

@@ -129,6 +129,7 @@ class LocalStarter:
             verify_every=spec.verify_every,
             verify_all=spec.verify_all,
             allow_unlike=spec.allow_unlike,
+            parameter_servers=spec.parameter_servers,
         )
         devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -117,6 +117,14 @@ class _Folder(click.Path):
     type=PARTS,
     metavar="N",
     help="Number of worker processes; does not affect the result.  [default: one per visible GPU, else 2]",
+)
+@click.option(
+    "--ps",
+    "servers",
+    type=PARTS,
+    metavar="P",
+    help="Number of parameter servers, for a SCRIPT with a ParameterServerStrategy; they and a chief run "
+    "beside the N workers, which train asynchronously.",
 )
 @click.option(
     "--replicas",
@@ -494,6 +502,8 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
     ways += ["--on"] if options["engine"] else []
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
+    if options["servers"]:
+        _refuse_with_servers(options, ways)
     if not ways and options["plain"]:
         raise ConfigError(
             "--plain is for jobs on several hosts; give --hosts, --listen, --tf-config, --slurm or --on too"
@@ -535,6 +545,23 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
             "-n cannot be combined with --tf-config: each task of TF_CONFIG runs one worker, or "
             "--workers-here"
         )
+
+
+def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> None:
+    """Raise ConfigError for options that jobs with parameter servers do not support."""
+    names = ("replicas", "checkpoint", "devices", "verify_every")
+    given = [*ways, *(f"--{name.replace('_', '-')}" for name in names if options[name] is not None)]
+    given += ["--min-workers"] if options["min_workers"] > 1 else []
+    reasons = {
+        "--replicas": "a step is one batch on one worker",
+        "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
+        "--devices": "its workers compute on CPUs",
+        "--verify-every": "lockstep rerun repeats the whole run",
+        "--min-workers": "lost workers are not replaced",
+    }
+    if given:
+        reason = reasons.get(given[0], "it runs on one machine")
+        raise ConfigError(f"--ps cannot be combined with {given[0]}: {reason}")
 
 
 def _take_place(script: Script, options: dict[str, Any]) -> str:
@@ -659,6 +686,9 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
     replicas = options["replicas"] or past.get("replicas")
     workers = options["workers"] or min(wanted, replicas or wanted)
     workers = sum(host.workers for host in hosts) or workers
+    servers = options["servers"] or 0
+    # The chief and the servers are processes like the workers; outside of `fit`, each has a replica.
+    workers += servers + 1 if servers else 0
     replicas = replicas or workers
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0
@@ -676,10 +706,10 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         replicas=replicas,
         threads=threads,
         seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
-        joint_input=(options["reading"] or _past_reading(past)) == "joint",
+        joint_input=(options["reading"] or _past_reading(past)) == "joint" or bool(servers),
         timeout=options["timeout"],
         min_workers=options["min_workers"],
-        max_restarts=options["max_restarts"],
+        max_restarts=0 if servers else options["max_restarts"],
         grace=parse_seconds(options["grace"], "--grace"),
         accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
@@ -695,6 +725,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         verify_every=_verify_every(options, replicas),
         verify_all=options["verify_replicas"] == "all",
         allow_unlike=options["allow_unlike"],
+        parameter_servers=servers,
     )
 
 
@@ -806,6 +837,7 @@ def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]", ex
         TimeLimits(timeout=spec.timeout, save=spec.grace),
         JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
         keeps=spec.checkpoints is not None,
+        vital=spec.vital,
     )
     starter = LocalStarter(spec, paths, os.getpid(), launcher, output)
     local = LocalHost(output, starter, LinuxDescendants())

@@ -13,7 +13,7 @@ from lockstep.checkpoint.store import Entry, Store
 from lockstep.diff.comparison import Comparison
 from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
-from lockstep.system.environment import DIGESTS, repeating
+from lockstep.system.environment import DIGESTS, ORDER, repeating
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
 from lockstep.system.run_folder import fresh_folder
@@ -107,6 +107,8 @@ def repeat(
     ]
     words += ["--", str(job["target"]), *map(str, job["arguments"])]
     environment = repeating(recording.program["flags"]) | dict(variables)
+    if job.get("parameter_servers"):
+        environment[ORDER] = str(recording.folder.absolute())
     return subprocess.run(
         words, cwd=where, env=environment, stdout=output, stderr=output, check=False
     ).returncode
@@ -114,10 +116,14 @@ def repeat(
 
 def _options(job: Mapping[str, Any]) -> list[str]:
     """Return the options of `lockstep run` that bits depend on, and the number of workers."""
-    words = ["-n", str(job["workers"]), "--replicas", str(job["replicas"])]
+    servers = job.get("parameter_servers", 0)
+    if servers:
+        words = ["-n", str(job["workers"] - servers - 1), "--ps", str(servers)]
+    else:
+        words = ["-n", str(job["workers"]), "--replicas", str(job["replicas"])]
     words += ["--threads-per-worker", str(job["threads"]), "--seed", str(job["seed"])]
     words += ["--backend", str(job["backend"])] if job["backend"] else []
-    words += ["--input", "joint"] if job["joint_input"] else []
+    words += ["--input", "joint"] if job["joint_input"] and not servers else []
     words += ["--tf-distribute"] if job["tf_distribute"] else []
     words += [] if job["adopts"] else ["--no-adopt"]
     words += ["--timeout", str(job["timeout"])]

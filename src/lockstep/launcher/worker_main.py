@@ -103,6 +103,7 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
 
 
 def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
+    from lockstep.parameter_server.tasks import Tasks
     from lockstep.topology import place
     from lockstep.transport.state_memory import MemoryTransport
     from lockstep.worker import job, tf_distribute_shim
@@ -136,6 +137,8 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
         config.verify_every,
         config.verify_all,
         config.allow_unlike,
+        Tasks(config.workers, config.parameter_servers) if config.parameter_servers else None,
+        config.order,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)
     own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins)

@@ -67,6 +67,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     verify_every: int = 0
     verify_all: bool = False
     allow_unlike: bool = False
+    parameter_servers: int = 0
     hosts: tuple[tuple[str, int], ...]
     plain: bool
     hold: float | None

@@ -75,6 +75,7 @@ class JobSpec:
             never.
         verify_all: whether it is all replicas, instead of one.
         allow_unlike: whether hosts may compute different bits.
+        parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
     """
 
     target: str
@@ -105,6 +106,7 @@ class JobSpec:
     verify_every: int = 0
     verify_all: bool = False
     allow_unlike: bool = False
+    parameter_servers: int = 0
 
     @property
     def view(self) -> View:
@@ -112,6 +114,12 @@ class JobSpec:
         ids = iter(range(self.workers))
         counts = [host.workers for host in self.hosts] or [self.workers]
         return place_on_hosts(self.replicas, tuple(tuple(islice(ids, count)) for count in counts))
+
+    @property
+    def vital(self) -> frozenset[int]:
+        """The workers that the job cannot lose: with parameter servers, these and the chief."""
+        servers = range(self.workers - self.parameter_servers, self.workers)
+        return frozenset((self.view.chief, *servers)) if servers else frozenset()
 
     @property
     def labels(self) -> dict[str, str]:
@@ -142,17 +150,26 @@ class JobSpec:
     def shape(self) -> str:
         """One line on what the result depends on, and on the number of workers."""
         on = f" on {count(len(self.hosts), 'host')}" if self.hosts else ""
-        parts = [
-            f"{count(self.workers, 'worker')}{on}, {count(self.replicas, 'replica')}, "
-            f"{count(self.threads, 'thread')} each, seed {self.seed}"
-        ]
+        what = f"{count(self.workers, 'worker')}{on}, {count(self.replicas, 'replica')}"
+        if self.parameter_servers:
+            servers = self.parameter_servers
+            what = f"a chief (worker 0), {count(self.workers - servers - 1, 'worker')}, "
+            what += count(servers, "parameter server")
+            what += (
+                f" (worker {self.workers - 1})"
+                if servers == 1
+                else f" (from worker {self.workers - servers})"
+            )
+        parts = [f"{what}, {count(self.threads, 'thread')} each, seed {self.seed}"]
         if self.joint_input:
             parts.append("each worker reads all input")
         if self.plain:
             parts.append("connections between hosts are not encrypted")
         if self.chosen:
             parts.append(self.chosen)
-        if self.replicas > 1:
+        if self.parameter_servers:
+            parts.append("lockstep rerun repeats the bits")
+        elif self.replicas > 1:
             parts.append(f"the same bits with any 1 to {self.replicas} workers")
         if self.checkpoints is not None and self.checkpoints.resume is not None:
             parts.append(f"resuming from {self.checkpoints.resume}")

@@ -147,6 +147,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
 
 def refusal(state: State, workers: int) -> str:
     """Return why a job cannot have this number of workers now; empty if it can."""
+    if state.vital:
+        return "a job with parameter servers keeps its number of workers"
     if workers > state.view.replicas:
         return (
             f"{workers} workers cannot share {state.view.replicas} replicas, and the number of replicas is "
@@ -204,7 +206,7 @@ def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> D
         was_stuck = outcome is not None and worker in outcome.workers
         state = _unstuck(state) if was_stuck else state
     elif not state.workers[worker].blames:
-        if state.elastic and state.active:
+        if state.elastic and state.active and worker not in state.vital:
             return _member_lost(_unstuck(state), event, how, now)
         if state.stage is Stage.RUNNING:
             lost = JobOutcome(shell_status(event.status), how, (worker,), Evidence.LOG)
@@ -361,7 +363,7 @@ def _failure_reported(state: State, event: FailureReported, now: float) -> Decis
             state = _with_deadline(state, now + state.limits.leave)
         return Decision(state, reason=f"{message}; the job is already ending")
     if not event.blames:
-        if not state.elastic:
+        if not state.elastic or worker in state.vital:
             return _end(state, outcome, now)
         state = _with_failure(state, worker, outcome, now)
         return Decision(state, reason=f"{message}; the others may fail too")
@@ -841,7 +843,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     paused = admission.backoff_until is not None and now < admission.backoff_until
     # Perhaps the script raises on all workers, and no other worker is needed.
     unsure = state.failures and state.shutdown.deadline is not None
-    if missing > 0 and not paused and not unsure:
+    if missing > 0 and not paused and not unsure and not state.vital:
         for worker in range(first := max(state.workers) + 1, first + missing):
             host, *later = admission.arrivals or (state.roomiest_host(),)
             if host is None:

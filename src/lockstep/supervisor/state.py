@@ -259,6 +259,8 @@ class State:
         cores: for each host, the number of its cores; only their ratios matter.
         lost_hosts: the indices of hosts that are lost for good; a host that comes back has a new index.
         retiring: the indices of hosts that will go, or have gone, as announced; they get no more workers.
+        vital: the workers without which the job cannot continue. If there are some, lost workers are not
+            replaced.
         workers: every worker that was ever started, by id.
         limits: the time limits.
         size: how many workers there should be.
@@ -288,6 +290,7 @@ class State:
     reported_late: tuple[tuple[tuple[int, ...], float], ...] = ()
     lost_hosts: frozenset[int] = frozenset()
     retiring: frozenset[int] = frozenset()
+    vital: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -298,6 +301,7 @@ class State:
         *,
         keeps: bool = False,
         cores: tuple[int, ...] = (),
+        vital: frozenset[int] = frozenset(),
     ) -> "State":
         """Return the state of a new job that begins with `view`, of which each host has workers.
 
@@ -306,7 +310,7 @@ class State:
         cores = cores or (1,) * len(view.hosts)
         hosts = enumerate(view.hosts)
         workers = {worker: WorkerRecord(host=host) for host, there in hosts for worker in there}
-        first = cls(view, tuple(map(len, view.hosts)), cores, workers, limits, size, keeps=keeps)
+        first = cls(view, tuple(map(len, view.hosts)), cores, workers, limits, size, keeps=keeps, vital=vital)
         return first.with_slots(size.wanted)
 
     @property

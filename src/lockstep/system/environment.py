@@ -22,7 +22,8 @@ _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2
 """Keeps glibc from returning the memory of each step to the kernel and requesting it again: PyTorch allocates
 tensors there, and TensorFlow the batches of `tf.data`. JAX has its own allocator."""
 _ARROW = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Keeps the jemalloc in pyarrow, which Keras imports with pandas, from starting a thread: a process with two threads
+"""Keeps the jemalloc in pyarrow, which Keras imports with pandas, from starting a thread: a process with two
+threads
 cannot be forked."""
 _SHARED = (
     *("CUBLAS_", "JAX_", "KERAS_", "MKL_", "OMP_", "OPENBLAS_", "PYTHONPATH", "PYTORCH_", "TF_", "TORCH_"),
@@ -47,6 +48,8 @@ _NOT_NUMERIC = ("CACHE", "CONFIG", "DIR", "FILE", "HOME", "KEY", "LOG", "PASSWOR
 _OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_HOME")
 KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
+ORDER = f"{_PREFIX}ORDER"
+"""The variable with the folder of a run whose order of arrivals this one follows; see `JobContext.order`."""
 DIGESTS = f"{_PREFIX}DIGESTS"
 """The variable that says which steps a run records; see `lockstep.worker.job.JobContext.digests`."""
 ENGINE = f"{_PREFIX}ENGINE"
@@ -107,6 +110,8 @@ class WorkerConfig:
         verify_every: see `lockstep.protocol.job_spec.JobSpec`.
         verify_all: likewise.
         allow_unlike: likewise.
+        parameter_servers: likewise.
+        order: see `lockstep.worker.job.JobContext`.
     """
 
     worker: int
@@ -130,6 +135,8 @@ class WorkerConfig:
     verify_every: int = 0
     verify_all: bool = False
     allow_unlike: bool = False
+    parameter_servers: int = 0
+    order: Path | None = None
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -170,6 +177,10 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         verify_every=_parse({f"{_PREFIX}VERIFY_EVERY": "0", **environ}, "VERIFY_EVERY", _count),
         verify_all=f"{_PREFIX}VERIFY_ALL" in environ,
         allow_unlike=f"{_PREFIX}ALLOW_UNLIKE" in environ,
+        parameter_servers=_parse(
+            {f"{_PREFIX}PARAMETER_SERVERS": "0", **environ}, "PARAMETER_SERVERS", _count
+        ),
+        order=_parse(environ, "ORDER", _folder) if ORDER in environ else None,
     )
     if config.worker >= config.workers and not config.joins:
         raise ConfigError(
@@ -205,7 +216,8 @@ def worker_environment(
     """
     environment = job_environment(config.seed, config.threads, inherited, backend=backend)
     environment |= _lockstep_variables(config)
-    environment["TF_CONFIG"] = tf_config(config.worker if slot is None else slot, config.replicas)
+    slot = config.worker if slot is None else slot
+    environment["TF_CONFIG"] = tf_config(slot, config.replicas, config.parameter_servers)
     if devices is not None:
         environment |= device_variables(inherited, devices, shared)
     return environment
@@ -223,7 +235,7 @@ def job_environment(
         backend: the Keras backend; None to leave it unchanged.
     """
     environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
-    environment |= {name: value for name, value in inherited.items() if name == DIGESTS}
+    environment |= {name: value for name, value in inherited.items() if name in (DIGESTS, ORDER)}
     environment = _ARROW | environment | _thread_variables(threads)
     environment["PYTHONHASHSEED"] = str(seed % 2**32)
     environment["PYTHONUNBUFFERED"] = "1"
@@ -249,16 +261,21 @@ def take_environment(changes: Mapping[str, str | None]) -> None:
     _at_start["TF_CONFIG"] = os.environ.get("TF_CONFIG")
 
 
-def tf_config(slot: int, replicas: int) -> str:
+def tf_config(slot: int, replicas: int, servers: int = 0) -> str:
     """Return the `TF_CONFIG` of the worker at a slot.
 
     It has one address per replica, which stays the same for the life of the job.
     The addresses only name the replicas; nothing listens there. Child processes of a worker inherit it; its
     "environment" field tells them that they are not one of its tasks.
+
+    With parameter servers, every process is the chief there: all run what the chief of `tf.distribute` runs.
     """
     addresses = [f"127.0.0.1:{_FIRST_PORT + replica}" for replica in range(replicas)]
-    task = {"type": "worker", "index": slot}
-    return json.dumps({"cluster": {"worker": addresses}, "task": task, "environment": RUN})
+    cluster, task = {"worker": addresses}, {"type": "worker", "index": slot}
+    if servers:
+        cluster = {"chief": addresses[:1], "worker": addresses[1:-servers], "ps": addresses[-servers:]}
+        task = {"type": "chief", "index": 0}
+    return json.dumps({"cluster": cluster, "task": task, "environment": RUN})
 
 
 def tf_config_given() -> str | None:
@@ -475,6 +492,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         values["VERIFY_ALL"] = "yes"
     if config.allow_unlike:
         values["ALLOW_UNLIKE"] = "yes"
+    if config.parameter_servers:
+        values["PARAMETER_SERVERS"] = config.parameter_servers
     if config.host:
         values["HOST"] = config.host
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}

@@ -15,6 +15,7 @@ from lockstep.errors import DisagreementError, InternalError, PeerLostError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet, TrainingPaused
 from lockstep.observability.step_timer import StepTimer
+from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
@@ -125,6 +126,8 @@ class JobContext:
         verify_every: the interval in training steps of `lockstep.keras.verification`; 0 for none.
         verify_all: whether a verified step verifies all replicas.
         allow_unlike: whether hosts may compute different bits.
+        tasks: of the processes of a job with parameter servers; None for other jobs.
+        order: the folder of the run whose order of arrivals this job follows; None for none.
     """
 
     worker: int
@@ -140,6 +143,8 @@ class JobContext:
     verify_every: int = 0
     verify_all: bool = False
     allow_unlike: bool = False
+    tasks: Tasks | None = None
+    order: Path | None = None
 
 
 class Job:
@@ -382,6 +387,21 @@ class Job:
         finally:
             self.communicator.close()
             self._place, self._joins, self._waited_before = before
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let this process be the only worker of a job with one replica within the block.
+
+        All processes of the job are in such a block, and communicate in other ways.
+        """
+        before = self._place, self._waited_before
+        view = place(1, (self.worker,), self.view.number)
+        self._waited_before, self._place = self.waited, (view, by_itself(view))
+        try:
+            yield
+        finally:
+            self.communicator.close()
+            self._place, self._waited_before = before
 
     @contextmanager
     def driving(self) -> Iterator[None]:

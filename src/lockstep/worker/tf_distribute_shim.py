@@ -20,6 +20,7 @@ _BY_THE_SAME_NAME = (
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReduceOp",
     "ReplicaContext",
     "Strategy",
@@ -41,22 +42,21 @@ REPLACED = {name: f"lockstep:{name}" for name in _BY_THE_SAME_NAME} | {
     "experimental.CommunicationImplementation": "lockstep:CommunicationImplementation",
     "experimental.CommunicationOptions": "lockstep:CommunicationOptions",
     "experimental.MultiWorkerMirroredStrategy": "lockstep.strategy.experimental:MultiWorkerMirroredStrategy",
+    "experimental.ParameterServerStrategy": "lockstep:ParameterServerStrategy",
+    "experimental.partitioners.FixedShardsPartitioner": "lockstep:FixedShardsPartitioner",
+    "experimental.partitioners.MaxSizePartitioner": "lockstep:MaxSizePartitioner",
+    "experimental.partitioners.MinSizePartitioner": "lockstep:MinSizePartitioner",
 }
 """Lockstep's replacements by their name under `tf.distribute`."""
 
-_SERVERS = (
-    "parameter servers apply updates in their order of arrival, so no two runs are equal; "
-    "MultiWorkerMirroredStrategy trains on any number of workers, and replaces those that are lost"
-)
+_SERVERS = "custom loops with parameter servers are not supported; train with `fit`"
 _TPUS = "TPUs are not supported; MultiWorkerMirroredStrategy trains on CPUs and GPUs"
 REFUSED = {
-    "ParameterServerStrategy": _SERVERS,
     "TPUStrategy": _TPUS,
     "coordinator.ClusterCoordinator": _SERVERS,
     "experimental.CentralStorageStrategy": (
         "each worker has its own copy of the variables; MirroredStrategy trains on the devices of one machine"
     ),
-    "experimental.ParameterServerStrategy": _SERVERS,
     "experimental.TPUStrategy": _TPUS,
     "experimental.coordinator.ClusterCoordinator": _SERVERS,
     "experimental_set_strategy": "write `with strategy.scope():`",

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy.typing as npt
 
 from lockstep.data.batch import Share
+
+if TYPE_CHECKING:
+    from lockstep.keras.backends.multi_update import Update
 
 Kind = Literal["train", "test", "predict"]
 Partial = Mapping[str, Any]
@@ -15,6 +18,10 @@ Partial = Mapping[str, Any]
 
 Total = Mapping[str, npt.NDArray[Any]]
 """The sum of all replicas' partials, by the same names."""
+
+
+VARIABLE = "variable"
+"""The first part of the names of variables that a chief has changed; see `ServedProgram.put`."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,38 @@ class Program(TrainingState, Protocol):
         """
 
 
+class ServedProgram(Program, Protocol):
+    """A program that trains, for workers that keep neither the weights nor the layers' state.
+
+    The rounds, the variables and the names of the layers' state are known after a `compute`.
+    """
+
+    def trained(self) -> Sequence[Any]:
+        """Return the variables that the step updates, in the order of the gradients in a partial."""
+
+    def layers(self, state: Any) -> Mapping[str, Any]:
+        """Return the present values of the layers' state that the step changes, by the names in a partial."""
+
+    def layer_of(self, position: int) -> str | None:
+        """Return the name in `layers` of a non-trainable variable of the model, None if the step keeps it.
+
+        Args:
+            position: of the variable among `model.non_trainable_variables`.
+        """
+
+    def put(
+        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+    ) -> Any:
+        """Return the state with other values of the weights, in the order of `trained`, and of the layers'
+        state.
+
+        The arrays may be used in place.
+        """
+
+    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
+        """Apply the metrics of a total, which has no density; return (logs, new state)."""
+
+
 class Backend(Protocol):
     """One Keras backend, for the steps of Keras's loops."""
 
@@ -133,6 +172,13 @@ class Backend(Protocol):
         self, model: Any, function: Any, execute: Callable[[TrainFunctionCall], tuple[Any, Any]]
     ) -> Callable[..., Any]:
         """Return a function that passes each call of Keras's own train function of `model` to `execute`."""
+
+    def updater(self, update: "Update") -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
+        """Return what makes an update from gradients in the order of its variables, which are up to date
+        afterwards.
+
+        A variable without a gradient gets None.
+        """
 
     def settle(self) -> None:
         """Wait until no started `apply` reads its totals."""

@@ -103,6 +103,24 @@ class JaxBackend:
 
         return intercepted
 
+    def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
+        """Return what makes an update with one compiled function, whose variables keep no old values."""
+        optimizer, variables = update.optimizer, update.variables
+
+        def applied(slots: Any, gradients: Any, weights: Any) -> Any:
+            return optimizer.stateless_apply(slots, gradients, weights)
+
+        compiled = jax.jit(applied, donate_argnums=(0, 2))
+
+        def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+            slots = [variable.value for variable in optimizer.variables]
+            given = [jnp.asarray(gradient) for gradient in gradients]
+            weights, slots = compiled(slots, given, [variable.value for variable in variables])
+            for variable, value in zip([*variables, *optimizer.variables], [*weights, *slots], strict=True):
+                variable.assign(value)
+
+        return apply
+
     def settle(self) -> None:
         """Wait for started updates, which read their totals in place."""
         jax.block_until_ready(self._pending)
@@ -193,9 +211,11 @@ class JaxProgram(JaxState):
         self._seeds = seed_positions(model)
         self._compute = jax.jit(self._packed_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
+        self._finish = jax.jit(self._metrics_added) if compiled else self._metrics_added
         self._rounds = RoundCount()
         self._packings = Packings()
         self._log_template: LogTemplate | None = None
+        self._changing: list[str] = []
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
 
@@ -231,6 +251,38 @@ class JaxProgram(JaxState):
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def trained(self) -> Sequence[Any]:
+        """Return the trainable variables."""
+        variables: Sequence[Any] = self._model.trainable_variables
+        return variables
+
+    def layers(self, state: Any) -> Mapping[str, Any]:
+        """Return the values in the state."""
+        return {name: state[1][int(name.removeprefix("state/"))] for name in self._changing}
+
+    def layer_of(self, position: int) -> str | None:
+        """Return the name of a changing variable."""
+        name = f"state/{position}"
+        return name if name in self._changing else None
+
+    def put(
+        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+    ) -> Any:
+        """Return a state with the arrays in place of its own."""
+        others = list(state[1])
+        for name, array in layers.items():
+            others[int(name.partition("/")[2])] = jnp.asarray(array)
+        return [jnp.asarray(array) for array in weights], others, *state[2:]
+
+    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
+        """Add the metrics of a total."""
+        logs, metrics = self._finish(state[3], dict(total))
+        return logs, (*state[:3], metrics)
+
+    def _metrics_added(self, metrics: list[Any], total: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        metrics = [value + total[f"metric/{i}"] for i, value in enumerate(metrics)]
+        return self._logs(metrics, {name: jnp.asarray(array) for name, array in total.items()}), metrics
 
     def _packed_compute(
         self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
@@ -346,6 +398,7 @@ class JaxProgram(JaxState):
                 changes[f"state/{i}"] = (new - old) * weight.astype(old.dtype)
             else:
                 refuse_integer_state(self._model.non_trainable_variables[i])
+        self._changing = list(changes)
         return changes
 
     def _logged_values(self, logs: dict[str, Any], results: MetricResults, weight: Any) -> dict[str, Any]:

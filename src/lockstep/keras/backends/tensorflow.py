@@ -26,7 +26,7 @@ from lockstep.keras.backends.common import (
     refuse_overwriting_gradients,
     without_effects,
 )
-from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate
 from lockstep.keras.backends.losses import (
@@ -130,6 +130,24 @@ class TensorFlowBackend:
 
         return intercepted
 
+    def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
+        """Return what makes an update in one graph."""
+        functions: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+        def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+            present = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+            tensors = [tf.convert_to_tensor(gradients[i]) for i in present]
+            if present not in functions:
+
+                def applied(*given: Any) -> None:
+                    known = dict(zip(present, given, strict=True))
+                    update.apply([known.get(i) for i in range(len(update.variables))])
+
+                functions[present] = traced(applied, False, *tensors)
+            functions[present](*tensors)
+
+        return apply
+
     def settle(self) -> None:
         """Wait for started updates, which read their totals in place."""
         context.async_wait()
@@ -218,6 +236,7 @@ class TensorFlowProgram(VariableState):
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._packings = Packings()
         self._apply: Callable[..., Any] | None = None
+        self._finish: Callable[..., Any] | None = None
         self._assigned = AssignedVariables()
         self._rounds = RoundCount()
         self._updates: list[Update] = []
@@ -267,6 +286,52 @@ class TensorFlowProgram(VariableState):
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def trained(self) -> Sequence[Any]:
+        """Return the variables of the step's only update."""
+        return self._updates[0].variables if self._updates else []
+
+    def layers(self, state: Any) -> Mapping[str, Any]:
+        """Return the values of the variables."""
+        return {name: variable.read_value() for name, variable in self._layers().items()}
+
+    def layer_of(self, position: int) -> str | None:
+        """Return the name of a changing variable."""
+        wanted = self._model.non_trainable_variables[position].value
+        return next((name for name, variable in self._layers().items() if variable is wanted), None)
+
+    def put(
+        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+    ) -> Any:
+        """Assign the arrays."""
+        for variable, array in zip(self.trained(), weights, strict=True):
+            variable.value.assign(array)
+        variables = self._layers()
+        for name, array in layers.items():
+            kind, _, number = name.partition("/")
+            kept = kind == VARIABLE
+            (self._model.non_trainable_variables[int(number)] if kept else variables[name]).assign(array)
+
+    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
+        """Add the metrics of a total."""
+        (tensors,) = self._tensors([{n: a for n, a in total.items() if n.startswith(("metric/", "log/"))}])
+        if self._finish is None:
+            self._finish = self._metrics_added
+            if not self._eager:
+                self._finish = traced(self._metrics_added, False, tensors)
+        return self._finish(tensors), None
+
+    def _metrics_added(self, total: Mapping[str, Any]) -> dict[str, Any]:
+        for name, variable in self._assigned.named.items():
+            if name.startswith("metric/"):
+                variable.assign_add(total[name])
+        if self._log_template is None:
+            return {}
+        logged = {name: value for name, value in total.items() if name.startswith("log/")}
+        return self._log_template.assembled(logged)
+
+    def _layers(self) -> dict[str, tf.Variable]:
+        return {n: v for n, v in self._assigned.named.items() if not n.startswith("metric/")}
 
     def _apply_function(self, one: Any, totals: Sequence[Total]) -> Callable[..., Any]:
         """Return the function that applies totals like these: one graph, or several if XLA compiles some."""

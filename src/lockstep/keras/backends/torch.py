@@ -22,7 +22,7 @@ from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import randomness
 from lockstep.keras.backends.common import build_by_call, refuse_integer_state, refuse_overwriting_gradients
-from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
@@ -92,6 +92,21 @@ class TorchBackend:
         return lambda batches: execute(
             TrainFunctionCall(None, lambda: (function(batches), None), lambda: None)
         )[0]
+
+    def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
+        """Return what makes an update in place."""
+
+        def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+            tensors = [None if gradient is None else borrowed(gradient) for gradient in gradients]
+            with torch.no_grad():
+                update.apply(
+                    [
+                        None if t is None else t.to(v.value.device)
+                        for t, v in zip(tensors, update.variables, strict=True)
+                    ]
+                )
+
+        return apply
 
     def settle(self) -> None:
         """Do nothing, because `apply` has read its totals when it returns."""
@@ -240,6 +255,45 @@ class TorchProgram(TorchState):
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def trained(self) -> Sequence[Any]:
+        """Return the variables of the step's only update."""
+        return self._updates[0].variables if self._updates else []
+
+    def layers(self, state: Any) -> Mapping[str, Any]:
+        """Return the values of the tensors."""
+        return {f"state/{i}": self._tensors[i] for i in self._changing or ()}
+
+    def layer_of(self, position: int) -> str | None:
+        """Return the name of a changing variable."""
+        wanted = self._model.non_trainable_variables[position].value
+        return next((f"state/{i}" for i in self._changing or () if self._tensors[i] is wanted), None)
+
+    def put(
+        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+    ) -> Any:
+        """Copy the arrays."""
+        with torch.no_grad():
+            for variable, array in zip(self.trained(), weights, strict=True):
+                variable.value.copy_(borrowed(array))
+            for name, array in layers.items():
+                kind, _, number = name.partition("/")
+                kept = kind == VARIABLE
+                tensor = (
+                    self._model.non_trainable_variables[int(number)].value
+                    if kept
+                    else self._tensors[int(number)]
+                )
+                tensor.copy_(borrowed(array))
+
+    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
+        """Add the metrics of a total."""
+        with torch.no_grad():
+            if self._log_template is None:
+                return {}, None
+            for i, metric in enumerate(self._metrics):
+                metric.add_(borrowed(total[f"metric/{i}"], metric.device))
+            return mapped(log_value, self._log_template.assembled(total)), None
 
     def _run(
         self, data: Any, share: Share, earlier: Sequence[Total], before: VariablesBefore

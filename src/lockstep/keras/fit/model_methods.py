@@ -13,14 +13,20 @@ from typing import Any
 
 import keras
 
-from lockstep.errors import ScopeError
+from lockstep.errors import ModelError, ScopeError
 from lockstep.keras.backends.common import (
     refuse_other_weights,
     refuse_stateful_layers,
     refuse_synchronized_normalization,
 )
 from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.fit.callbacks import chief_files, has_batch_methods, writes, writing_once
+from lockstep.keras.fit.callbacks import (
+    chief_files,
+    has_batch_methods,
+    refuse_within_epoch,
+    writes,
+    writing_once,
+)
 from lockstep.keras.fit.exactness import (
     introduction,
     per_replica_note,
@@ -35,6 +41,8 @@ from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
+from lockstep.keras.parameter_server.fit import fit_on_servers
+from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.sidecar_evaluator import EvaluatorFit
@@ -88,6 +96,9 @@ class ModelMethods:
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._served: weakref.WeakKeyDictionary[Any, ServerOptions] = weakref.WeakKeyDictionary()
+        self._servers: list[ServerOptions | None] = []
+        self._iterators = UsedIterators()
         # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
         # checkpoints are saved.
         self._calls = NumberedCalls(
@@ -99,7 +110,6 @@ class ModelMethods:
         self._evaluator_fit = EvaluatorFit()
         self._last = LastModel(job)
         self.step_loops = StepLoops(job, backend, self._calls, self._snapshots, self._checkpoints, self._last)
-        self._scopes = 0
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
@@ -132,13 +142,17 @@ class ModelMethods:
         return self._calls.current.number
 
     @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Adopt models that are compiled within the block, the scope of a strategy."""
-        self._scopes += 1
+    def scope(self, servers: ServerOptions | None = None) -> Iterator[None]:
+        """Adopt models that are compiled within the block, the scope of a strategy.
+
+        Args:
+            servers: the options of a strategy with parameter servers; None for other strategies.
+        """
+        self._servers.append(servers)
         try:
             yield
         finally:
-            self._scopes -= 1
+            self._servers.pop()
 
     def adopt_all(self) -> None:
         """Also adopt models outside of all scopes: the script has no strategy."""
@@ -153,9 +167,13 @@ class ModelMethods:
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
-        if self._scopes or self._adopts_all:
+        if self._servers or self._adopts_all:
             self._adopted.add(model)
             self._snapshots.adopt(model)
+            options = self._servers[-1] if self._servers else None
+            self._served.pop(model, None)
+            if options is not None:
+                self._served[model] = options
         return result
 
     def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +186,8 @@ class ModelMethods:
         given = bound.arguments
         if self._job.evaluates:
             return self._evaluator_fit.fit(model, given)
+        if self._job.context.tasks is not None:
+            return self._fit_on_servers(original, model, bound)
         self._last.trains(model)
         asked = asked_in(given["callbacks"])
         callbacks = take_out(asked, given["callbacks"])
@@ -209,6 +229,71 @@ class ModelMethods:
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
+
+    def _fit_on_servers(self, original: Original, model: Any, bound: inspect.BoundArguments) -> Any:
+        """Train asynchronously on the workers of a job with parameter servers."""
+        given = bound.arguments
+        self._refuse_unserved(model, "fit")
+        if self._alone:
+            raise ModelError("fit within a callback is not supported with parameter servers")
+        refuse_within_epoch(given["callbacks"])
+        refuse_stateful_layers(model)
+        refuse_synchronized_normalization(model)
+        self._iterators.refuse_again(given["x"])
+        self._last.trains(model)
+        with self._resumable.call("fit") as call:
+            x, y, weight = given["x"], given["y"], given["sample_weight"]
+            if given["validation_data"] is None and given["validation_split"]:
+                (x, y, weight), given["validation_data"] = split_validation(
+                    x, y, weight, given["validation_split"]
+                )
+            training = self._input(
+                x,
+                y,
+                weight,
+                batch_size=given["batch_size"],
+                steps=given["steps_per_epoch"],
+                shuffle=given["shuffle"],
+                class_weight=given["class_weight"],
+            )
+            epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
+            self._begin(
+                call,
+                model,
+                "train",
+                training,
+                lambda: {**epochs, **_all_facts(training, None), **_setting_facts(model)},
+                lambda: self._recorded_settings(model, given),
+            )
+            served = ServedCall(
+                self._job,
+                self._backend,
+                call,
+                model,
+                self._served[model],
+                lambda step: setattr(model, "train_function", self._backend.function(model, step, "train")),
+            )
+            plain_steps = self._plain_steps
+            # Functions that were made outside of the call do not fit within it, nor the other way round.
+            model.train_function = model.test_function = model.predict_function = None
+            if self._job.is_chief:
+                call.model = model
+            callbacks = writing_once(given["callbacks"], given["verbose"], resumes=False)
+            call.callbacks, call.callback_hashes = callbacks, [attribute_hashes(callbacks)]
+            history = fit_on_servers(served, original, bound, training, callbacks)
+            model.train_function = model.test_function = model.predict_function = None
+            self._plain_steps = plain_steps
+            self._calls.taken += call.steps
+            self._record_now(f"the end of {call.name}", model)
+            return self._finish(history)
+
+    def _refuse_unserved(self, model: Any, what: str) -> None:
+        """In a job with parameter servers, raise ScopeError for a model outside of their strategy."""
+        if self._job.context.tasks is not None and model not in self._served:
+            raise ScopeError(
+                f"{what} of model {model.name!r} in a job with parameter servers (--ps): compile it in the "
+                "scope of a lockstep.ParameterServerStrategy, or start the job without --ps"
+            )
 
     def epoch_ended(self, epoch: int, logs: Any = None) -> None:
         """Record the metrics of an epoch, from 0, on the chief."""
@@ -322,6 +407,11 @@ class ModelMethods:
             return original(model, *args, **kwargs)
         self._job.note_distribution()
         kind = _KINDS[method]
+        if kind == "train" and self._job.context.tasks is not None:
+            raise ModelError(
+                "train_on_batch is not supported with parameter servers: use fit, or start the job without "
+                "--ps"
+            )
         if kind == "train":
             self._last.trains(model)
             self._plain_steps += self._plain

@@ -1,0 +1,117 @@
+"""Asynchronous training: Lockstep's parameter servers against tf_keras's, and against synchronous training.
+
+    parameter_server.py [--turns N]
+
+Each row compares whole jobs, which run one after the other in alternating order; a job reports the speed of
+its epochs after the first two. No process is pinned; those of Lockstep have one thread. tf_keras trains the
+same model with the same numbers of workers and servers. In the rows with a slow worker, one of three sleeps
+nine times as long in each step as its fastest step has taken.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from programs import environment
+from report import print_row
+from turns import FailedError
+
+HERE = Path(__file__).parent
+TURNS = 4
+SECONDS = 240.0
+SCRIPT = str(HERE / "parameter_server_training.py")
+LOCKSTEP = [sys.executable, "-m", "lockstep", "run", "--threads-per-worker", "1"]
+
+
+def lockstep(options: str, backend: str, *arguments: str) -> float:
+    """Run a job; return the batches per second that its chief prints."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        command = [*LOCKSTEP, *options.split(), "--run-dir", str(Path(name) / "run"), SCRIPT, *arguments]
+        done = subprocess.run(
+            command, env=environment(backend, 1), capture_output=True, text=True, timeout=SECONDS
+        )
+    return speed(done.stdout, done.returncode, done.stderr)
+
+
+def speed(output: str, status: int, errors: str) -> float:
+    found = [line for line in output.splitlines() if line.startswith("speed ")]
+    if status or len(found) != 1:
+        raise FailedError(f"a job ended with status {status}\n{errors}")
+    return float(found[0].split()[1])
+
+
+def tf_keras(model: str, workers: int, servers: int) -> float:
+    """Train with tf_keras's strategy; return the batches per second."""
+    count = 1 + workers + servers
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        ports = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    cluster = {"chief": ports[:1], "worker": ports[1 : 1 + workers], "ps": ports[1 + workers :]}
+    tasks = [(kind, index) for kind, places in cluster.items() for index in range(len(places))]
+    with ExitStack() as stack:
+        processes = []
+        for kind, index in reversed(tasks):
+            config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+            # With one thread between operations, its servers wait for each other.
+            variables = {"TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3"}
+            process = subprocess.Popen(
+                [sys.executable, SCRIPT, model, "tf_keras"],
+                env=os.environ | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        output, _ = processes[-1].communicate(timeout=SECONDS)
+        return speed(output, processes[-1].returncode, "tf_keras")
+
+
+def main(turns: int = TURNS) -> None:
+    try:
+        for model in ("tutorial", "mlp"):
+            ours, others = [], []
+            for turn in range(turns):
+                for kind in ("lockstep", "tf_keras") if turn % 2 else ("tf_keras", "lockstep"):
+                    if kind == "lockstep":
+                        ours.append(lockstep("-n 2 --ps 1", "tensorflow", model, "servers"))
+                    else:
+                        others.append(tf_keras(model, 2, 1))
+            print(f"{model} on tensorflow, 2 workers and 1 server, {turns} jobs each: median (p10-p90)")
+            print_row("lockstep", ours, "batches/s")
+            print_row("tf_keras, ParameterServerStrategy", others, "batches/s")
+            print_row(
+                "lockstep / tf_keras", [a / b for a, b in zip(ours, others, strict=True)], "times", "3.00"
+            )
+        asynchronous, without, synchronous = [], [], []
+        for _ in range(turns):
+            asynchronous.append(lockstep("-n 3 --ps 1", "jax", "mlp", "servers", "slow"))
+            without.append(lockstep("-n 2 --ps 1", "jax", "mlp", "servers"))
+            synchronous.append(lockstep("-n 3", "jax", "mlp", "mirrored", "slow"))
+        print(f"mlp on jax, one of 3 workers is 10 times slower, {turns} jobs each: median (p10-p90)")
+        print_row("2 workers and 1 server, without the slow one", without, "batches/s")
+        print_row("3 workers and 1 server", asynchronous, "batches/s")
+        print_row("3 workers, synchronous", synchronous, "batches/s")
+        kept = [a / b for a, b in zip(asynchronous, without, strict=True)]
+        print_row("with the slow worker / without it", kept, "times", "0.80")
+        gained = [a / b for a, b in zip(asynchronous, synchronous, strict=True)]
+        print_row("asynchronous / synchronous", gained, "times")
+    except FailedError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=TURNS, help="at least 2")
+    main(parser.parse_args().turns)

@@ -1,0 +1,125 @@
+"""A process of a job with parameter servers, or of a synchronous one; the chief prints batches per second.
+
+    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow]
+
+MODEL is `tutorial`, the model of TensorFlow's tutorial on parameter servers (one dense layer of 10 units,
+batches of 2 examples), or `mlp`, batches of 64. With `slow`, the last worker sleeps in each step of a batch.
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+MODEL, KIND = sys.argv[1:3]
+SLOW = sys.argv[3:] == ["slow"]
+STEPS, BATCH = (200, 2) if MODEL == "tutorial" else (200, 64)
+EPOCHS = 6
+SLOWDOWN = 9
+WIDTH, CLASSES = (10, 1) if MODEL == "tutorial" else (784, 10)
+
+
+def model_of(keras: Any) -> Any:
+    layers = keras.layers
+    if MODEL == "tutorial":
+        model = keras.Sequential([layers.Input((10,)), layers.Dense(10)])
+        model.compile(keras.optimizers.SGD(), "mse", steps_per_execution=10)
+        return model
+    dense = layers.Dense
+    model = keras.Sequential([layers.Input((WIDTH,)), dense(64, "relu"), dense(64, "relu"), dense(CLASSES)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(), loss, metrics=["accuracy"])
+    return model
+
+
+def examples(count: int) -> tuple[Any, Any]:
+    generator = np.random.default_rng(0)
+    x = generator.random((count, WIDTH), dtype=np.float32)
+    return x, generator.random((count, 10), dtype=np.float32) if MODEL == "tutorial" else np.arange(
+        count
+    ) % 10
+
+
+def callback_of(keras: Any) -> Any:
+    class Speed(keras.callbacks.Callback):
+        """Prints the batches per second of the epochs after the first two."""
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                self.begun = time.perf_counter()
+
+        def on_train_end(self, logs: Any = None) -> None:
+            self.seconds = time.perf_counter() - self.begun
+
+    return Speed()
+
+
+def train_in_tf_keras() -> None:
+    import tensorflow as tf
+    import tf_keras
+
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if resolver.task_type in ("worker", "ps"):
+        server = tf.distribute.Server(
+            resolver.cluster_spec(), resolver.task_type, resolver.task_id, protocol="grpc", start=True
+        )
+        server.join()
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    x, y = examples(STEPS * BATCH)
+
+    def dataset(context: Any) -> Any:
+        return tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(BATCH)
+
+    with strategy.scope():
+        model = model_of(tf_keras)
+    speed = callback_of(tf_keras)
+    data = tf_keras.utils.experimental.DatasetCreator(dataset)
+    model.fit(data, steps_per_epoch=STEPS, epochs=EPOCHS, verbose=0, callbacks=[speed])
+    print("speed", STEPS * (EPOCHS - 2) / speed.seconds, flush=True)
+    os._exit(0)
+
+
+def slow_down(keras: Any, model: Any, worker: int, slow: int) -> None:
+    """Let the steps of a worker take ten times as long."""
+    if worker != slow:
+        return
+    from lockstep.keras.backends.jax import JaxProgram
+
+    compute, fastest = JaxProgram.compute, [float("inf")]
+
+    def slowly(self: Any, *given: Any) -> Any:
+        begun = time.perf_counter()
+        partial = compute(self, *given)
+        for value in partial.values():
+            value.block_until_ready()
+        fastest[0] = min(fastest[0], time.perf_counter() - begun)
+        time.sleep(SLOWDOWN * fastest[0])
+        return partial
+
+    JaxProgram.compute = slowly  # type: ignore[method-assign]
+
+
+def train_in_lockstep() -> None:
+    import keras
+
+    import lockstep
+    from lockstep.worker import job
+
+    servers = KIND == "servers"
+    strategy = lockstep.ParameterServerStrategy() if servers else lockstep.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = model_of(keras)
+    own = job.current()
+    if SLOW:
+        slow_down(keras, model, own.worker, 3 if servers else 2)
+    replicas = strategy.num_replicas_in_sync
+    x, y = examples(STEPS * BATCH * replicas)
+    speed = callback_of(keras)
+    model.fit(x, y, BATCH * replicas, EPOCHS, verbose=0, callbacks=[speed])
+    if lockstep.is_chief():
+        print("speed", STEPS * replicas * (EPOCHS - 2) / speed.seconds, flush=True)
+
+
+train_in_tf_keras() if KIND == "tf_keras" else train_in_lockstep()

@@ -1,0 +1,294 @@
+"""The chief in a call of `fit`: runs Keras's loop, whose steps the workers compute."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DisagreementError, ModelError
+from lockstep.keras.backends.contract import VARIABLE
+from lockstep.keras.parameter_server.process import ServedCall, TaskProcess
+from lockstep.keras.parameter_server.served_variables import Slot, slots_of
+from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
+from lockstep.parameter_server.partitioners import Shard
+from lockstep.protocol.parameter_server import (
+    EndCall,
+    Read,
+    Write,
+)
+from lockstep.system.notes import note
+from lockstep.system.prose import count
+
+Array = npt.NDArray[Any]
+
+
+class ChiefProcess(TaskProcess):
+    """Runs callbacks and evaluations, and lets workers compute the steps."""
+
+    def __init__(self, served: ServedCall) -> None:
+        super().__init__(served, "chief")
+        self._steps = 0
+        self._program = self.program()
+        self._known: tuple[list[Array], list[Array]] | None = None
+        self._slots: tuple[Slot, ...] = ()
+        self._last = False
+        self._current = True
+        self._opening: int | None = None
+        self._checks: dict[int, bytes] = {}
+        self._known_others: list[Array] = []
+        self._dispatcher: StepDispatcher | None = None
+
+    def train(
+        self,
+        keras_fit: Callable[[Sequence[Any]], Any],
+        training: Any,
+        callbacks: Sequence[Any],
+        steps_per_epoch: int | None,
+    ) -> None:
+        """Run Keras's loop.
+
+        Raises:
+            PeerLostError: a server or all workers have ended.
+        """
+        self._steps_per_epoch = steps_per_epoch
+        expected = tuple(self.tasks.workers)
+        self._dispatcher = StepDispatcher(
+            self.tasks,
+            expected,
+            self.call.name,
+            self.served.options.max_staleness,
+            self.writer,
+            self.recorded,
+            self.timeout,
+        )
+        addresses = self.addresses(self._dispatcher.address)
+        self._dispatcher.keep(self.live)
+        self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
+        self._known, self._known_others = self._values(None), self._others(None)
+        batches = training.batches
+        training.batches = lambda: self._one_ahead(batches())
+        with self.job.apart():
+            self.connect_servers(addresses)
+            self.served.install(self._take)
+            keras_fit([*callbacks, _ChiefEnd(self)])
+            self._dispatcher.finish()
+            for server in self.servers:
+                server.ask(EndCall())
+        self.call.steps = self._steps
+        if stale := self._dispatcher.staleness:
+            note(
+                f"{self.call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
+                f"{len(stale)} steps of {count(len(self.live), 'worker')}"
+            )
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+        super().close()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Let the workers begin an epoch once its first step is taken."""
+        self._opening = epoch
+
+    def end_batch(self) -> None:
+        """After a step: take the present weights if a callback stops the training within an epoch."""
+        if not self.model.stop_training or self._current:
+            return
+        assert self._dispatcher is not None
+        self._dispatcher.drain()
+        variables, state = self._groups(), None
+        if keras.backend.backend() == "jax":
+            self.model.jax_state_sync()
+            state = tuple([variable.value for variable in group] for group in variables)
+        state = self._with(state, *self._pulled(), self._dispatcher.layers)
+        for group, values in zip(variables, state or (), strict=False):
+            for variable, value in zip(group, values, strict=True):
+                variable.assign(value)
+
+    def _groups(self) -> tuple[list[Any], ...]:
+        """Return the variables whose values Keras threads through its steps on JAX, in the same groups."""
+        model = self.model
+        optimizer = model.optimizer.variables
+        return (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer,
+            model.metrics_variables,
+        )
+
+    def _one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and note whether each is the last one of its epoch, for which the next one is read.
+
+        Where the number of steps is given, nothing is read beyond it.
+        """
+        read = 0
+        batch = next(batches, None)
+        while batch is not None:
+            read += 1
+            if self._steps_per_epoch and read % self._steps_per_epoch == 0:
+                self._last = True
+                yield batch
+                batch = next(batches, None)
+            else:
+                ahead = next(batches, None)
+                self._last = ahead is None
+                yield batch
+                batch = ahead
+
+    def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Return (logs, state) of the next completed step."""
+        assert self._dispatcher is not None
+        step, self._steps = self._steps, self._steps + 1
+        if step == 0:
+            self.computed(self._program, state, step, batch)
+            self._dispatcher.set_layers(as_arrays(self._program.layers(state), self.backend.to_numpy))
+        if self._opening is None:
+            self._refuse_another_rate(state)
+        else:
+            self._write_changes(state)
+            self._dispatcher.open(self._opening)
+            self._opening = None
+        self._checks[step] = self.read(batch).check()
+        result = self._dispatcher.result(step)
+        logs, state = self._program.finish(state, result)
+        self.job.note_step()
+        self._compare_batches()
+        self._current = self._last
+        if self._current:
+            weights, slots = self._pulled()
+            state = self._with(state, weights, slots, self._dispatcher.layers)
+            self._known_others = self._others(state)
+        return logs, state
+
+    def _compare_batches(self) -> None:
+        """Check that workers have read the same batches as this process.
+
+        Raises:
+            DisagreementError: a worker has read another one.
+        """
+        assert self._dispatcher is not None
+        for step in list(self._checks):
+            if (found := self._dispatcher.take_check(step)) is None:
+                continue
+            worker, check = found
+            if check != self._checks.pop(step):
+                raise DisagreementError(
+                    f"step {step + 1} of {self.call.name}: worker {worker} has read another batch than the "
+                    "chief; give all processes the same data in the same order: seed generators and "
+                    "shuffles, and pass a fresh iterator to each fit"
+                )
+
+    def _refuse_another_rate(self, state: Any) -> None:
+        """Raise ModelError if a callback has changed the learning rate within an epoch."""
+        rate = self.model.optimizer._learning_rate
+        if not isinstance(rate, keras.Variable):
+            return
+        assert self._known is not None
+        index = next(i for i, one in enumerate(self.model.optimizer.variables) if one is rate)
+        now = self.backend.to_numpy(rate.value if state is None else state[2][index])
+        if now.tobytes() != self._known[1][index].tobytes():
+            raise ModelError(
+                "a callback changes the learning rate within an epoch, which parameter servers do not "
+                "support: use a keras.optimizers.schedules.LearningRateSchedule, or change it at the "
+                "beginning or end of epochs"
+            )
+
+    def _with(
+        self, state: Any, weights: Sequence[Array], slots: Sequence[Array], layers: Mapping[str, Array]
+    ) -> Any:
+        state = self._program.put(state, weights, layers)
+        if state is not None:
+            return *state[:2], [keras.ops.convert_to_tensor(one) for one in slots], *state[3:]
+        for variable, value in zip(self.model.optimizer.variables, slots, strict=True):
+            variable.assign(value)
+        return None
+
+    def _values(self, state: Any) -> tuple[list[Array], list[Array]]:
+        """Return the weights and the optimizer's variables."""
+        groups: Sequence[Any] = self.model.trainable_variables, self.model.optimizer.variables
+        if state is None:
+            groups = tuple([variable.value for variable in group] for group in groups)
+        else:
+            groups = state[0], state[2]
+        weights, slots = ([np.array(self.backend.to_numpy(value)) for value in group] for group in groups)
+        return weights, slots
+
+    def _others(self, state: Any) -> list[Array]:
+        """Return the non-trainable variables."""
+        values = state[1] if state is not None else [v.value for v in self.model.non_trainable_variables]
+        return [np.array(self.backend.to_numpy(value)) for value in values]
+
+    def _pulled(self) -> tuple[list[Array], list[Array]]:
+        """Read the weights and the optimizer's variables from the servers, while no step is in work."""
+        answers = self.asked_all(Read(self._steps))
+        weights = self.assembled([arrays for _, arrays in answers])
+        found: dict[tuple[int, int], list[tuple[Shard | None, Array]]] = {}
+        for server, (values, arrays) in enumerate(answers):
+            own = self.own_shards(server)
+            for (position, number), array in zip(values.slots, arrays[len(own) :], strict=True):
+                shard = own[position] if position >= 0 else None
+                variable = -1 if shard is None else shard.variable
+                found.setdefault((variable, number), []).append((shard, array))
+        slots = []
+        for slot in self._slots:
+            pieces = sorted(found[slot], key=lambda piece: 0 if piece[0] is None else piece[0].start)
+            joined = len(pieces) > 1 and pieces[0][0] is not None and pieces[0][1].ndim > 0
+            slots.append(np.concatenate([array for _, array in pieces]) if joined else pieces[0][1])
+        self._known = weights, slots
+        return weights, slots
+
+    def _write_changes(self, state: Any) -> None:
+        """Give servers and workers what the program or its callbacks have changed since the last epoch."""
+        assert self._known is not None
+        assert self._dispatcher is not None
+        others, metrics = self._others(state), {id(variable) for variable in self.model.metrics_variables}
+        given = {}
+        for i, (old, new) in enumerate(zip(self._known_others, others, strict=True)):
+            if old.tobytes() != new.tobytes() and id(self.model.non_trainable_variables[i]) not in metrics:
+                given[self._program.layer_of(i) or f"{VARIABLE}/{i}"] = new
+        if given:
+            self._dispatcher.set_layers(given)
+        self._known_others = others
+        now = self._values(state)
+        changed = [
+            {i for i, (old, new) in enumerate(zip(*pair, strict=True)) if old.tobytes() != new.tobytes()}
+            for pair in zip(self._known, now, strict=True)
+        ]
+        if not any(changed):
+            return
+        weights, slots = now
+        for index, server in enumerate(self.servers):
+            own = self.own_shards(index)
+            positions = [k for k, one in enumerate(own) if one.variable in changed[0]]
+            arrays = [own[k].part_of(weights[own[k].variable]) for k in positions]
+            keys: list[Slot] = []
+            for i in sorted(changed[1]):
+                variable, number = self._slots[i]
+                if variable < 0:
+                    keys.append((-1, number))
+                    arrays.append(slots[i])
+                for k, shard in enumerate(own):
+                    if shard.variable == variable:
+                        keys.append((k, number))
+                        arrays.append(shard.part_of(slots[i]))
+            server.ask(Write(self._steps, tuple(positions), tuple(keys)), arrays)
+        self._known = now
+
+
+class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]
+    """The last callback of the chief."""
+
+    def __init__(self, chief: ChiefProcess) -> None:
+        super().__init__()
+        self._chief = chief
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Prepare to open the epoch."""
+        self._chief.begin_epoch(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Take the weights if the training stops here."""
+        self._chief.end_batch()

@@ -1,0 +1,99 @@
+"""A call of `fit` with parameter servers: what the chief, a worker and a server do in it.
+
+All processes run the same script. They enter `fit` with the same state, and leave it with the same state.
+Within it, the servers have the weights. The chief and the workers each run Keras's loop over the same
+batches: a worker computes the steps that the chief assigns to it, and the chief's step is the next completed
+one. Between the epochs no step is in work, so the chief evaluates, and calls the callbacks, with the weights
+of that moment.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import msgspec
+import numpy.typing as npt
+
+from lockstep.checkpoint import values
+from lockstep.errors import PeerLostError
+from lockstep.keras.parameter_server.chief_process import ChiefProcess
+from lockstep.keras.parameter_server.process import ServedCall
+from lockstep.keras.parameter_server.served_variables import refuse_buffers, refuse_unserved
+from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.worker_process import WorkerProcess
+from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.keras.state.callback_states import callback_states, listeners, set_callback_states
+from lockstep.keras.variables import assign, model_state
+from lockstep.keras.worker_exchange import Packed, gather, pack, unpack
+
+Array = npt.NDArray[Any]
+
+
+def fit_on_servers(
+    served: ServedCall, original: Callable[..., Any], bound: Any, training: Any, callbacks: Sequence[Any]
+) -> Any:
+    """Run a call of `fit`, in each process of the job; return the history.
+
+    Args:
+        served: the call.
+        original: Keras's `fit`.
+        bound: its arguments.
+        training: the input, which yields global batches.
+        callbacks: of the program.
+
+    Raises:
+        ModelError: parameter servers do not support the model.
+        PeerLostError: the chief, a server or all workers have ended.
+        PeerStuckError: a process has not answered in time.
+    """
+    refuse_unserved(served.model, served.shards)
+    refuse_buffers(served.backend.training_state(served.model))
+    states = random_states()
+    task, index = served.tasks.of(served.job.worker)
+    given = bound.arguments
+    given.update(x=training, y=None, sample_weight=None, class_weight=None, validation_split=0.0)
+
+    def keras_fit(callbacks: Sequence[Any]) -> Any:
+        given.update(callbacks=list(callbacks))
+        return original(*bound.args, **bound.kwargs)
+
+    if task == "ps":
+        with ServerProcess(served, index) as server:
+            server.serve()
+    elif task == "chief":
+        with ChiefProcess(served) as chief:
+            chief.train(keras_fit, training, callbacks, given["steps_per_epoch"])
+    else:
+        given.update(validation_data=None, verbose=0)
+        with WorkerProcess(served) as worker:
+            worker.train(keras_fit, given)
+    set_random_states(states)
+    return _shared(served, callbacks)
+
+
+def _shared(served: ServedCall, callbacks: Sequence[Any]) -> Any:
+    """Give the chief's state, and that of its callbacks, to all processes; return the history."""
+    job, model, call = served.job, served.model, served.call
+    is_chief = served.tasks.of(job.worker)[0] == "chief"
+    blob = b""
+    if is_chief:
+        state = [pack(name, served.backend.to_numpy(value)) for name, value in model_state(model).items()]
+        kept, arrays = values.pack(
+            callback_states(listeners(call.callbacks, model), call.callback_hashes), "callbacks"
+        )
+        packed = [pack(name, array) for name, array in arrays.items()]
+        blob = msgspec.msgpack.encode((state, kept, packed, call.steps, bool(model.stop_training)))
+    what = f"the end of {call.name}"
+    blobs = job.exchange(lambda _, communicator: gather(job.worker, communicator, what, {}, blob))
+    if not is_chief:
+        given = next((one for one in blobs if one), None)
+        if given is None:
+            raise PeerLostError(f"{what}: the chief was lost before it gave its state to the others")
+        state, kept, packed, call.steps, model.stop_training = msgspec.msgpack.decode(
+            given, type=tuple[list[Packed], Any, list[Packed], int, bool]
+        )
+        assign(model, dict(map(unpack, state)))
+        model.history = keras.callbacks.History()
+        model.history.set_model(model)
+        set_callback_states(listeners(callbacks, model), values.unpack(kept, dict(map(unpack, packed))))
+    return model.history

@@ -1,0 +1,222 @@
+"""What the chief, the workers and the parameter servers have in common in a call of `fit`."""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from lockstep.data.batch import GlobalBatch, PendingBatch
+from lockstep.errors import DataError, ModelError, PeerLostError
+from lockstep.keras.backends.common import misfits_explained
+from lockstep.keras.backends.contract import Backend, ServedProgram
+from lockstep.keras.backends.losses import divided
+from lockstep.keras.input.readings import whole_batch
+from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.parameter_server.served_variables import shapes_of
+from lockstep.parameter_server.order import Kind, OrderWriter, RecordedOrder, read_order
+from lockstep.parameter_server.partitioners import Partitioner, Shard, place_variables
+from lockstep.parameter_server.tasks import Tasks
+from lockstep.transport.array_channel import AskingChannel
+from lockstep.worker.job import Job
+
+Array = npt.NDArray[Any]
+
+
+ORDERS = "order"
+"""The folder in a run folder with the orders of arrival."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of a `ParameterServerStrategy`.
+
+    Attributes:
+        partitioner: divides variables; None for none.
+        max_staleness: the largest number of changes of the weights between reading and changing them; None
+            for any.
+    """
+
+    partitioner: Partitioner | None = None
+    max_staleness: int | None = None
+
+
+@dataclass(frozen=True)
+class ServedCall:
+    """A call of `fit`, in one process.
+
+    Attributes:
+        job: of the process.
+        backend: of Keras.
+        call: the call.
+        model: built, equal in all processes.
+        options: of the strategy.
+        install: makes Keras's loop call a step.
+    """
+
+    job: Job
+    backend: Backend
+    call: NumberedCall
+    model: Any
+    options: ServerOptions
+    install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
+
+    @property
+    def tasks(self) -> Tasks:
+        """The tasks of the job's processes."""
+        tasks = self.job.context.tasks
+        assert tasks is not None
+        return tasks
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """Where the trainable variables are."""
+        return place_variables(
+            shapes_of(self.model.trainable_variables), self.tasks.servers, self.options.partitioner
+        )
+
+
+class UsedIterators:
+    """The iterators that a `fit` has read, each to another position in each process."""
+
+    def __init__(self) -> None:
+        # Kept, so that no other object gets the same id.
+        self._used: dict[int, Any] = {}
+
+    def refuse_again(self, data: Any) -> None:
+        """Raise DataError if `data` is an iterator that was read before."""
+        if not hasattr(data, "__next__"):
+            return
+        if id(data) in self._used:
+            raise DataError(
+                "this iterator was read by an earlier fit, after which it is at another position in each "
+                "process of a job with parameter servers: pass a new iterator, or a dataset"
+            )
+        self._used[id(data)] = data
+
+
+class TaskProcess:
+    """What all tasks have in common: their addresses, and the orders that they write and follow."""
+
+    def __init__(self, served: ServedCall, name: str) -> None:
+        self.served, self.tasks, self.shards = served, served.tasks, served.shards
+        self.job, self.call, self.model, self.backend = served.job, served.call, served.model, served.backend
+        self.timeout = self.job.policy.timeout
+        self._asking: list[AskingChannel] = []
+        self.servers: list[AskingChannel] = []
+        folder, followed = self.job.context.folder, self.job.context.order
+        self.writer = OrderWriter(folder / ORDERS / name if folder is not None and name else None)
+        self.recorded: RecordedOrder | None = None
+        if name:
+            self.writer.add(Kind.CALL, 0, self.call.number)
+            if followed is not None:
+                self.recorded = RecordedOrder(read_order(followed / ORDERS / name, self.call.number))
+
+    def addresses(self, own: bytes) -> dict[int, bytes]:
+        """Exchange addresses with the other processes; return those of the chief and the servers by process.
+
+        Raises:
+            PeerLostError: one of these has ended.
+        """
+        what = f"the addresses of {self.call.name}"
+        known = self.job.exchange(
+            lambda view, communicator: dict(
+                zip(view.workers, communicator.gather(own, what=what), strict=True)
+            )
+        )
+        for process in (0, *map(self.tasks.id_of_server, range(self.tasks.servers))):
+            if process not in known:
+                raise PeerLostError(
+                    f"{self.tasks.name(process)} has ended before {self.call.name}; its log says why"
+                )
+        self.live = tuple(process for process in known if process in self.tasks.workers)
+        return known
+
+    def connect(self, addresses: Mapping[int, bytes], process: int) -> AskingChannel:
+        """Connect to the chief or a server."""
+        made = AskingChannel(addresses[process], self.job.worker, self.tasks.name(process), self.timeout)
+        self._asking.append(made)
+        return made
+
+    def connect_servers(self, addresses: Mapping[int, bytes]) -> None:
+        """Connect to all servers."""
+        self.servers = [
+            self.connect(addresses, self.tasks.id_of_server(i)) for i in range(self.tasks.servers)
+        ]
+
+    def close(self) -> None:
+        """Close all connections."""
+        for channel in self._asking:
+            channel.close()
+        self.writer.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def own_shards(self, server: int) -> list[Shard]:
+        """Return the shards of a server, in their order there."""
+        return [one for one in self.shards if one.server == server]
+
+    def assembled(self, answers: Sequence[Sequence[Array]]) -> list[Array]:
+        """Return the trainable variables, given the shards of each server."""
+        parts: dict[int, list[tuple[Shard, Array]]] = {}
+        for server, arrays in enumerate(answers):
+            for shard, array in zip(self.own_shards(server), arrays, strict=False):
+                parts.setdefault(shard.variable, []).append((shard, array))
+        weights = []
+        for variable in range(len(parts)):
+            pieces = sorted(parts[variable], key=lambda piece: piece[0].start)
+            weights.append(
+                pieces[0][1] if len(pieces) == 1 else np.concatenate([array for _, array in pieces])
+            )
+        return weights
+
+    def asked_all(self, question: Any) -> list[tuple[Any, list[Array]]]:
+        """Ask all servers the same at once; return their answers."""
+        for server in self.servers:
+            server.send(question)
+        return [server.receive(question) for server in self.servers]
+
+    def program(self) -> ServedProgram:
+        """Prepare a step of the model."""
+        program: Any = self.backend.program(self.model, "train")
+        return program  # type: ignore[no-any-return]
+
+    def read(self, batch: Any) -> GlobalBatch:
+        """Return a batch of Keras's loop as a global batch."""
+        if isinstance(batch, PendingBatch):
+            return batch.read(nullcontext)
+        return batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
+
+    def computed(self, program: ServedProgram, state: Any, step: int, batch: Any) -> Mapping[str, Array]:
+        """Compute the gradients and changes of a step, as arrays by their names in a partial.
+
+        Raises:
+            ModelError: parameter servers do not support the step.
+        """
+        data = self.read(batch)
+        seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self.call.seed, self.call.number, step))
+        share = data.share(0, 1, seed)
+        with misfits_explained(self.model, share.examples):
+            partial = program.compute(state, share, ())
+        if not program.is_last(0):
+            raise ModelError(
+                f"the step of model {self.model.name!r} updates weights several times, or uses them after "
+                "an update, which parameter servers do not support; use MultiWorkerMirroredStrategy"
+            )
+        trained = program.trained()
+        if [id(one) for one in trained] != [id(one) for one in self.model.trainable_variables]:
+            raise ModelError(
+                f"the step of model {self.model.name!r} does not update exactly its trainable variables with "
+                "self.optimizer, which parameter servers do not support; use MultiWorkerMirroredStrategy"
+            )
+        arrays = {name: self.backend.to_numpy(value) for name, value in partial.items()}
+        return divided(self.model, program.parts(0, arrays))

@@ -1,0 +1,121 @@
+"""A parameter server in a call of `fit`: has shards, and updates them as gradients arrive."""
+
+import queue
+from typing import Any
+
+import numpy.typing as npt
+
+from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.keras.parameter_server.process import ServedCall, TaskProcess
+from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.parameter_server.order import Kind, OrderedArrivals, Record
+from lockstep.protocol.parameter_server import (
+    Applied,
+    EndCall,
+    Pull,
+    Push,
+    Read,
+    ServedValues,
+    Write,
+)
+from lockstep.transport.array_channel import AnsweringEnd, Asked
+
+Array = npt.NDArray[Any]
+
+
+class ServerProcess(TaskProcess):
+    """A parameter server: has shards, and updates them as gradients arrive."""
+
+    def __init__(self, served: ServedCall, index: int) -> None:
+        super().__init__(served, f"ps-{index}")
+        self._inbox: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+        self._end = AnsweringEnd(self._inbox.put)
+        self._variables = ServedVariables(self.model, self.own_shards(index), self.backend)
+        self._name = f"parameter server {index}"
+        self._version = 0
+        self._pulled: dict[int, int] = {}
+        self._applied: set[int] = set()
+
+    def serve(self) -> None:
+        """Answer until the chief ends the call.
+
+        Raises:
+            PeerLostError: the chief has ended before.
+            PeerStuckError: what comes next in the recorded order has not arrived in time.
+        """
+        self.addresses(self._end.address)
+        arrivals = OrderedArrivals(self.writer, self.recorded)
+        with self.job.apart():
+            while True:
+                asked = self._next(arrivals)
+                match asked.message:
+                    case None if asked.process == 0:
+                        raise PeerLostError(f"the chief has ended within {self.call.name}; its log says why")
+                    case None:
+                        self._pulled.pop(asked.process, None)
+                    case EndCall():
+                        asked.answer(Applied())
+                        # The chief closes the connection when it has the answer.
+                        while (last := self._inbox.get()).message is not None or last.process != 0:
+                            pass
+                        return
+                    case message:
+                        self._arrive(arrivals, asked, message)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._end.close()
+        super().close()
+
+    def _next(self, arrivals: OrderedArrivals) -> Asked:
+        while True:
+            try:
+                return self._inbox.get(timeout=self.timeout)
+            except queue.Empty:
+                if (turn := arrivals.awaited()) is not None:
+                    raise PeerStuckError(
+                        f"{self._name} follows a recorded order in which step {turn.step + 1} of worker "
+                        f"{turn.worker} comes next ({turn.kind.name.lower()}), which has not arrived for "
+                        f"{self.timeout:g} s"
+                    ) from None
+
+    def _arrive(self, arrivals: OrderedArrivals, asked: Asked, message: Any) -> None:
+        worker = asked.process
+        if isinstance(message, Pull):
+            record = Record(Kind.PULL, worker, message.step)
+            arrivals.arrive(record, lambda: self._pull(asked), lambda: self._pull(asked))
+        elif isinstance(message, Push):
+            if message.step in self._applied:
+                # The step of a lost worker, which had pushed its gradients here, was computed again.
+                asked.answer(Applied(-1))
+                return
+            record = Record(Kind.PUSH, worker, message.step)
+            arrivals.arrive(record, lambda: self._push(asked, message), lambda: asked.answer(Applied(-1)))
+        elif isinstance(message, Read):
+            record = Record(Kind.READ, 0, message.step)
+            arrivals.arrive(record, lambda: self._read(asked), lambda: self._read(asked))
+        elif isinstance(message, Write):
+            record = Record(Kind.WRITE, 0, message.step)
+            arrivals.arrive(record, lambda: self._write(asked, message), lambda: self._write(asked, message))
+
+    def _pull(self, asked: Asked) -> None:
+        self._pulled[asked.process] = self._version
+        asked.answer(ServedValues(), self._variables.values())
+
+    def _push(self, asked: Asked, message: Push) -> None:
+        self._variables.update(dict(zip(message.shards, asked.arrays, strict=True)))
+        self._applied.add(message.step)
+        staleness = self._version - self._pulled.pop(asked.process, self._version)
+        self._version += 1
+        asked.answer(Applied(staleness))
+
+    def _read(self, asked: Asked) -> None:
+        asked.answer(
+            ServedValues(self._variables.slots), [*self._variables.values(), *self._variables.slot_values()]
+        )
+
+    def _write(self, asked: Asked, message: Write) -> None:
+        count = len(message.shards)
+        shards = dict(zip(message.shards, asked.arrays[:count], strict=True))
+        self._variables.write(shards, dict(zip(message.slots, asked.arrays[count:], strict=True)))
+        asked.answer(Applied())

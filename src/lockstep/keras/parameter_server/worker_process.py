@@ -1,0 +1,159 @@
+"""A worker in a call of `fit`: runs Keras's loop, and computes the steps that the chief assigns to it."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy.typing as npt
+
+from lockstep.keras.parameter_server.process import ServedCall, TaskProcess
+from lockstep.keras.parameter_server.step_dispatcher import as_arrays
+from lockstep.keras.seeds import key_of_replica
+from lockstep.protocol.parameter_server import (
+    Assigned,
+    Begin,
+    Done,
+    Ended,
+    Enter,
+    EpochDone,
+    Next,
+    Opened,
+    Pull,
+    Push,
+)
+
+Array = npt.NDArray[Any]
+
+
+class _TrainingEnded(BaseException):
+    """Ends Keras's loop in a worker: the chief has stopped the training within an epoch."""
+
+
+class WorkerProcess(TaskProcess):
+    """Computes the steps that the chief assigns."""
+
+    def __init__(self, served: ServedCall) -> None:
+        super().__init__(served, "")
+        self._program = self.program()
+        self._steps = 0
+        self._assigned: Assigned | None = None
+        self._layers: dict[str, Array] = {}
+        self._kept: dict[int, Any] = {}
+        self._state: Any = None
+        self._knows = False
+
+    def train(self, keras_fit: Callable[[Sequence[Any]], Any], given: dict[str, Any]) -> None:
+        """Run Keras's loop until the chief ends the training.
+
+        Raises:
+            PeerLostError: the chief or a server has ended.
+        """
+        addresses = self.addresses(b"")
+        with self.job.apart():
+            self.connect_servers(addresses)
+            self._chief = self.connect(addresses, 0)
+            # The chief evaluates, and its callbacks run, while workers wait.
+            self._chief.be_patient()
+            answer, _ = self._chief.ask(Enter())
+            if isinstance(answer, Ended):
+                return
+            assert isinstance(answer, Begin)
+            given.update(initial_epoch=answer.epoch)
+            self.served.install(self._take)
+            with contextlib.suppress(_TrainingEnded):
+                keras_fit([_EpochEnd(self._end_epoch)])
+
+    def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Compute the step of a batch, or keep the batch while another worker computes it."""
+        step, self._steps = self._steps, self._steps + 1
+        if not self._knows:
+            # Compiles, and shows the names of the layers' state.
+            self.computed(self._program, state, step, batch)
+            self._seeds = seeds_in(as_arrays(self._program.layers(state), self.backend.to_numpy))
+            self._knows = True
+        self._state = state
+        self._kept[step] = batch
+        if self._assigned is None:
+            self._ask(Next())
+        self._compute_visited()
+        return {}, self._state
+
+    def _compute_visited(self) -> None:
+        """Compute the assigned steps of visited batches, until a later step is assigned."""
+        assert self._assigned is not None
+        while self._assigned.step < self._steps:
+            step = self._assigned.step
+            self._ask(*self._computed(step, self._kept[step]))
+
+    def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
+        pulled = self.asked_all(Pull(step))
+        weights = self.assembled([arrays for _, arrays in pulled])
+        layers = self._layers | {name: key_of_replica(seed, step) for name, seed in self._seeds.items()}
+        self._state = self._program.put(self._state, weights, layers)
+        found = dict(self.computed(self._program, self._state, step, batch))
+        found.pop("density", None)
+        present = found.pop("present", None)
+        gradients = {
+            i: found.pop(f"gradient/{i}")
+            for i in range(len(self.model.trainable_variables))
+            if f"gradient/{i}" in found
+        }
+        if present is not None:
+            gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
+        self.job.note_step()
+        staleness = self._pushed(step, gradients)
+        return Done(step, tuple(found), staleness, self.read(batch).check()), list(found.values())
+
+    def _pushed(self, step: int, gradients: Mapping[int, Array]) -> int:
+        asked: list[Push] = []
+        for index, server in enumerate(self.servers):
+            own = [(k, one) for k, one in enumerate(self.own_shards(index)) if one.variable in gradients]
+            arrays = [shard.part_of(gradients[shard.variable]) for _, shard in own]
+            asked.append(Push(step, tuple(k for k, _ in own)))
+            server.send(asked[-1], arrays)
+        answers = [server.receive(push)[0] for server, push in zip(self.servers, asked, strict=True)]
+        return max((answer.staleness for answer in answers), default=0)
+
+    def _ask(self, question: Next | Done, arrays: Sequence[Array] = ()) -> None:
+        """Ask the chief for the next step."""
+        answer, values = self._chief.ask(question, arrays)
+        if isinstance(answer, Ended):
+            raise _TrainingEnded
+        self._accept(answer, values)
+
+    def _accept(self, assigned: Assigned, layers: Sequence[Array]) -> None:
+        self._assigned, self._layers = assigned, dict(zip(assigned.names, layers, strict=True))
+        complete = [k for k in self._kept if k < assigned.step and k not in assigned.incomplete]
+        for step in complete:
+            del self._kept[step]
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Wait until the next epoch begins; compute steps that lost workers have left."""
+        while True:
+            answer, values = self._chief.ask(EpochDone(epoch, self._steps))
+            self._assigned = None
+            if isinstance(answer, Ended):
+                self.model.stop_training = True
+                return
+            if isinstance(answer, Opened):
+                return
+            self._accept(answer, values)
+            self._compute_visited()
+
+
+class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
+    """Calls a function at the end of each epoch."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Call it."""
+        self._act(epoch)
+
+
+def seeds_in(layers: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the states of Keras's random generators among the layers' state."""
+    return {name: array for name, array in layers.items() if array.dtype.kind in "iu" and array.shape == (2,)}

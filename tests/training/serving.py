@@ -1,0 +1,189 @@
+"""Trains models asynchronously on parameter servers; prints exact results and rounded ones.
+
+    serving.py serial | free | alone | lost-server | lost-chief | raising | unscoped | mirrored
+
+`serial` lets one step be in work at a time, as plain Keras does; without Lockstep, it prints what plain Keras
+computes. `free` has no bound; unless it follows a recorded order, a worker ends between its pushes to two
+servers. `alone` trains in one process with and without the strategy. `lost-server` and `lost-chief` end such
+a process within `fit`, `raising` has a callback that raises. The models of the last two do not belong to a
+strategy with servers.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.protocol.parameter_server import Push
+from lockstep.transport.array_channel import AskingChannel
+from lockstep.worker import job
+
+layers = keras.layers
+KIND = sys.argv[1]
+LOSE_AT = 9
+generator = np.random.default_rng(0)
+X = generator.normal(size=(240, 6)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
+WORDS = generator.integers(0, 20, (120, 5))
+TAGS = generator.integers(0, 3, (120, 5))
+
+
+def strategy() -> Any:
+    partitioner = lockstep.FixedShardsPartitioner(2)
+    return lockstep.ParameterServerStrategy(None, partitioner, 0 if KIND == "serial" else None)
+
+
+def dense(scope: Any, optimizer: Any, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    with scope:
+        model = keras.Sequential(
+            [
+                layers.Input((6,)),
+                layers.Dense(8, activation="relu", kernel_regularizer="l2"),
+                layers.BatchNormalization(),
+                *([layers.Dropout(0.2)] if KIND == "free" else []),
+                layers.Dense(2),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    return model
+
+
+def tagger(scope: Any) -> keras.Model:
+    keras.utils.set_random_seed(4)
+    with scope:
+        words = layers.Input((5,), dtype="int32")
+        features = layers.LSTM(4, return_sequences=True)(layers.Embedding(20, 4, mask_zero=True)(words))
+        model = keras.Model(words, [layers.Dense(3)(features), layers.Dense(1)(features[:, 0])])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), [loss, "mse"])
+    return model
+
+
+def endless() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    while True:
+        for start in range(0, 200, 25):
+            yield X[start : start + 25], Y[start : start + 25]
+
+
+class Halves(keras.callbacks.Callback):
+    """Halves a weight after the first epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            self.model.layers[0].kernel.assign(self.model.layers[0].kernel * 0.5)
+
+
+class Raises(keras.callbacks.Callback):
+    """Raises at the end of the first epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        raise ValueError("this callback raises")
+
+
+class Lost(keras.callbacks.Callback):
+    """Ends this process with SIGKILL within the second epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2 and len(self.model.history.epoch) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def show(name: str, model: keras.Model, history: Any) -> None:
+    found = dict(history.history)
+    found |= {"epochs": history.epoch, "drawn": float(np.random.rand()), "stops": bool(model.stop_training)}
+    variables = [*model.variables, *model.optimizer.variables]
+    values = [
+        keras.ops.convert_to_numpy(variable.value) for variable in variables if "seed" not in variable.path
+    ]
+    found["norms"] = [float(np.linalg.norm(value.astype("float64"))) for value in values]
+    print("result", json.dumps([name, found]), flush=True)
+
+
+def serial(scope: Callable[[], Any]) -> None:
+    callbacks = keras.callbacks
+    model = dense(scope(), keras.optimizers.Adam(0.01))
+    options = {"shuffle": False, "verbose": 0}
+    weights = generator.uniform(0.1, 2, 240)
+    history = model.fit(X, Y, 32, 2, validation_split=0.2, sample_weight=weights, **options)
+    show("arrays", model, history)
+    show("again", model, model.fit(X, Y, 32, class_weight={0: 1.0, 1: 3.0}, **options))
+    model = dense(scope(), keras.optimizers.SGD(0.05, momentum=0.9))
+    stops = callbacks.EarlyStopping("val_loss", min_delta=0.2, restore_best_weights=True)
+    slower = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
+    given = [stops, slower, Halves()]
+    show(
+        "callbacks",
+        model,
+        model.fit(X, Y, 40, 5, validation_data=(X[:50], Y[:50]), callbacks=given, **options),
+    )
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
+    several = {} if keras.backend.backend() == "torch" else {"steps_per_execution": 3}
+    model = dense(scope(), keras.optimizers.AdamW(rate), **several)
+    show("generator", model, model.fit(endless(), steps_per_epoch=6, epochs=2, verbose=0))
+    model = tagger(scope())
+    show("outputs", model, model.fit(WORDS, [TAGS, TAGS.mean(1)], 25, 2, **options))
+
+
+def lose_between_pushes() -> None:
+    send = AskingChannel.send
+
+    def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
+        send(self, message, arrays)
+        if isinstance(message, Push) and message.step >= LOSE_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if job.current().worker == 2 and job.current().context.order is None:
+        AskingChannel.send = sent  # type: ignore[method-assign]
+
+
+def free() -> None:
+    lose_between_pushes()
+    scope = strategy().scope
+    model = dense(scope(), keras.optimizers.Adam(0.01))
+    show("first", model, model.fit(X, Y, 20, 2, verbose=0, validation_data=(X[:50], Y[:50])))
+    show("second", model, model.fit(X, Y, 20, 2, verbose=0))
+    print("evaluated", model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0).sum(), flush=True)
+    print("digest", lockstep.digest(model), flush=True)
+
+
+def lose_a_server() -> None:
+    push = ServerProcess._push
+
+    def pushed(self: ServerProcess, asked: Any, message: Push) -> None:
+        if message.step >= LOSE_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        push(self, asked, message)
+
+    ServerProcess._push = pushed  # type: ignore[method-assign]
+
+
+match KIND:
+    case "serial":
+        serial(strategy().scope if job.is_worker() else nullcontext)
+    case "free":
+        free()
+    case "alone":
+        models = [tagger(scope) for scope in (nullcontext(), strategy().scope())]
+        for name, model in zip(("plain", "scoped"), models, strict=True):
+            show(name, model, model.fit(WORDS, [TAGS, TAGS.mean(1)], 25, 2, shuffle=False, verbose=0))
+    case "unscoped":
+        dense(nullcontext(), "sgd").fit(X, Y, verbose=0)
+    case "mirrored":
+        with lockstep.MultiWorkerMirroredStrategy().scope():
+            dense(nullcontext(), "sgd").fit(X, Y, verbose=0)
+    case _:
+        if KIND == "lost-server":
+            lose_a_server()
+        model = dense(strategy().scope(), "adam")
+        callbacks = {"raising": [Raises()], "lost-chief": [Lost()]}.get(KIND, [])
+        model.fit(X, Y, 20, 2, verbose=0, callbacks=callbacks)

@@ -1,0 +1,95 @@
+"""Jobs with parameter servers: one step at a time is plain Keras, and any run can be repeated."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+
+
+def results(lines: list[str]) -> dict[str, Any]:
+    return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
+
+
+def test_one_step_at_a_time_is_plain_keras(launch: Launch, plain: Callable[..., str], backend: str) -> None:
+    run = launch("-n 1 --ps 1", "serving.py", "serial", backend=backend)
+    assert run.status == 0, run.stderr
+    found = [results(run.log(worker)) for worker in range(3)]
+    expected = results(plain("serving.py", "serial", backend=backend).splitlines())
+    assert len(expected) == 5
+    assert found[0].keys() == expected.keys()
+    for other in found[1:]:
+        assert [{**one, "drawn": 0} for one in other.values()] == [
+            {**one, "drawn": 0} for one in found[0].values()
+        ]
+    for name, figures in expected.items():
+        assert found[0][name].keys() == figures.keys()
+        for key, values in figures.items():
+            if key != "drawn":
+                assert found[0][name][key] == pytest.approx(values, rel=2e-3, abs=2e-4), (name, key)
+    # The script draws the same after `fit` in all processes.
+    assert len({one["again"]["drawn"] for one in found}) == 1
+
+
+def test_a_run_that_lost_a_worker_between_two_servers_can_be_repeated(
+    launch: Launch, environment: dict[str, str], tmp_path: Path, thorough_backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", "serving.py", "free", backend=thorough_backend)
+    assert run.status == 0, run.stderr
+    assert "(1 lost)" in run.last_line
+    assert "worker 2 was killed by SIGKILL; lost workers are not replaced" in run.stderr
+    digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
+    assert len(digests) == 1
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "rerun",
+        str(run.folder),
+        "--run-dir",
+        str(tmp_path / "again"),
+    ]
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert f"the models at the end are equal to the last bit ({digests.pop()})" in again.stdout
+    for name in ("chief", "ps-0", "ps-1"):
+        orders = [(folder / "order" / name).read_bytes() for folder in (run.folder, tmp_path / "again")]
+        assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("backend", ["tensorflow"], indirect=True)
+def test_one_process_with_the_strategy_trains_several_outputs(
+    plain: Callable[..., str], backend: str
+) -> None:
+    found = results(plain("serving.py", "alone", backend=backend).splitlines())
+    assert found["scoped"]["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5)
+    assert found["scoped"]["norms"] == pytest.approx(found["plain"]["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "shown"),
+    [
+        ("lost-server", 137, "worker 2 was killed by SIGKILL"),
+        ("lost-chief", 137, "worker 0 was killed by SIGKILL"),
+        ("raising", 1, "worker 0 exited with status 1: ValueError: this callback raises"),
+        (
+            "unscoped",
+            1,
+            "compile it in the scope of a lockstep.ParameterServerStrategy, or start the job without",
+        ),
+        (
+            "mirrored",
+            1,
+            "compile it in the scope of a lockstep.ParameterServerStrategy, or start the job without",
+        ),
+    ],
+)
+def test_a_job_ends_with_its_chief_or_a_server(launch: Launch, kind: str, status: int, shown: str) -> None:
+    run = launch("-n 1 --ps 1", "serving.py", kind)
+    assert run.status == status, run.stderr
+    assert shown in run.stderr
