@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "collectives": {"errors", "system", "topology"},
     "transport": {"checkpoint", "errors", "protocol", "system"},
     "data": {"errors", "topology"},
-    "parameter_server": {"errors", "topology"},
+    "parameter_server": {"errors", "system", "topology"},
     "cluster": {"errors", "system"},
     "cluster_resolver": {"cluster"},
     "supervisor": {"observability", "protocol", "system", "topology"},

@@ -45,6 +45,7 @@ def write(path: Path, calls: dict[int, Sequence[Record]]) -> None:
         writer.add(Kind.CALL, 0, call)
         for record in order:
             writer.add(*record)
+        writer.end()
     writer.close()
 
 
@@ -93,13 +94,32 @@ def test_a_call_in_which_nothing_arrives_has_an_empty_order(tmp_path: Path) -> N
     assert [len(read_order(path, call)) for call in (1, 2, 3)] == [0, 1, 0]
 
 
-@pytest.mark.parametrize("lost", range(1, RECORD_BYTES))
-def test_a_truncated_last_record_is_ignored(tmp_path: Path, lost: int) -> None:
+@pytest.mark.parametrize("lost", range(1, 3 * RECORD_BYTES, 5))
+def test_a_call_without_its_end_is_refused_and_a_later_writer_continues(tmp_path: Path, lost: int) -> None:
     path = tmp_path / "order.0"
     order = in_turn([1, 2, 1, 1])
     write(path, {1: order})
     path.write_bytes(path.read_bytes()[:-lost])
-    assert read_order(path, 1) == order[:-1]
+    assert "only the beginning of the order of fit 1" in refused(path)
+    write(path, {2: order})
+    assert read_order(path, 2) == order
+    assert "only the beginning of the order of fit 1" in refused(path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "order.0"
+    write(path, {1: in_turn([1])})
+    path.write_bytes(path.read_bytes() + bytes([99] * RECORD_BYTES))
+    assert "is damaged" in refused(path)
+
+
+def test_a_disk_without_room_does_not_end_the_training(capfd: pytest.CaptureFixture[str]) -> None:
+    writer = OrderWriter(Path("/dev/full"))
+    for step in range(10**4):
+        writer.add(Kind.PULL, 1, step)
+    writer.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("(No space left on device): lockstep rerun cannot repeat this run")
 
 
 def test_a_writer_without_a_file_writes_nothing(tmp_path: Path) -> None:
@@ -230,6 +250,7 @@ def test_following_writes_the_order_that_it_follows(tmp_path: Path) -> None:
     arrivals = OrderedArrivals(writer, RecordedOrder(read_order(old, 1)))
     for record in in_turn([3, 2, 2, 1, 1]):
         arrivals.arrive(record, lambda: None, pytest.fail)
+    writer.end()
     writer.close()
     assert new.read_bytes() == old.read_bytes()
 

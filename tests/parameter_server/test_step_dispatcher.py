@@ -361,6 +361,7 @@ def test_the_order_of_assignments_and_completions_is_recorded(make: Make, enter:
     one.close()
     until(coordinator, lambda: 1 not in coordinator._live)
     assert two.ask(*done(2)).step == 0
+    coordinator._writer.end()
     coordinator.close()
     assert read_order(path, 1) == [
         *(Record(Kind.ASSIGN, 1, 0), Record(Kind.ASSIGN, 2, 1), Record(Kind.DONE, 2, 1)),
@@ -397,6 +398,7 @@ def test_a_recorded_order_is_followed_whatever_the_order_of_arrival(
     one.send(*done(3))
     coordinator.drain()
     assert coordinator.layers == {"seen": 17.0}
+    coordinator._writer.end()
     coordinator.close()
     assert read_order(path, 1) == RECORDED
 

@@ -1,12 +1,14 @@
 """Trains models asynchronously on parameter servers; prints exact results and rounded ones.
 
-    serving.py serial | free | alone | lost-server | lost-chief | raising | unscoped | mirrored
+    serving.py serial | free | alone | lost-server | lost-chief | raising | faster | differing | again |
+        unscoped | mirrored
 
 `serial` lets one step be in work at a time, as plain Keras does; without Lockstep, it prints what plain Keras
 computes. `free` has no bound; unless it follows a recorded order, a worker ends between its pushes to two
 servers. `alone` trains in one process with and without the strategy. `lost-server` and `lost-chief` end such
-a process within `fit`, `raising` has a callback that raises. The models of the last two do not belong to a
-strategy with servers.
+a process within `fit`, `raising` and `faster` have a callback that raises and one that changes the learning
+rate within an epoch; in `differing` a worker reads other data, and `again` reads an iterator twice. The
+models of the last two do not belong to a strategy with servers.
 """
 
 import json
@@ -47,6 +49,7 @@ def dense(scope: Any, optimizer: Any, **options: Any) -> keras.Model:
         model = keras.Sequential(
             [
                 layers.Input((6,)),
+                Scaled(),
                 layers.Dense(8, activation="relu", kernel_regularizer="l2"),
                 layers.BatchNormalization(),
                 *([layers.Dropout(0.2)] if KIND == "free" else []),
@@ -75,12 +78,37 @@ def endless() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             yield X[start : start + 25], Y[start : start + 25]
 
 
-class Halves(keras.callbacks.Callback):
-    """Halves a weight after the first epoch."""
+class Scaled(layers.Layer):
+    """Scales its inputs by a variable that no step changes."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.scale
+
+
+class Changes(keras.callbacks.Callback):
+    """After the first epoch, halves a weight and changes the state of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs += 1
         if epoch == 0:
-            self.model.layers[0].kernel.assign(self.model.layers[0].kernel * 0.5)
+            scaled, hidden, normalization, *_ = self.model.layers
+            scaled.scale.assign(0.5)
+            hidden.kernel.assign(hidden.kernel * 0.5)
+            normalization.moving_mean.assign(normalization.moving_mean + 1.0)
+
+
+class Faster(keras.callbacks.Callback):
+    """Changes the learning rate within an epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.1 / (batch + 1)
 
 
 class Raises(keras.callbacks.Callback):
@@ -120,12 +148,14 @@ def serial(scope: Callable[[], Any]) -> None:
     model = dense(scope(), keras.optimizers.SGD(0.05, momentum=0.9))
     stops = callbacks.EarlyStopping("val_loss", min_delta=0.2, restore_best_weights=True)
     slower = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
-    given = [stops, slower, Halves()]
+    changes = Changes()
+    given = [stops, slower, changes]
     show(
         "callbacks",
         model,
         model.fit(X, Y, 40, 5, validation_data=(X[:50], Y[:50]), callbacks=given, **options),
     )
+    print("callbacks", changes.epochs, stops.stopped_epoch, flush=True)
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
     several = {} if keras.backend.backend() == "torch" else {"steps_per_execution": 3}
     model = dense(scope(), keras.optimizers.AdamW(rate), **several)
@@ -185,5 +215,11 @@ match KIND:
         if KIND == "lost-server":
             lose_a_server()
         model = dense(strategy().scope(), "adam")
-        callbacks = {"raising": [Raises()], "lost-chief": [Lost()]}.get(KIND, [])
+        if KIND == "differing" and job.current().worker == 1:
+            X += 1
+        callbacks = {"raising": [Raises()], "lost-chief": [Lost()], "faster": [Faster()]}.get(KIND, [])
+        if KIND in ("differing", "again"):
+            batches = endless()
+            for _ in range(2):
+                model.fit(batches, steps_per_epoch=3, verbose=0)
         model.fit(X, Y, 20, 2, verbose=0, callbacks=callbacks)

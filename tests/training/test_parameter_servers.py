@@ -20,7 +20,9 @@ def test_one_step_at_a_time_is_plain_keras(launch: Launch, plain: Callable[..., 
     run = launch("-n 1 --ps 1", "serving.py", "serial", backend=backend)
     assert run.status == 0, run.stderr
     found = [results(run.log(worker)) for worker in range(3)]
-    expected = results(plain("serving.py", "serial", backend=backend).splitlines())
+    output = plain("serving.py", "serial", backend=backend).splitlines()
+    expected = results(output)
+    (shown,) = (line for line in output if line.startswith("callbacks "))
     assert len(expected) == 5
     assert found[0].keys() == expected.keys()
     for other in found[1:]:
@@ -32,6 +34,8 @@ def test_one_step_at_a_time_is_plain_keras(launch: Launch, plain: Callable[..., 
         for key, values in figures.items():
             if key != "drawn":
                 assert found[0][name][key] == pytest.approx(values, rel=2e-3, abs=2e-4), (name, key)
+    # All processes have the state of the chief's callbacks.
+    assert [run.marked(worker, "callbacks ") for worker in range(3)] == [[shown]] * 3
     # The script draws the same after `fit` in all processes.
     assert len({one["again"]["drawn"] for one in found}) == 1
 
@@ -77,6 +81,9 @@ def test_one_process_with_the_strategy_trains_several_outputs(
         ("lost-server", 137, "worker 2 was killed by SIGKILL"),
         ("lost-chief", 137, "worker 0 was killed by SIGKILL"),
         ("raising", 1, "worker 0 exited with status 1: ValueError: this callback raises"),
+        ("faster", 1, "a callback changes the learning rate within an epoch, which parameter servers do not"),
+        ("differing", 1, "worker 1 has read another batch than the chief"),
+        ("again", 1, "this iterator was read by an earlier fit"),
         (
             "unscoped",
             1,
@@ -89,7 +96,7 @@ def test_one_process_with_the_strategy_trains_several_outputs(
         ),
     ],
 )
-def test_a_job_ends_with_its_chief_or_a_server(launch: Launch, kind: str, status: int, shown: str) -> None:
+def test_a_job_that_cannot_continue_says_why(launch: Launch, kind: str, status: int, shown: str) -> None:
     run = launch("-n 1 --ps 1", "serving.py", kind)
     assert run.status == status, run.stderr
     assert shown in run.stderr

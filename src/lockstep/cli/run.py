@@ -555,7 +555,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
     reasons = {
         "--replicas": "a step is one batch on one worker",
         "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
-        "--devices": "its workers compute on CPUs",
+        "--devices": "GPUs are untested there; set CUDA_VISIBLE_DEVICES",
         "--verify-every": "lockstep rerun repeats the whole run",
         "--min-workers": "lost workers are not replaced",
     }

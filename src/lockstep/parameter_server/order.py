@@ -5,6 +5,7 @@ An asynchronous training is a function of these orders. A record has 8 bytes: it
 and a step. A file begins with a mark, and each call of `fit` with a record of its number.
 """
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from lockstep.errors import ConfigError
+from lockstep.system.notes import note
 
 _MARK = b"lockstep order 1\n"
 _RECORD = struct.Struct("<BxHI")
@@ -27,13 +29,14 @@ class Kind(IntEnum):
     DONE = 4
     READ = 5
     WRITE = 6
+    END = 7
 
 
 class Record(NamedTuple):
     """One arrival.
 
     Attributes:
-        kind: what was processed; `CALL` begins a call of `fit`, whose number is the step.
+        kind: what was processed; `CALL` begins a call of `fit`, whose number is the step, and `END` ends it.
         worker: that sent it.
         step: for which.
     """
@@ -46,39 +49,59 @@ class Record(NamedTuple):
 class OrderWriter:
     """Writes the order of one process to a file.
 
+    Where that fails, the training continues, and a note says that the run cannot be repeated.
+
     Args:
         path: of the file, which is created. None to write nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._file: BinaryIO | None = None
         if path is not None:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            self._file = path.open("ab")
-            size = self._file.tell()
-            if size < len(_MARK):
-                self._file.truncate(0)
-                self._file.write(_MARK)
-            else:
-                # An earlier run in the folder may have ended within a record.
-                self._file.truncate(size - (size - len(_MARK)) % _RECORD.size)
+            self._attempt(lambda: self._open(path))
 
     def add(self, kind: Kind, worker: int, step: int) -> None:
         """Add a record, which reaches the file at the latest with `close`."""
-        if self._file is not None:
-            self._file.write(_RECORD.pack(kind, worker, step))
+        if (file := self._file) is not None:
+            self._attempt(lambda: file.write(_RECORD.pack(kind, worker, step)))
+
+    def end(self) -> None:
+        """Mark the end of a call: its order is complete."""
+        self.add(Kind.END, 0, 0)
 
     def close(self) -> None:
         """Write everything and close the file."""
         if self._file is not None:
-            self._file.close()
+            self._attempt(self._file.close)
+
+    def _open(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._file = path.open("ab")
+        size = self._file.tell()
+        # An earlier run in the folder may have ended within a record.
+        whole = size - (size - len(_MARK)) % _RECORD.size if size >= len(_MARK) else 0
+        if whole < size:
+            self._file.truncate(whole)
+        if not whole:
+            self._file.write(_MARK)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            file, self._file = self._file, None
+            note(f"{self._path} cannot be written ({error.strerror}): lockstep rerun cannot repeat this run")
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
 
 
 def read_order(path: Path, call: int) -> list[Record]:
     """Read the order of one call of `fit`.
 
     Raises:
-        ConfigError: the file is missing, is of another version, or does not have the call.
+        ConfigError: the file is missing, damaged or of another version, or does not have the whole call.
     """
     try:
         data = path.read_bytes()
@@ -94,7 +117,10 @@ def read_order(path: Path, call: int) -> list[Record]:
         raise ConfigError(f"the recorded order {path} is damaged: {error}") from None
     if call not in calls:
         raise ConfigError(f"{path} has no order of fit {call}")
-    return calls[call]
+    order = calls[call]
+    if not order or order.pop().kind is not Kind.END:
+        raise ConfigError(f"{path} has only the beginning of the order of fit {call}: that fit did not end")
+    return order
 
 
 def _records(data: memoryview) -> Iterator[Record]:

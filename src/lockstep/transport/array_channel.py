@@ -197,7 +197,7 @@ class AskingChannel:
             interval = min(2 * interval, _REPORT_AT_LEAST)
 
     def _check_alive(self) -> None:
-        """Ask in a connection of its own whether the other process runs."""
+        """Check over a separate connection that the other process runs."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(min(self._timeout, _ALIVE_WITHIN))
             connection.connect(self._address)

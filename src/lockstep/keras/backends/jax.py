@@ -269,7 +269,7 @@ class JaxProgram(JaxState):
     def put(
         self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
     ) -> Any:
-        """Return a state with the arrays in place of its own."""
+        """Return a state with these arrays."""
         others = list(state[1])
         for name, array in layers.items():
             others[int(name.partition("/")[2])] = jnp.asarray(array)

@@ -247,15 +247,7 @@ class ModelMethods:
                 (x, y, weight), given["validation_data"] = split_validation(
                     x, y, weight, given["validation_split"]
                 )
-            training = self._input(
-                x,
-                y,
-                weight,
-                batch_size=given["batch_size"],
-                steps=given["steps_per_epoch"],
-                shuffle=given["shuffle"],
-                class_weight=given["class_weight"],
-            )
+            training = self._training_input(given, x, y, weight)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
                 call,
@@ -523,15 +515,7 @@ class ModelMethods:
         validation = given["validation_data"]
         if validation is None and given["validation_split"]:
             (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
-        training = self._input(
-            x,
-            y,
-            weight,
-            batch_size=given["batch_size"],
-            steps=given["steps_per_epoch"],
-            shuffle=given["shuffle"],
-            class_weight=given["class_weight"],
-        )
+        training = self._training_input(given, x, y, weight)
         training.before_pass = self._resumable.begin_pass
         if validation is None or self._alone:
             return training, validation
@@ -540,6 +524,17 @@ class ModelMethods:
         # A joiner begins none of the validations before it joins, so it could not number passes over shards.
         options = {"batch_size": batch_size, "steps": given["validation_steps"], "in_order": True}
         return training, self._input(x, y, weight, **options)
+
+    def _training_input(self, given: Mapping[str, Any], x: Any, y: Any, weight: Any) -> GlobalInput:
+        return self._input(
+            x,
+            y,
+            weight,
+            batch_size=given["batch_size"],
+            steps=given["steps_per_epoch"],
+            shuffle=given["shuffle"],
+            class_weight=given["class_weight"],
+        )
 
     def _input(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
         if not self._alone:

@@ -76,6 +76,7 @@ class ChiefProcess(TaskProcess):
             self._dispatcher.finish()
             for server in self.servers:
                 server.ask(EndCall())
+            self.writer.end()
         self.call.steps = self._steps
         if stale := self._dispatcher.staleness:
             note(

@@ -49,11 +49,10 @@ class ServedVariables:
         self._optimizer, self.slots = built_copy(model.optimizer, self._variables)
         known = dict(zip(slots_of(model.optimizer, weights), model.optimizer.variables, strict=True))
         for (position, number), variable in zip(self.slots, self._optimizer.variables, strict=True):
-            if position < 0:
-                variable.assign(known[(-1, number)].value)
-                continue
-            value = backend.to_numpy(known[(shards[position].variable, number)].value)
-            variable.assign(shards[position].part_of(value))
+            shard = shards[position] if position >= 0 else None
+            value = backend.to_numpy(known[(-1 if shard is None else shard.variable, number)].value)
+            # A copy: updates reuse the memory of the server's own variables.
+            variable.assign(np.array(value if shard is None else shard.part_of(value)))
         self._update = backend.updater(Update(self._optimizer, self._variables))
 
     def values(self) -> list[Array]:
@@ -165,8 +164,8 @@ def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
     ]
     if common[0] != common[1]:
         raise ModelError(
-            f"{name} has variables of its own for each weight, which parameter servers cannot divide; use "
-            f"one of {', '.join(_BY_ELEMENT)}, or MultiWorkerMirroredStrategy"
+            f"{name} creates variables for a weight that parameter servers cannot assign to it; use one of "
+            f" {', '.join(_BY_ELEMENT)}, or MultiWorkerMirroredStrategy"
         )
     divided = next((one.variable for one in shards if not one.whole), None)
     if divided is None:

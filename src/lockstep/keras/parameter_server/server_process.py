@@ -54,6 +54,7 @@ class ServerProcess(TaskProcess):
                     case None:
                         self._pulled.pop(asked.process, None)
                     case EndCall():
+                        self.writer.end()
                         asked.answer(Applied())
                         # The chief closes the connection when it has the answer.
                         while (last := self._inbox.get()).message is not None or last.process != 0:
