@@ -630,3 +630,41 @@ def test_a_worker_that_a_user_starts_joins_on_its_host() -> None:
     for host in (1, 0):
         state = decide(state, WorkerArrived(host), 8.0).state
     assert [state.workers[worker].host for worker in (3, 4)] == [1, 0]
+
+
+SERVED = replace(
+    State.of(place(5, (0, 1, 2, 3, 4)), TimeLimits(), JobSize.of(5, 1, 3), vital=frozenset({0, 3, 4})),
+    elastic=True,
+)
+"""A job with a chief, two workers and two parameter servers."""
+
+
+def test_a_job_with_parameter_servers_continues_without_a_worker_and_starts_no_other() -> None:
+    decision = decide(SERVED, WorkerExited(2, -9), 9.0)
+    assert decision.state.stage is Stage.RUNNING
+    assert [action for action in decision.actions if isinstance(action, StartWorker)] == []
+    assert [action.view.workers for action in decision.actions if isinstance(action, StartView)] == [
+        (0, 1, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize("worker", [0, 3, 4])
+def test_a_job_with_parameter_servers_ends_with_its_chief_or_a_server(worker: int) -> None:
+    state = decide(SERVED, WorkerExited(worker, -9), 9.0).state
+    assert state.stage is Stage.ENDING
+    assert state.shutdown.outcome is not None
+    assert state.shutdown.outcome.message == f"worker {worker} was killed by SIGKILL"
+    failed = decide(SERVED, FailureReported(worker, 1, "ValueError", blames=False, prints=True), 9.0).state
+    assert failed.stage is Stage.ENDING
+
+
+def test_a_chief_that_blames_a_worker_counts_more_than_a_server_that_blames_the_chief() -> None:
+    state = SERVED
+    for worker, summary in ((3, "the chief has ended"), (0, "worker 2 is stuck"), (4, "the chief has ended")):
+        state = decide(state, FailureReported(worker, 1, summary, blames=True, prints=False), 9.0).state
+    assert state.shutdown.suspect is not None
+    assert state.shutdown.suspect.message == "worker 0: worker 2 is stuck"
+
+
+def test_a_job_with_parameter_servers_keeps_its_size() -> None:
+    assert refusal(SERVED, 4) == "a job with parameter servers keeps its number of workers"

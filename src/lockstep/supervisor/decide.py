@@ -368,7 +368,8 @@ def _failure_reported(state: State, event: FailureReported, now: float) -> Decis
         state = _with_failure(state, worker, outcome, now)
         return Decision(state, reason=f"{message}; the others may fail too")
     suspect = state.shutdown.suspect
-    if suspect is None:
+    # Parameter servers blame the chief, which knows whom it waits for.
+    if suspect is None or (state.vital and worker == state.view.chief):
         suspect = outcome
         state = replace(state, shutdown=replace(state.shutdown, suspect=suspect))
         state = _with_deadline(state, now + state.limits.blame)
