@@ -20,6 +20,11 @@ if TYPE_CHECKING:
         MaxSizePartitioner,
         MinSizePartitioner,
     )
+    from lockstep.strategy.cluster_coordinator import (
+        ClusterCoordinator,
+        PerWorkerValues,
+        RemoteValue,
+    )
     from lockstep.strategy.context import (
         ReplicaContext,
         get_replica_context,
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "ClusterCoordinator",
     "ClusterSpec",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -50,7 +56,9 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "PerWorkerValues",
     "ReduceOp",
+    "RemoteValue",
     "ReplicaContext",
     "SidecarEvaluator",
     "Strategy",
@@ -69,6 +77,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ClusterCoordinator": "lockstep.strategy.cluster_coordinator",
     "ClusterSpec": "lockstep.cluster.spec",
     "CommunicationImplementation": "lockstep.strategy.options",
     "CommunicationOptions": "lockstep.strategy.options",
@@ -83,7 +92,9 @@ _HOMES = {
     "MultiWorkerMirroredStrategy": "lockstep.strategy.mirrored",
     "OneDeviceStrategy": "lockstep.strategy.default",
     "ParameterServerStrategy": "lockstep.strategy.parameter_server",
+    "PerWorkerValues": "lockstep.strategy.cluster_coordinator",
     "ReduceOp": "lockstep.strategy.options",
+    "RemoteValue": "lockstep.strategy.cluster_coordinator",
     "ReplicaContext": "lockstep.strategy.context",
     "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",
     "Strategy": "lockstep.strategy.strategy",

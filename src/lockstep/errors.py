@@ -17,6 +17,7 @@
     |   |-- NetworkError       a connection to another host fails, or is refused
     |   |   `-- UnreachableError   the host cannot be reached at all
     |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or belongs to another model
+    |-- FunctionError          a scheduled function failed with an exception of a class unknown here
     |-- JobError               the job of a function ended without a result
     `-- InternalError          a bug in Lockstep
 
@@ -101,6 +102,11 @@ class UnreachableError(NetworkError):
 
 class CheckpointError(UnfitError):
     """A checkpoint cannot be written, is damaged or incomplete, or belongs to another model."""
+
+
+class FunctionError(LockstepError):
+    """A function of a `ClusterCoordinator` failed on a worker, with an exception that cannot be raised
+    here."""
 
 
 class JobError(LockstepError):

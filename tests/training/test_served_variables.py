@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import DataError, ModelError
+from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.fit.callbacks import refuse_within_epoch
 from lockstep.keras.parameter_server.process import UsedIterators
 from lockstep.keras.parameter_server.served_variables import (
@@ -64,7 +65,8 @@ def test_servers_together_update_like_the_optimizer_of_the_model(name: str, divi
     found = [np.empty(one.shape, "float32") for one in weights]
     for server in range(SERVERS):
         own = [one for one in shards if one.server == server]
-        served = ServedVariables(made, own, adapter().steps())
+        served = ServedVariables(adapter().steps())
+        served.add(Update(made.optimizer, made.trainable_variables), own)
         for gradients in steps[1:]:
             served.update({k: one.part_of(gradients[one.variable]) for k, one in enumerate(own)})
         for shard, value in zip(own, served.values(), strict=True):
@@ -85,7 +87,8 @@ def test_a_copy_has_hyperparameters_outside_of_the_config_and_shares_the_schedul
 
 def test_without_gradients_only_the_iterations_advance() -> None:
     made = model("adam")
-    served = ServedVariables(made, placed(made), adapter().steps())
+    served = ServedVariables(adapter().steps())
+    served.add(Update(made.optimizer, made.trainable_variables), placed(made))
     before = served.values()
     served.update({})
     assert [(one == two).all() for one, two in zip(before, served.values(), strict=True)] == [True] * 4

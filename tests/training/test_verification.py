@@ -263,7 +263,8 @@ def test_two_workers_that_always_differ_stop_at_the_last_verified_checkpoint(
     # Replicas take turns: one was verified in step 6, the other in step 4.
     assert "; the steps up to 4 are verified: remove the checkpoints of later steps before" in run.stderr
     entries = Store(saved).entries()
-    assert entries[-1].step == 7
+    # The one of step 7 is still being written when step 8 ends the job, or is complete.
+    assert entries[-1].step in (6, 7)
     assert [entry.verified for entry in entries] == [max(0, entry.step // 2 * 2 - 2) for entry in entries]
 
 

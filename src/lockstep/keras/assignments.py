@@ -1,6 +1,6 @@
-"""Observes the variables of Keras that this thread creates and assigns.
+"""Observes the variables of Keras that this thread creates, assigns and reads.
 
-The only file that patches how Keras's variables are assigned.
+The only file that patches how Keras's variables are assigned and read.
 """
 
 import functools
@@ -60,6 +60,23 @@ def observed_by(observer: VariableObserver | None) -> Iterator[None]:
         yield
     finally:
         _thread.observer = before
+
+
+@contextmanager
+def reads_observed_by(act: Callable[[Any], None]) -> Iterator[None]:
+    """Within the block, call `act` before any variable is read through its `value`."""
+    owner = definer(keras.Variable, "value")
+    original = vars(owner)["value"]
+
+    def value(variable: Any) -> Any:
+        act(variable)
+        return original.fget(variable)
+
+    owner.value = property(value)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        owner.value = original  # type: ignore[attr-defined]
 
 
 def install() -> None:

@@ -85,6 +85,10 @@ class GraphDraws:
         self._operations = 0
         self._depth = len(_entered_graphs())
 
+    def restart(self) -> None:
+        """Number the operations that run eagerly as in the first run."""
+        self._operations = 0
+
     @property
     def in_function(self) -> bool:
         """Whether operations that are created now belong to the function: not within `tf.init_scope`."""
@@ -246,6 +250,12 @@ def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
         _variable("key").assign(key)
     for counter in counters:
         counter.assign(0)
+
+
+def begin_all(seed: int) -> None:
+    """Begin a computation of no replica: all operations draw the first numbers that follow from `seed`."""
+    set_seed(seed)
+    begin(_counters, tf.constant(0, tf.int64))
 
 
 def refuse_random_operations(graph: Any) -> None:

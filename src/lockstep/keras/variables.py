@@ -40,8 +40,28 @@ class VariableState:
         return [one.value if hasattr(one, "assign") else one for one in variables.values()]
 
 
+class NamedVariables(VariableState):
+    """Variables that belong to no model, by name.
+
+    Attributes:
+        name: of all.
+        variables: the variables.
+    """
+
+    def __init__(self, name: str, variables: Mapping[str, Any]) -> None:
+        super().__init__(self)
+        self.name, self.variables = name, list(variables.values())
+        self._named = variables
+
+    def lasting_variables(self) -> Mapping[str, Any]:
+        """Return the variables, by name."""
+        return self._named
+
+
 def all_variables(model: Any) -> list[Any]:
     """Return the variables of a model and of its optimizers, each once."""
+    if isinstance(model, NamedVariables):
+        return list(model.variables)
     variables = [*model.variables, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
     return list({id(variable): variable for variable in variables}.values())
 

@@ -175,7 +175,7 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
 
     try:
         try:
-            script.run()
+            _run_whole(script)
         finally:
             job.current().exit()
     except SystemExit as leaving:
@@ -191,6 +191,19 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
         sys.exit(_fail(error, client, has_log))
     client.finished()
     job.current().end()
+
+
+def _run_whole(script: Script) -> None:
+    """Run the script, and then what it has begun and not completed, unless it ends with an error."""
+    from lockstep.worker import job
+
+    try:
+        script.run()
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            job.current().complete()
+        raise
+    job.current().complete()
 
 
 def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:

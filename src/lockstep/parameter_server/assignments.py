@@ -1,7 +1,8 @@
 """Which worker computes which step, while others are in work: the pure core of the coordinator.
 
-Steps are numbered over all epochs of a `fit`. Every worker visits the batches of all steps in order and
-computes those that it is assigned. A step that a lost worker leaves incomplete goes to another one.
+Steps are numbered over all epochs of a `fit`, or are the functions that a `ClusterCoordinator` schedules.
+Every worker visits all steps in order and computes those that it is assigned. A step that a lost worker
+leaves incomplete goes to another one.
 """
 
 from dataclasses import dataclass, field
@@ -32,11 +33,13 @@ class Assignments:
 
     Attributes:
         max_staleness: the bound of that number; None for none.
+        stop: steps from this one on are not known yet; None if there is no such step.
         completed: number of completed steps.
-        completed_below: all steps below this one are complete.
+        completed_below: all steps below this one are complete, or dropped.
     """
 
     max_staleness: int | None = None
+    stop: int | None = None
     completed: int = 0
     completed_below: int = 0
     _next: int = 0
@@ -50,6 +53,8 @@ class Assignments:
             return None
         step = min(self._returned, default=self._next)
         if step == self._next:
+            if step == self.stop:
+                return None
             self._next += 1
         else:
             self._returned.remove(step)
@@ -72,9 +77,7 @@ class Assignments:
         for other in self._active.values():
             other.passed += 1
         self._done.add(step)
-        while self.completed_below in self._done:
-            self._done.remove(self.completed_below)
-            self.completed_below += 1
+        self._advance()
         self.completed += 1
         return True
 
@@ -85,6 +88,16 @@ class Assignments:
             del self._active[step]
             self._returned.add(step)
         return lost
+
+    def cancel(self) -> list[int]:
+        """Drop the steps below `stop` that no worker computes; return them."""
+        assert self.stop is not None
+        dropped = sorted({*self._returned, *range(self._next, self.stop)})
+        self._returned.clear()
+        self._next = self.stop
+        self._done.update(dropped)
+        self._advance()
+        return dropped
 
     def returned_below(self, stop: int) -> bool:
         """Whether there is a step below `stop` that was given back and that no worker computes."""
@@ -103,6 +116,11 @@ class Assignments:
     def in_work(self) -> dict[int, int]:
         """Return the worker of each step in work."""
         return {step: active.worker for step, active in self._active.items()}
+
+    def _advance(self) -> None:
+        while self.completed_below in self._done:
+            self._done.remove(self.completed_below)
+            self.completed_below += 1
 
     def _may_begin(self) -> bool:
         bound = self.max_staleness

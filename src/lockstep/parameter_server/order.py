@@ -2,7 +2,8 @@
 another.
 
 An asynchronous training is a function of these orders. A record has 8 bytes: its kind, the id of a worker,
-and a step. A file begins with a mark, and each call of `fit` with a record of its number.
+and a step. A file begins with a mark, and each call of `fit`, or of the functions of a
+`ClusterCoordinator`, with a record of its number.
 """
 
 import contextlib
@@ -30,15 +31,19 @@ class Kind(IntEnum):
     READ = 5
     WRITE = 6
     END = 7
+    RAISE = 8
+    POLL = 9
 
 
 class Record(NamedTuple):
     """One arrival.
 
     Attributes:
-        kind: what was processed; `CALL` begins a call of `fit`, whose number is the step, and `END` ends it.
-        worker: that sent it.
-        step: for which.
+        kind: what was processed. `CALL` begins a call of `fit`, or the calls of a `ClusterCoordinator`, with
+            the number of the call as the step; `END` ends it.
+        worker: that sent it; of a `POLL`, whether `done` returned True.
+        step: for which; of `READ`, `WRITE`, `RAISE` and `POLL`, the number of completed steps in `fit`, or
+            the number of the call of the `ClusterCoordinator`.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""The messages between the chief, the workers and the parameter servers of a job, within a call of `fit`.
+"""The messages between the chief, the workers and the parameter servers of a job.
 
 Workers and the chief ask, parameter servers and the chief answer each question once, perhaps later. Arrays
 travel beside the messages; see `lockstep.transport.array_channel`.
@@ -29,10 +29,12 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     Attributes:
         step: for which they were computed.
         shards: the positions among the server's shards of those that have a gradient, in the arrays' order.
+        updates: the numbers of the optimizers that are applied.
     """
 
     step: int
     shards: tuple[int, ...]
+    updates: tuple[int, ...] = (0,)
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
@@ -103,12 +105,75 @@ class EpochDone(msgspec.Struct, frozen=True, tag="epoch done"):
     steps: int
 
 
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """A process is at a call of its `ClusterCoordinator`.
+
+    The chief answers `Passed` once it has made the call itself, or gives a worker a function with `Assigned`.
+
+    Attributes:
+        call: the number of the call, from 0.
+    """
+
+    call: int
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A scheduled function has raised an exception.
+
+    Attributes:
+        module: of the class of the exception.
+        name: of the class.
+        message: of the exception.
+        step: the number of the function.
+        worker: that has run it.
+    """
+
+    module: str
+    name: str
+    message: str
+    step: int
+    worker: int
+
+
+class Returned(msgspec.Struct, frozen=True, tag="returned"):
+    """A worker has run a function, whose gradients all servers have; the answer is as for `Wait`.
+
+    Attributes:
+        call: as in `Wait`.
+        step: the number of the function.
+        changed: the positions of the variables that it changes, in the order of the arrays; those of the
+            result follow.
+        staleness: as in `Done`.
+        result: see `Result`; None if the function has failed.
+        failure: why.
+    """
+
+    call: int
+    step: int
+    changed: tuple[int, ...] = ()
+    staleness: int = 0
+    result: "Result | None" = None
+    failure: Failure | None = None
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The result of a function.
+
+    Attributes:
+        packed: the JSON-able part of `lockstep.checkpoint.values.pack`, encoded.
+        names: of its arrays.
+    """
+
+    packed: bytes
+    names: tuple[str, ...]
+
+
 class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     """The server's shards are in the arrays, and after them the variables of its optimizer, if asked for.
 
     Attributes:
-        slots: for each variable of the optimizer the position of the shard that it belongs to, -1 if it
-            belongs to none, and its number among those of the same position.
+        slots: for each variable of an optimizer the position of the shard that it belongs to, or -1 minus the
+            number of the optimizer if it belongs to none, and its number among those of the same position.
     """
 
     slots: tuple[tuple[int, int], ...] = ()
@@ -150,9 +215,44 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     epoch: int
 
 
+class Passed(msgspec.Struct, frozen=True, tag="passed"):
+    """The chief has made a call of its `ClusterCoordinator`.
+
+    Attributes:
+        until: the chief has also made all calls before this one, and they have no results.
+        state: whether the arrays begin with the weights, the variables of the optimizers, and other
+            variables.
+        variables: the positions of the other variables.
+        done: the result of `done`.
+        results: of `fetch`; their arrays follow those of the variables.
+        failure: what the call raises.
+    """
+
+    until: int
+    state: bool = False
+    variables: tuple[int, ...] = ()
+    done: bool = False
+    results: tuple[Result | None, ...] = ()
+    failure: Failure | None = None
+
+
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The training has ended."""
 
 
-Question = Introduction | Alive | Pull | Push | Read | Write | EndCall | Enter | Next | Done | EpochDone
-Answer = ServedValues | Applied | Begin | Assigned | Opened | Ended
+Question = (
+    Introduction
+    | Alive
+    | Pull
+    | Push
+    | Read
+    | Write
+    | EndCall
+    | Enter
+    | Next
+    | Done
+    | EpochDone
+    | Wait
+    | Returned
+)
+Answer = ServedValues | Applied | Begin | Assigned | Opened | Passed | Ended

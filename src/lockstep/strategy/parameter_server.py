@@ -1,15 +1,24 @@
 """The strategy with parameter servers, named as in `tf.distribute`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
 
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
+from lockstep.data.input_context import InputContext
 from lockstep.errors import ConfigError, InputError, ModelError
+from lockstep.keras import assignments
+from lockstep.keras.assignments import observed_by
+from lockstep.keras.parameter_server.function_calls import FunctionCalls, Program, calls_of
+from lockstep.keras.parameter_server.function_run import ScopeVariables
 from lockstep.keras.parameter_server.process import ServerOptions
+from lockstep.keras.replica_run.merges import current_replica
+from lockstep.keras.replica_run.runner import SingleReplicaRunner
 from lockstep.parameter_server.partitioners import Partitioner
+from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy
+from lockstep.worker.job import Job
 
 
 class ParameterServerStrategy(Strategy):
@@ -50,11 +59,20 @@ class ParameterServerStrategy(Strategy):
             )
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         self._options = ServerOptions(variable_partitioner, max_staleness)
+        # A step is computed by one worker.
+        self._runner = SingleReplicaRunner()
+        self._variables = ScopeVariables()
+        self._calls: FunctionCalls | None = None
+        if self.has_servers:
+            assignments.install()
+            self._job.at_completion(self._close_functions)
+            self._methods.before_fit(self._close_functions)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Let the job train the models that are compiled within the block."""
-        with self._methods.scope(self._options), self._entered():
+        created = observed_by(self._variables) if self.has_servers else nullcontext()
+        with self._methods.scope(self._options), self._entered(), created:
             yield self
 
     @property
@@ -67,6 +85,30 @@ class ParameterServerStrategy(Strategy):
         """The resolver of the cluster's tasks and of this process's task."""
         return self._resolver
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether this process belongs to a job with parameter servers."""
+        return self._job.context.tasks is not None
+
+    @property
+    def job_of_scope(self) -> Job:
+        """The job of this process."""
+        return self._job
+
+    def function_calls(self) -> FunctionCalls:
+        """Return the calls of scheduled functions of this process, which `fit` and the script's end close."""
+        if self._calls is None:
+            self._calls = calls_of(
+                Program(
+                    self._job,
+                    self._variables,
+                    self._options,
+                    self._methods.number_functions,
+                    self._methods.functions_changed,
+                )
+            )
+        return self._calls
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -74,22 +116,69 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Call `fn` in a process on its own; in a job, custom loops with parameter servers are not supported.
+        """Call `fn` in a scheduled function, or in a process on its own.
+
+        Raises:
+            ModelError: the job has parameter servers, and the caller is no scheduled function.
+        """
+        if current_replica() is not None:
+            return fn(*args, **(kwargs or {}))
+        if self.has_servers:
+            _refuse_loop("strategy.run")
+        return super().run(fn, args, kwargs, options)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Return the value, or its sum or mean along an axis."""
+        return self._runner.reduce(ReduceOp.of(reduce_op), value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the value."""
+        return value
+
+    def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
+        """Yield the numbers of steps in a process on its own.
 
         Raises:
             ModelError: the job has parameter servers.
         """
-        self._refuse_loop()
-        return super().run(fn, args, kwargs, options)
-
-    def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
-        """Yield the numbers of steps in a process on its own; see `run`."""
-        self._refuse_loop()
+        if self.has_servers:
+            _refuse_loop("strategy.steps")
         return super().steps(count, state, checkpoint)
 
-    def _refuse_loop(self) -> None:
-        if self._job.context.tasks is not None:
-            raise ModelError(
-                "custom loops with parameter servers are not supported; use fit, or "
-                "MultiWorkerMirroredStrategy in a job without --ps"
-            )
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Return the dataset: a batch is for one worker."""
+        return dataset
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
+        """Return a dataset that each process creates with `dataset_fn(InputContext())`."""
+        return DatasetFunction(dataset_fn) if self.has_servers else dataset_fn(InputContext())
+
+    def _close_functions(self) -> None:
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            self._methods.functions_closed(calls.name, calls.close())
+
+
+class DatasetFunction:
+    """A dataset that a function creates in each process.
+
+    Args:
+        dataset_fn: creates it from an `InputContext`.
+    """
+
+    def __init__(self, dataset_fn: Callable[[InputContext], Any]) -> None:
+        self._dataset_fn = dataset_fn
+
+    def create(self) -> Any:
+        """Return a new dataset."""
+        return self._dataset_fn(InputContext())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.create())
+
+
+def _refuse_loop(name: str) -> NoReturn:
+    raise ModelError(
+        f"{name} with parameter servers works in functions that a lockstep.ClusterCoordinator schedules; use "
+        "fit, a ClusterCoordinator, or MultiWorkerMirroredStrategy in a job without --ps"
+    )

@@ -192,6 +192,7 @@ class Job:
         self._published: set[Event] = set()
         self._at_end: list[Callable[[], object]] = []
         self._at_exit: list[Callable[[], object]] = []
+        self._at_completion: list[Callable[[], object]] = []
 
     @property
     def context(self) -> JobContext:
@@ -266,6 +267,15 @@ class Job:
     def at_exit(self, act: Callable[[], object]) -> None:
         """Call `act` when the script has ended on this worker, also if it has raised."""
         self._at_exit.append(act)
+
+    def at_completion(self, act: Callable[[], object]) -> None:
+        """Call `act` when the script has ended without an error, to complete what it has begun."""
+        self._at_completion.append(act)
+
+    def complete(self) -> None:
+        """Call what `at_completion` has registered; before `exit`."""
+        for act in self._at_completion:
+            act()
 
     def exit(self) -> None:
         """Call what `at_exit` has registered; before `end`, and before the script's error is reported."""

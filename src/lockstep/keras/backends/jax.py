@@ -114,7 +114,7 @@ class JaxBackend:
 
         def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
             slots = [variable.value for variable in optimizer.variables]
-            given = [jnp.asarray(gradient) for gradient in gradients]
+            given = [None if gradient is None else jnp.asarray(gradient) for gradient in gradients]
             weights, slots = compiled(slots, given, [variable.value for variable in variables])
             for variable, value in zip([*variables, *optimizer.variables], [*weights, *slots], strict=True):
                 variable.assign(value)

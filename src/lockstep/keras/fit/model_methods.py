@@ -59,7 +59,7 @@ from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import recorder_of
-from lockstep.keras.variables import assign, model_state
+from lockstep.keras.variables import NamedVariables, assign, model_state
 from lockstep.keras.verification import verifications_of
 from lockstep.keras.worker_exchange import (
     Facts,
@@ -110,6 +110,7 @@ class ModelMethods:
         self._evaluator_fit = EvaluatorFit()
         self._last = LastModel(job)
         self.step_loops = StepLoops(job, backend, self._calls, self._snapshots, self._checkpoints, self._last)
+        self._before_fit: list[Callable[[], object]] = []
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
@@ -140,6 +141,36 @@ class ModelMethods:
     def call_number(self) -> int:
         """Return the number of the call in progress, equal on workers that have skipped earlier calls."""
         return self._calls.current.number
+
+    def before_fit(self, act: Callable[[], object]) -> None:
+        """Call `act` before each `fit` of a job with parameter servers."""
+        self._before_fit.append(act)
+
+    def number_functions(self) -> NumberedCall:
+        """Number the functions that a `ClusterCoordinator` schedules from now on."""
+        self._job.note_distribution()
+        with self._resumable.call("functions") as call:
+            self._job.events.publish(CallStarted(call.name))
+            self._digests.begin_call(call.name, self._steps, {"the seeds of the script": f"{call.seed:x}"})
+            return call
+
+    def functions_changed(self, what: str, functions: int, variables: Mapping[str, Any]) -> None:
+        """Record the variables after a call of a `ClusterCoordinator`.
+
+        Args:
+            what: names the call.
+            functions: number of scheduled functions.
+            variables: that they train and change, by name.
+        """
+        trained = NamedVariables("functions", variables)
+        self._last.trains(trained)
+        self._digests.record_state_now(self._steps + functions, what, trained)
+
+    def functions_closed(self, name: str, functions: int) -> None:
+        """Note that functions are complete, and that no more follow under this name."""
+        self._calls.taken += functions
+        self._digests.end_call()
+        self._job.events.publish(CallEnded(name))
 
     @contextmanager
     def scope(self, servers: ServerOptions | None = None) -> Iterator[None]:
@@ -187,6 +218,8 @@ class ModelMethods:
         if self._job.evaluates:
             return self._evaluator_fit.fit(model, given)
         if self._job.context.tasks is not None:
+            for act in self._before_fit:
+                act()
             return self._fit_on_servers(original, model, bound)
         self._last.trains(model)
         asked = asked_in(given["callbacks"])
@@ -501,7 +534,9 @@ class ModelMethods:
 
     def _record_now(self, what: str, model: Any) -> None:
         """Record the state of a model, which is in its variables, outside of any step."""
-        self._digests.record_state_now(self._steps, what, self._backend.training_state(model))
+        named = isinstance(model, NamedVariables)
+        state: Any = model if named else self._backend.training_state(model)
+        self._digests.record_state_now(self._steps, what, state)
 
     def _record_last(self) -> None:
         """Record, at the end of the script, the state of the model that was trained last."""

@@ -9,22 +9,16 @@ import numpy.typing as npt
 
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
-from lockstep.keras.parameter_server.process import ServedCall, TaskProcess
+from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
-from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import (
-    EndCall,
-    Read,
-    Write,
-)
 from lockstep.system.notes import note
 from lockstep.system.prose import count
 
 Array = npt.NDArray[Any]
 
 
-class ChiefProcess(TaskProcess):
+class ChiefProcess(FitProcess):
     """Runs callbacks and evaluations, and lets workers compute the steps."""
 
     def __init__(self, served: ServedCall) -> None:
@@ -70,12 +64,11 @@ class ChiefProcess(TaskProcess):
         batches = training.batches
         training.batches = lambda: self._one_ahead(batches())
         with self.job.apart():
-            self.connect_servers(addresses)
+            self._servers = self.connect_servers(addresses, self.served.shards)
             self.served.install(self._take)
             keras_fit([*callbacks, _ChiefEnd(self)])
             self._dispatcher.finish()
-            for server in self.servers:
-                server.ask(EndCall())
+            self._servers.end_call()
             self.writer.end()
         self.call.steps = self._steps
         if stale := self._dispatcher.staleness:
@@ -224,22 +217,8 @@ class ChiefProcess(TaskProcess):
 
     def _pulled(self) -> tuple[list[Array], list[Array]]:
         """Read the weights and the optimizer's variables from the servers, while no step is in work."""
-        answers = self.asked_all(Read(self._steps))
-        weights = self.assembled([arrays for _, arrays in answers])
-        found: dict[tuple[int, int], list[tuple[Shard | None, Array]]] = {}
-        for server, (values, arrays) in enumerate(answers):
-            own = self.own_shards(server)
-            for (position, number), array in zip(values.slots, arrays[len(own) :], strict=True):
-                shard = own[position] if position >= 0 else None
-                variable = -1 if shard is None else shard.variable
-                found.setdefault((variable, number), []).append((shard, array))
-        slots = []
-        for slot in self._slots:
-            pieces = sorted(found[slot], key=lambda piece: 0 if piece[0] is None else piece[0].start)
-            joined = len(pieces) > 1 and pieces[0][0] is not None and pieces[0][1].ndim > 0
-            slots.append(np.concatenate([array for _, array in pieces]) if joined else pieces[0][1])
-        self._known = weights, slots
-        return weights, slots
+        self._known = self._servers.read(self._steps, self._slots)
+        return self._known
 
     def _write_changes(self, state: Any) -> None:
         """Give servers and workers what the program or its callbacks have changed since the last epoch."""
@@ -261,21 +240,11 @@ class ChiefProcess(TaskProcess):
         if not any(changed):
             return
         weights, slots = now
-        for index, server in enumerate(self.servers):
-            own = self.own_shards(index)
-            positions = [k for k, one in enumerate(own) if one.variable in changed[0]]
-            arrays = [own[k].part_of(weights[own[k].variable]) for k in positions]
-            keys: list[Slot] = []
-            for i in sorted(changed[1]):
-                variable, number = self._slots[i]
-                if variable < 0:
-                    keys.append((-1, number))
-                    arrays.append(slots[i])
-                for k, shard in enumerate(own):
-                    if shard.variable == variable:
-                        keys.append((k, number))
-                        arrays.append(shard.part_of(slots[i]))
-            server.ask(Write(self._steps, tuple(positions), tuple(keys)), arrays)
+        self._servers.write(
+            self._steps,
+            {i: weights[i] for i in changed[0]},
+            {self._slots[i]: slots[i] for i in sorted(changed[1])},
+        )
         self._known = now
 
 

@@ -18,7 +18,11 @@ from lockstep.checkpoint import values
 from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
 from lockstep.keras.parameter_server.process import ServedCall
-from lockstep.keras.parameter_server.served_variables import refuse_buffers, refuse_unserved
+from lockstep.keras.parameter_server.served_variables import (
+    ServedVariables,
+    refuse_buffers,
+    refuse_unserved,
+)
 from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
 from lockstep.keras.randomness import random_states, set_random_states
@@ -58,8 +62,12 @@ def fit_on_servers(
         return original(*bound.args, **bound.kwargs)
 
     if task == "ps":
-        with ServerProcess(served, index) as server:
-            server.serve()
+        variables = ServedVariables(served.backend)
+        variables.add(served.update, [one for one in served.shards if one.server == index])
+        with ServerProcess(served.job, served.call, variables) as server:
+            server.addresses(server.address)
+            with served.job.apart():
+                server.serve()
     elif task == "chief":
         with ChiefProcess(served) as chief:
             chief.train(keras_fit, training, callbacks, given["steps_per_epoch"])

@@ -1,4 +1,4 @@
-"""What the chief, the workers and the parameter servers have in common in a call of `fit`."""
+"""What the chief, the workers and the parameter servers have in common."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import xxhash
 
@@ -16,11 +15,13 @@ from lockstep.errors import DataError, ModelError, PeerLostError
 from lockstep.keras.backends.common import misfits_explained
 from lockstep.keras.backends.contract import Backend, ServedProgram
 from lockstep.keras.backends.losses import divided
+from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.numbered_calls import NumberedCall
-from lockstep.keras.parameter_server.served_variables import shapes_of
+from lockstep.keras.parameter_server.served_variables import place_weights
+from lockstep.keras.parameter_server.servers import Servers
 from lockstep.parameter_server.order import Kind, OrderWriter, RecordedOrder, read_order
-from lockstep.parameter_server.partitioners import Partitioner, Shard, place_variables
+from lockstep.parameter_server.partitioners import Partitioner, Shard
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.transport.array_channel import AskingChannel
 from lockstep.worker.job import Job
@@ -76,9 +77,12 @@ class ServedCall:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Where the trainable variables are."""
-        return place_variables(
-            shapes_of(self.model.trainable_variables), self.tasks.servers, self.options.partitioner
-        )
+        return place_weights([self.update], self.tasks.servers, self.options.partitioner)
+
+    @property
+    def update(self) -> Update:
+        """What a step updates."""
+        return Update(self.model.optimizer, self.model.trainable_variables)
 
 
 class UsedIterators:
@@ -101,21 +105,26 @@ class UsedIterators:
 
 
 class TaskProcess:
-    """What all tasks have in common: their addresses, and the orders that they write and follow."""
+    """What all tasks have in common: their addresses, and the orders that they write and follow.
 
-    def __init__(self, served: ServedCall, name: str) -> None:
-        self.served, self.tasks, self.shards = served, served.tasks, served.shards
-        self.job, self.call, self.model, self.backend = served.job, served.call, served.model, served.backend
-        self.timeout = self.job.policy.timeout
+    Args:
+        job: of the process.
+        call: the call of `fit`, or the calls of a `ClusterCoordinator`.
+        order: the name of the order that this process writes; empty for none.
+    """
+
+    def __init__(self, job: Job, call: NumberedCall, order: str) -> None:
+        assert job.context.tasks is not None
+        self.job, self.call, self.tasks = job, call, job.context.tasks
+        self.timeout = job.policy.timeout
         self._asking: list[AskingChannel] = []
-        self.servers: list[AskingChannel] = []
-        folder, followed = self.job.context.folder, self.job.context.order
-        self.writer = OrderWriter(folder / ORDERS / name if folder is not None and name else None)
+        folder, followed = job.context.folder, job.context.order
+        self.writer = OrderWriter(folder / ORDERS / order if folder is not None and order else None)
         self.recorded: RecordedOrder | None = None
-        if name:
-            self.writer.add(Kind.CALL, 0, self.call.number)
+        if order:
+            self.writer.add(Kind.CALL, 0, call.number)
             if followed is not None:
-                self.recorded = RecordedOrder(read_order(followed / ORDERS / name, self.call.number))
+                self.recorded = RecordedOrder(read_order(followed / ORDERS / order, call.number))
 
     def addresses(self, own: bytes) -> dict[int, bytes]:
         """Exchange addresses with the other processes; return those of the chief and the servers by process.
@@ -143,11 +152,10 @@ class TaskProcess:
         self._asking.append(made)
         return made
 
-    def connect_servers(self, addresses: Mapping[int, bytes]) -> None:
-        """Connect to all servers."""
-        self.servers = [
-            self.connect(addresses, self.tasks.id_of_server(i)) for i in range(self.tasks.servers)
-        ]
+    def connect_servers(self, addresses: Mapping[int, bytes], shards: Sequence[Shard]) -> Servers:
+        """Connect to all servers, which have these shards."""
+        channels = [self.connect(addresses, self.tasks.id_of_server(i)) for i in range(self.tasks.servers)]
+        return Servers(channels, shards)
 
     def close(self) -> None:
         """Close all connections."""
@@ -161,29 +169,13 @@ class TaskProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def own_shards(self, server: int) -> list[Shard]:
-        """Return the shards of a server, in their order there."""
-        return [one for one in self.shards if one.server == server]
 
-    def assembled(self, answers: Sequence[Sequence[Array]]) -> list[Array]:
-        """Return the trainable variables, given the shards of each server."""
-        parts: dict[int, list[tuple[Shard, Array]]] = {}
-        for server, arrays in enumerate(answers):
-            for shard, array in zip(self.own_shards(server), arrays, strict=False):
-                parts.setdefault(shard.variable, []).append((shard, array))
-        weights = []
-        for variable in range(len(parts)):
-            pieces = sorted(parts[variable], key=lambda piece: piece[0].start)
-            weights.append(
-                pieces[0][1] if len(pieces) == 1 else np.concatenate([array for _, array in pieces])
-            )
-        return weights
+class FitProcess(TaskProcess):
+    """What the chief and the workers have in common in a call of `fit`: they compute steps."""
 
-    def asked_all(self, question: Any) -> list[tuple[Any, list[Array]]]:
-        """Ask all servers the same at once; return their answers."""
-        for server in self.servers:
-            server.send(question)
-        return [server.receive(question) for server in self.servers]
+    def __init__(self, served: ServedCall, order: str) -> None:
+        super().__init__(served.job, served.call, order)
+        self.served, self.model, self.backend = served, served.model, served.backend
 
     def program(self) -> ServedProgram:
         """Prepare a step of the model."""

@@ -1,7 +1,13 @@
-"""The variables of a model on one parameter server, and the part of the optimizer that updates them."""
+"""The variables of a program on one parameter server, and the part of its optimizers that updates them.
+
+The variables that a program trains are numbered over all its optimizers. A call of `fit` has one optimizer,
+functions of a `ClusterCoordinator` may have several.
+"""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -12,13 +18,12 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.common import refuse_other_weights, replaced
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.multi_update import Update
-from lockstep.parameter_server.partitioners import Shard
+from lockstep.parameter_server.partitioners import Partitioner, Shard, place_variables
 
 Array = npt.NDArray[Any]
 Slot = tuple[int, int]
-"""A variable of an optimizer: the position of the variable that it belongs to, -1 if it belongs to none, and
-its
-number among those of the same position."""
+"""A variable of an optimizer: the position of the variable that it belongs to, or -1 minus the number of the
+optimizer if it belongs to none, and its number among those of the same position."""
 
 _BY_ELEMENT = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 """Keras's optimizers that update each element of a variable on its own: they can update shards."""
@@ -28,58 +33,145 @@ _OF_A_BUILT_OPTIMIZER = frozenset({"_lock", "built"})
 _EXCLUDED = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
-class ServedVariables:
-    """The shards of one server, updated by a copy of the model's optimizer.
+def place_weights(
+    updates: Sequence[Update], servers: int, partitioner: Partitioner | None = None
+) -> tuple[Shard, ...]:
+    """Place the variables that optimizers update on servers; those of a further one follow."""
+    return place_variables(
+        shapes_of([variable for update in updates for variable in update.variables]), servers, partitioner
+    )
 
-    A variable that is not divided is the model's own, so its name, constraint and exclusion from weight decay
-    apply.
 
-    Args:
-        model: built; its optimizer has the values to begin with.
-        shards: of the server.
-        backend: makes updates.
+def slots_of_all(updates: Sequence[Update]) -> list[list[Slot]]:
+    """Return the slots of each optimizer, in the order of its variables."""
+    found, first = [], 0
+    for number, update in enumerate(updates):
+        slots = slots_of(update.optimizer, update.variables)
+        found.append([(first + at if at >= 0 else -1 - number, nth) for at, nth in slots])
+        first += len(update.variables)
+    return found
+
+
+@dataclass(frozen=True)
+class _ServedOptimizer:
+    """What a server has of one optimizer.
+
+    Attributes:
+        positions: of its shards among those of the server.
+        variables: the shards.
+        optimizer: a copy that updates them.
+        slots: of the copy.
+        update: updates the shards from their gradients.
     """
 
-    def __init__(self, model: Any, shards: Sequence[Shard], backend: Backend) -> None:
-        weights = model.trainable_variables
-        self._backend = backend
-        self._variables = [
-            weights[one.variable] if one.whole else _part(weights[one.variable], one) for one in shards
-        ]
-        self._optimizer, self.slots = built_copy(model.optimizer, self._variables)
-        known = dict(zip(slots_of(model.optimizer, weights), model.optimizer.variables, strict=True))
-        for (position, number), variable in zip(self.slots, self._optimizer.variables, strict=True):
-            shard = shards[position] if position >= 0 else None
-            value = backend.to_numpy(known[(-1 if shard is None else shard.variable, number)].value)
+    positions: tuple[int, ...]
+    variables: Sequence[Any]
+    optimizer: Any
+    slots: tuple[Slot, ...]
+    update: Callable[[Sequence[Array | None]], None]
+
+
+class ServedVariables:
+    """The shards of one server, updated by copies of the program's optimizers.
+
+    Args:
+        backend: makes updates.
+        own: whether all shards are the server's own. Otherwise a variable that is not divided is the
+            program's, and is updated there.
+    """
+
+    def __init__(self, backend: Backend, *, own: bool = False) -> None:
+        self._backend, self._own = backend, own
+        self._variables: list[Any] = []
+        self._served: list[_ServedOptimizer] = []
+        self._weights = 0
+
+    def add(self, update: Update, shards: Sequence[Shard]) -> None:
+        """Add the variables of a further optimizer.
+
+        Args:
+            update: a built optimizer, which has the values to begin with, and the variables that it updates.
+            shards: of the server, of all variables.
+        """
+        first, weights = self._weights, update.variables
+        self._weights += len(weights)
+        own = [one for one in shards if first <= one.variable < self._weights]
+        made = [self._variable(weights[one.variable - first], one) for one in own]
+        optimizer, slots = built_copy(update.optimizer, made)
+        known = dict(zip(slots_of(update.optimizer, weights), update.optimizer.variables, strict=True))
+        for (position, nth), variable in zip(slots, optimizer.variables, strict=True):
+            shard = own[position] if position >= 0 else None
+            key = (-1 if shard is None else shard.variable - first, nth)
+            value = self._backend.to_numpy(known[key].value)
             # A copy: updates reuse the memory of the server's own variables.
             variable.assign(np.array(value if shard is None else shard.part_of(value)))
-        self._update = backend.updater(Update(self._optimizer, self._variables))
+        number, before = len(self._served), len(self._variables)
+        self._variables += made
+        self._served.append(
+            _ServedOptimizer(
+                tuple(range(before, len(self._variables))),
+                made,
+                optimizer,
+                tuple((before + at if at >= 0 else -1 - number, nth) for at, nth in slots),
+                self._backend.updater(Update(optimizer, made)),
+            )
+        )
+
+    def _variable(self, variable: Any, shard: Shard) -> Any:
+        if not shard.whole:
+            return _part(variable, shard, f"{variable.name}_{shard.start}")
+        if not self._own:
+            return variable
+        with ExitStack() as scopes:
+            # Some optimizers choose variables by their paths.
+            for name in variable.path.split("/")[:-1]:
+                scopes.enter_context(keras.name_scope(name))
+            made = _part(variable, shard, variable.name)
+        made.constraint = variable.constraint
+        return made
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of the optimizers, with the positions of the server's shards."""
+        return tuple(slot for served in self._served for slot in served.slots)
 
     def values(self) -> list[Array]:
         """Return copies of the shards."""
         return [np.array(self._backend.to_numpy(variable.value)) for variable in self._variables]
 
     def slot_values(self) -> list[Array]:
-        """Return copies of the variables of the optimizer, in the order of `slots`."""
-        return [np.array(self._backend.to_numpy(variable.value)) for variable in self._optimizer.variables]
+        """Return copies of the variables of the optimizers, in the order of `slots`."""
+        return [
+            np.array(self._backend.to_numpy(variable.value))
+            for served in self._served
+            for variable in served.optimizer.variables
+        ]
 
-    def update(self, gradients: Mapping[int, Array]) -> None:
+    def update(self, gradients: Mapping[int, Array], updates: Sequence[int] = (0,)) -> None:
         """Update the shards once, given the gradients by the positions of their shards.
 
-        Without any, only the iterations of the optimizer advance, as on the other servers.
+        Without any, only the iterations of the optimizers advance, as on the other servers.
+
+        Args:
+            gradients: by position.
+            updates: the numbers of the optimizers that are applied.
         """
-        if not gradients:
-            self._optimizer.iterations.assign(self._optimizer.iterations.value + 1)
-            return
-        self._update([gradients.get(position) for position in range(len(self._variables))])
+        for number in updates:
+            served = self._served[number]
+            given = [gradients.get(position) for position in served.positions]
+            if any(gradient is not None for gradient in given):
+                served.update(given)
+            else:
+                served.optimizer.iterations.assign(served.optimizer.iterations.value + 1)
 
     def write(self, shards: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
-        """Replace values of shards, and of variables of the optimizer."""
+        """Replace values of shards, and of variables of the optimizers."""
         for position, value in shards.items():
             self._variables[position].assign(value)
-        for slot, variable in zip(self.slots, self._optimizer.variables, strict=True):
-            if slot in slots:
-                variable.assign(slots[slot])
+        for served in self._served:
+            for slot, variable in zip(served.slots, served.optimizer.variables, strict=True):
+                if slot in slots:
+                    variable.assign(slots[slot])
 
 
 def built_copy(optimizer: Any, variables: Sequence[Any]) -> tuple[Any, tuple[Slot, ...]]:
@@ -142,12 +234,21 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
 
 
 def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
-    """Raise ModelError for what parameter servers do not support."""
-    optimizer = model.optimizer
+    """Raise ModelError for what parameter servers do not support in a call of `fit`."""
+    if model.optimizer.built:
+        refuse_other_weights(model, model.optimizer._trainable_variables)
+    refuse_optimizer(Update(model.optimizer, model.trainable_variables), shards)
+
+
+def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
+    """Raise ModelError for an optimizer that parameter servers do not support.
+
+    Args:
+        update: the optimizer, and the variables that it updates.
+        shards: of these variables, numbered from 0.
+    """
+    optimizer, weights = update.optimizer, update.variables
     name = type(optimizer).__name__
-    weights = model.trainable_variables
-    if optimizer.built:
-        refuse_other_weights(model, optimizer._trainable_variables)
     if hasattr(optimizer, "inner_optimizer"):
         raise ModelError(
             f"{name} scales the loss by what all gradients of a step show, which parameter servers do not "
@@ -165,12 +266,12 @@ def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
     if common[0] != common[1]:
         raise ModelError(
             f"{name} creates variables for a weight that parameter servers cannot assign to it; use one of "
-            f" {', '.join(_BY_ELEMENT)}, or MultiWorkerMirroredStrategy"
+            f"{', '.join(_BY_ELEMENT)}, or MultiWorkerMirroredStrategy"
         )
     divided = next((one.variable for one in shards if not one.whole), None)
     if divided is None:
         return
-    path = model.trainable_variables[divided].path
+    path = weights[divided].path
     if name not in _BY_ELEMENT or not type(optimizer).__module__.startswith("keras."):
         raise ModelError(
             f"the partitioner divides {path!r}, but {name} may not update each element on its own; use one "
@@ -186,7 +287,7 @@ def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
         (
             variable.path
             for one in shards
-            if not one.whole and (variable := model.trainable_variables[one.variable]).constraint is not None
+            if not one.whole and (variable := weights[one.variable]).constraint is not None
         ),
         None,
     )
@@ -219,6 +320,6 @@ def _item_bytes(dtype: str) -> int:
     return max(1, int(digits[0]) // 8) if digits else 1
 
 
-def _part(variable: Any, shard: Shard) -> Any:
-    value = shard.part_of(keras.ops.convert_to_numpy(variable.value))
-    return keras.Variable(value, dtype=variable.dtype, trainable=True, name=f"{variable.name}_{shard.start}")
+def _part(variable: Any, shard: Shard, name: str) -> Any:
+    value = np.array(shard.part_of(keras.ops.convert_to_numpy(variable.value)))
+    return keras.Variable(value, dtype=variable.dtype, trainable=True, name=name)

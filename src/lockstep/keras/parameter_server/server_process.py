@@ -1,4 +1,4 @@
-"""A parameter server in a call of `fit`: has shards, and updates them as gradients arrive."""
+"""A parameter server: has shards, and updates them as gradients arrive."""
 
 import queue
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import numpy.typing as npt
 
 from lockstep.errors import PeerLostError, PeerStuckError
-from lockstep.keras.parameter_server.process import ServedCall, TaskProcess
+from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import ServedVariables
 from lockstep.parameter_server.order import Kind, OrderedArrivals, Record
 from lockstep.protocol.parameter_server import (
@@ -19,69 +20,87 @@ from lockstep.protocol.parameter_server import (
     Write,
 )
 from lockstep.transport.array_channel import AnsweringEnd, Asked
+from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
 
 
 class ServerProcess(TaskProcess):
-    """A parameter server: has shards, and updates them as gradients arrive."""
+    """A parameter server.
 
-    def __init__(self, served: ServedCall, index: int) -> None:
-        super().__init__(served, f"ps-{index}")
-        self._inbox: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+    Args:
+        job: of the process.
+        call: the call of `fit`, or the calls of a `ClusterCoordinator`.
+        variables: of the server.
+    """
+
+    def __init__(self, job: Job, call: NumberedCall, variables: ServedVariables) -> None:
+        assert job.context.tasks is not None
+        index = job.context.tasks.of(job.worker)[1]
+        super().__init__(job, call, f"ps-{index}")
+        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._end = AnsweringEnd(self._inbox.put)
-        self._variables = ServedVariables(self.model, self.own_shards(index), self.backend)
+        self._variables = variables
         self._name = f"parameter server {index}"
         self._version = 0
         self._pulled: dict[int, int] = {}
         self._applied: set[int] = set()
+        self._ended = False
+        self._arrivals = OrderedArrivals(self.writer, self.recorded)
+
+    @property
+    def address(self) -> bytes:
+        """Where the server listens."""
+        return self._end.address
+
+    def interrupt(self) -> None:
+        """Let `serve` return; called in another thread."""
+        self._inbox.put(None)
 
     def serve(self) -> None:
-        """Answer until the chief ends the call.
+        """Answer until the chief ends the call, or `interrupt` is called.
 
         Raises:
             PeerLostError: the chief has ended before.
             PeerStuckError: what comes next in the recorded order has not arrived in time.
         """
-        self.addresses(self._end.address)
-        arrivals = OrderedArrivals(self.writer, self.recorded)
-        with self.job.apart():
-            while True:
-                asked = self._next(arrivals)
-                match asked.message:
-                    case None if asked.process == 0:
-                        raise PeerLostError(f"the chief has ended within {self.call.name}; its log says why")
-                    case None:
-                        self._pulled.pop(asked.process, None)
-                    case EndCall():
-                        self.writer.end()
-                        asked.answer(Applied())
-                        # The chief closes the connection when it has the answer.
-                        while (last := self._inbox.get()).message is not None or last.process != 0:
-                            pass
-                        return
-                    case message:
-                        self._arrive(arrivals, asked, message)
+        while not self._ended:
+            if (asked := self._next()) is None:
+                return
+            match asked.message:
+                case None if asked.process == 0:
+                    raise PeerLostError(f"the chief has ended within {self.call.name}; its log says why")
+                case None:
+                    self._pulled.pop(asked.process, None)
+                case EndCall():
+                    self.writer.end()
+                    asked.answer(Applied())
+                    # The chief closes the connection when it has the answer.
+                    while (last := self._inbox.get()) is None or last.message is not None or last.process:
+                        pass
+                    self._ended = True
+                case message:
+                    self._arrive(asked, message)
 
     def close(self) -> None:
         """Close all connections."""
         self._end.close()
         super().close()
 
-    def _next(self, arrivals: OrderedArrivals) -> Asked:
+    def _next(self) -> Asked | None:
         while True:
             try:
                 return self._inbox.get(timeout=self.timeout)
             except queue.Empty:
-                if (turn := arrivals.awaited()) is not None:
+                if (turn := self._arrivals.awaited()) is not None:
                     raise PeerStuckError(
                         f"{self._name} follows a recorded order in which step {turn.step + 1} of worker "
                         f"{turn.worker} comes next ({turn.kind.name.lower()}), which has not arrived for "
                         f"{self.timeout:g} s"
                     ) from None
 
-    def _arrive(self, arrivals: OrderedArrivals, asked: Asked, message: Any) -> None:
-        worker = asked.process
+    def _arrive(self, asked: Asked, message: Any) -> None:
+        worker, arrivals = asked.process, self._arrivals
         if isinstance(message, Pull):
             record = Record(Kind.PULL, worker, message.step)
             arrivals.arrive(record, lambda: self._pull(asked), lambda: self._pull(asked))
@@ -104,7 +123,7 @@ class ServerProcess(TaskProcess):
         asked.answer(ServedValues(), self._variables.values())
 
     def _push(self, asked: Asked, message: Push) -> None:
-        self._variables.update(dict(zip(message.shards, asked.arrays, strict=True)))
+        self._variables.update(dict(zip(message.shards, asked.arrays, strict=True)), message.updates)
         self._applied.add(message.step)
         staleness = self._version - self._pulled.pop(asked.process, self._version)
         self._version += 1

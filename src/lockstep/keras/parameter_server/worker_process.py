@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy.typing as npt
 
-from lockstep.keras.parameter_server.process import ServedCall, TaskProcess
+from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.step_dispatcher import as_arrays
 from lockstep.keras.seeds import key_of_replica
 from lockstep.protocol.parameter_server import (
@@ -19,8 +19,6 @@ from lockstep.protocol.parameter_server import (
     EpochDone,
     Next,
     Opened,
-    Pull,
-    Push,
 )
 
 Array = npt.NDArray[Any]
@@ -30,7 +28,7 @@ class _TrainingEnded(BaseException):
     """Ends Keras's loop in a worker: the chief has stopped the training within an epoch."""
 
 
-class WorkerProcess(TaskProcess):
+class WorkerProcess(FitProcess):
     """Computes the steps that the chief assigns."""
 
     def __init__(self, served: ServedCall) -> None:
@@ -51,7 +49,7 @@ class WorkerProcess(TaskProcess):
         """
         addresses = self.addresses(b"")
         with self.job.apart():
-            self.connect_servers(addresses)
+            self._servers = self.connect_servers(addresses, self.served.shards)
             self._chief = self.connect(addresses, 0)
             # The chief evaluates, and its callbacks run, while workers wait.
             self._chief.be_patient()
@@ -87,8 +85,7 @@ class WorkerProcess(TaskProcess):
             self._ask(*self._computed(step, self._kept[step]))
 
     def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
-        pulled = self.asked_all(Pull(step))
-        weights = self.assembled([arrays for _, arrays in pulled])
+        weights = self._servers.pull(step)
         layers = self._layers | {name: key_of_replica(seed, step) for name, seed in self._seeds.items()}
         self._state = self._program.put(self._state, weights, layers)
         found = dict(self.computed(self._program, self._state, step, batch))
@@ -102,18 +99,8 @@ class WorkerProcess(TaskProcess):
         if present is not None:
             gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
         self.job.note_step()
-        staleness = self._pushed(step, gradients)
+        staleness = self._servers.push(step, gradients)
         return Done(step, tuple(found), staleness, self.read(batch).check()), list(found.values())
-
-    def _pushed(self, step: int, gradients: Mapping[int, Array]) -> int:
-        asked: list[Push] = []
-        for index, server in enumerate(self.servers):
-            own = [(k, one) for k, one in enumerate(self.own_shards(index)) if one.variable in gradients]
-            arrays = [shard.part_of(gradients[shard.variable]) for _, shard in own]
-            asked.append(Push(step, tuple(k for k, _ in own)))
-            server.send(asked[-1], arrays)
-        answers = [server.receive(push)[0] for server, push in zip(self.servers, asked, strict=True)]
-        return max((answer.staleness for answer in answers), default=0)
 
     def _ask(self, question: Next | Done, arrays: Sequence[Array] = ()) -> None:
         """Ask the chief for the next step."""

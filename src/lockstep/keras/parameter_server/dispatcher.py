@@ -1,0 +1,254 @@
+"""The chief's side of the workers: hands out steps, and collects what they compute besides gradients.
+
+A thread answers the workers, so that what the chief itself does delays none. The layers' state lives here:
+each assignment carries its present values, and each completed step adds its changes.
+"""
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy.typing as npt
+
+from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.parameter_server.assignments import Assignments
+from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
+from lockstep.parameter_server.tasks import Tasks
+from lockstep.protocol.parameter_server import Assigned
+from lockstep.system.notes import note
+from lockstep.transport.array_channel import AnsweringEnd, Asked
+
+Array = npt.NDArray[Any]
+Answered = tuple[Any, list[Array]]
+
+_REPORT_EVERY = 5.0
+"""Seconds between two notes on what the chief waits for."""
+
+
+class Dispatcher(ABC):
+    """Answers the workers of one call: what `fit` and scheduled functions have in common.
+
+    Args:
+        tasks: of the job.
+        workers: the ids of the workers that are alive.
+        what: names the call in messages.
+        unit: names a step in messages.
+        max_staleness: see `Assignments`.
+        writer: records the order.
+        recorded: the order to follow; None for the order of arrival.
+        timeout: seconds without a completed step after which a worker counts as stuck.
+
+    Attributes:
+        staleness: of the completed steps, in their order.
+        address: where it listens.
+    """
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        workers: tuple[int, ...],
+        what: str,
+        unit: str,
+        max_staleness: int | None,
+        writer: OrderWriter,
+        recorded: RecordedOrder | None,
+        timeout: float,
+    ) -> None:
+        self.staleness: list[int] = []
+        self._tasks, self._what, self._unit, self._timeout = tasks, what, unit, timeout
+        self._live = set(workers)
+        self._assignments = Assignments(max_staleness)
+        self._writer, self._recorded = writer, recorded
+        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._end = AnsweringEnd(self._inbox.put)
+        self.address = self._end.address
+        self._changed = threading.Condition()
+        self._parked: dict[int, Asked] = {}
+        self._arrived: dict[Record, Asked] = {}
+        self._layers: dict[str, Array] | None = None
+        self._assigns = True
+        self._ended = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="lockstep-coordinator", daemon=True)
+        self._thread.start()
+
+    def keep(self, workers: Iterable[int]) -> None:
+        """Expect only these workers: the others were lost before they could connect."""
+        with self._changed:
+            self._live &= set(workers)
+
+    def set_layers(self, layers: Mapping[str, Array]) -> None:
+        """Set values of the layers' state; steps are assigned from the first call on."""
+        with self._changed:
+            self._layers = {**(self._layers or {}), **layers}
+            self._pump()
+
+    @property
+    def layers(self) -> Mapping[str, Array]:
+        """The present values of the layers' state."""
+        with self._changed:
+            return dict(self._layers or {})
+
+    def finish(self) -> None:
+        """End the call for the workers, and wait until they have left."""
+        with self._changed:
+            self._ended = True
+            self._pump()
+        self._wait(lambda: not self._live, leaving=True)
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        self._end.close()
+        self._inbox.put(None)
+        self._thread.join()
+        self._writer.close()
+
+    @abstractmethod
+    def _handle(self, asked: Asked) -> None:
+        """Process a question of a worker, and keep it until it can be answered."""
+
+    @abstractmethod
+    def _answer(self, process: int, asked: Asked) -> Answered | None:
+        """Return the answer to a kept question; None if it has to wait."""
+
+    @abstractmethod
+    def _take(self, asked: Asked) -> None:
+        """Process a completed step."""
+
+    @abstractmethod
+    def _may_assign(self, turn: Record) -> bool:
+        """Whether the worker of a recorded assignment waits for it."""
+
+    def _wait(self, over: Callable[[], bool], *, leaving: bool = False) -> None:
+        with self._changed:
+            begun = reported = time.monotonic()
+            before = self._assignments.completed
+            while not over():
+                if self._failure is not None:
+                    raise self._failure
+                if not self._live:
+                    raise PeerLostError(
+                        f"{self._what}: no worker is left to compute gradients; their logs say why"
+                    )
+                if self._assignments.completed > before:
+                    before = self._assignments.completed
+                    begun = reported = time.monotonic()
+                now = time.monotonic()
+                if leaving and now - begun > self._timeout:
+                    raise PeerStuckError(
+                        f"{self._what} has ended, but {self._left()} for {self._timeout:g} s; lockstep "
+                        "stack shows what they do, and --timeout sets the limit"
+                    )
+                if now - begun > self._timeout:
+                    raise PeerStuckError(
+                        f"{self._what}: no {self._unit} was completed for {self._timeout:g} s; "
+                        f"{self._in_work()}; lockstep stack shows what they do, and --timeout sets the limit"
+                    )
+                if now - reported > _REPORT_EVERY:
+                    reported = now + (now - begun)
+                    late = self._left() if leaving else f"no {self._unit} completed; {self._in_work()}"
+                    note(f"{self._what}, after {now - begun:.0f} s: {late}")
+                self._changed.wait(min(_REPORT_EVERY, self._timeout))
+
+    def _left(self) -> str:
+        return f"{', '.join(self._tasks.name(worker) for worker in sorted(self._live))} did not leave it"
+
+    def _in_work(self) -> str:
+        steps = [
+            f"worker {worker} computes {self._unit} {step + 1}"
+            for step, worker in self._assignments.in_work().items()
+        ]
+        if self._recorded is not None and (turn := self._recorded.awaited()) is not None:
+            steps.append(
+                f"{self._unit} {turn.step + 1} of worker {turn.worker} is next in the recorded order"
+            )
+        return ", ".join(steps) or f"no worker has begun a {self._unit}"
+
+    def _run(self) -> None:
+        while (asked := self._inbox.get()) is not None:
+            with self._changed:
+                try:
+                    if asked.message is None:
+                        self._lose(asked.process)
+                    else:
+                        self._handle(asked)
+                    self._pump()
+                except Exception as error:
+                    self._failure = error
+                self._changed.notify_all()
+
+    def _receive(self, asked: Asked, step: int) -> None:
+        """Take a completed step, or hold it until its turn in the recorded order."""
+        record = Record(Kind.DONE, asked.process, step)
+        if self._recorded is None:
+            self._take(asked)
+        elif self._recorded.has(record):
+            self._arrived[record] = asked
+
+    def _lose(self, worker: int) -> None:
+        self._parked.pop(worker, None)
+        if worker not in self._live:
+            return
+        self._live.discard(worker)
+        lost = self._assignments.give_back(worker)
+        if not self._ended:
+            numbers = ", ".join(str(step + 1) for step in lost)
+            steps = f"; another worker computes {self._unit} {numbers}" if lost else ""
+            note(f"{self._what}: worker {worker} has ended{steps}")
+
+    def _complete(self, worker: int, step: int, staleness: int, changes: Mapping[str, Array]) -> bool:
+        """Complete a step, and add its changes to the layers' state; False if another worker computes it."""
+        if not self._assignments.complete(worker, step):
+            return False
+        self._writer.add(Kind.DONE, worker, step)
+        assert self._layers is not None
+        for name, change in changes.items():
+            # A new array: the values of an assignment may still be on their way.
+            self._layers[name] = self._layers[name] + change
+        self.staleness.append(staleness)
+        return True
+
+    def _pump(self) -> None:
+        """Answer everything that can be answered."""
+        if self._recorded is not None:
+            self._follow(self._recorded)
+        for process, asked in list(self._parked.items()):
+            if (answer := self._answer(process, asked)) is not None:
+                del self._parked[process]
+                asked.answer(*answer)
+
+    def _assign(self, worker: int) -> Answered | None:
+        """Assign a step to a worker that waits for one."""
+        if self._layers is None or not self._assigns or self._recorded is not None:
+            return None
+        step = self._assignments.assign(worker)
+        return None if step is None else self._assigned(worker, step)
+
+    def _assigned(self, worker: int, step: int) -> Answered:
+        self._writer.add(Kind.ASSIGN, worker, step)
+        incomplete = tuple(self._assignments.incomplete_below(step))
+        names, arrays = self._layers_for(worker)
+        return Assigned(step, incomplete, names), arrays
+
+    def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
+        """Return the layers' state that a worker needs for a step."""
+        assert self._layers is not None
+        return tuple(self._layers), list(self._layers.values())
+
+    def _follow(self, recorded: RecordedOrder) -> None:
+        """Process what has its turn in the recorded order."""
+        while (turn := recorded.awaited()) is not None:
+            if turn.kind is Kind.DONE:
+                asked = self._arrived.pop(turn, None)
+                if asked is None:
+                    return
+                self._take(asked)
+            elif turn.kind is not Kind.ASSIGN or not self._may_assign(turn):
+                return
+            else:
+                self._assignments.follow(turn.worker, turn.step)
+                self._parked.pop(turn.worker).answer(*self._assigned(turn.worker, turn.step))
+            recorded.advance()

@@ -1,0 +1,585 @@
+"""The functions that a program schedules with a `ClusterCoordinator`, in one process of a job.
+
+All processes run the script and make the same calls: `schedule`, `join`, `done`, `fetch`. The chief makes
+each call first, and the others make it with the same result. `schedule` waits for nothing; workers run
+functions while they wait for the chief at a call. Each call but `schedule` gives all processes the variables
+as they are then, so the script computes the same everywhere.
+"""
+
+import contextlib
+import queue
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.checkpoint import values
+from lockstep.errors import FunctionError, InputError, PeerError
+from lockstep.keras.backends.adapter import adapter
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
+from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables
+from lockstep.keras.parameter_server.process import ServerOptions, TaskProcess
+from lockstep.keras.parameter_server.served_variables import (
+    ServedVariables,
+    Slot,
+    place_weights,
+    slots_of_all,
+)
+from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.seeds import seed_of
+from lockstep.keras.worker_exchange import agree, state_facts
+from lockstep.parameter_server.partitioners import Shard
+from lockstep.protocol.parameter_server import Assigned, Failure, Passed, Question, Result, Returned, Wait
+from lockstep.system.notes import note
+from lockstep.system.prose import count
+from lockstep.transport.array_channel import AskingChannel
+from lockstep.worker.job import Job
+
+Array = npt.NDArray[Any]
+Kind = Literal["schedule", "join", "done", "fetch"]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A function with its arguments.
+
+    Attributes:
+        function: the function.
+        own: returns its arguments in the worker that runs it.
+        fresh: returns its arguments for a trial run, which changes none of them.
+    """
+
+    function: Callable[..., Any]
+    own: Callable[[], tuple[Sequence[Any], Mapping[str, Any]]]
+    fresh: Callable[[], tuple[Sequence[Any], Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the calls belong to.
+
+    Attributes:
+        job: of the process.
+        scope: the variables that the program has created in the scope of its strategy.
+        options: of the strategy.
+        number: numbers a call of the program.
+        ended: takes what a call has found: its name, the number of functions so far, and the variables.
+    """
+
+    job: Job
+    scope: ScopeVariables
+    options: ServerOptions
+    number: Callable[[], NumberedCall]
+    ended: Callable[[str, int, Mapping[str, Any]], None]
+
+
+class FunctionCalls(ABC):
+    """The calls of one process, from the first function that is scheduled to `close`.
+
+    Args:
+        program: to which they belong.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._job = program, program.job
+        self._call = program.number()
+        self._eager = adapter().functions()
+        self._backend = adapter().steps()
+        self._runner = FunctionRunner(program.scope, self._eager, program.options.partitioner)
+        self._calls = self._scheduled = 0
+        self._shards: tuple[Shard, ...] = ()
+        self._opened = False
+
+    @property
+    def name(self) -> str:
+        """The name of the calls, for messages."""
+        return self._call.name
+
+    def schedule(self, scheduled: Scheduled) -> int:
+        """Schedule a function; return its number.
+
+        Raises:
+            Exception: of an earlier function.
+            ModelError: parameter servers do not support what the function changes.
+        """
+        if self._runner.is_new(scheduled.function):
+            self._introduce(scheduled)
+        step = self._scheduled
+        self._remember(step, scheduled)
+        self._scheduled += 1
+        passed, arrays = self._make("schedule")
+        if passed.failure is not None:
+            self._scheduled = step
+        self._learn("schedule", passed, arrays)
+        return step
+
+    def join(self) -> None:
+        """Wait until all functions are complete.
+
+        Raises:
+            Exception: of one of them.
+        """
+        if self._opened:
+            self._learn("join", *self._make("join"))
+
+    def done(self) -> bool:
+        """Whether all functions are complete."""
+        return not self._opened or self._learn("done", *self._make("done")).done
+
+    def fetch(self, steps: Sequence[int]) -> list[Any]:
+        """Wait for functions; return their results, with arrays of NumPy.
+
+        Raises:
+            Exception: of one of them.
+        """
+        passed, arrays = self._make("fetch", steps)
+        served = len(self._runner.served) if passed.state else 0
+        results = list(arrays[served + len(passed.variables) :])
+        self._learn("fetch", passed, arrays)
+        found = []
+        for result in passed.results:
+            assert result is not None
+            own, results = results[: len(result.names)], results[len(result.names) :]
+            packed = msgspec.json.decode(result.packed)
+            found.append(values.unpack(packed, dict(zip(result.names, own, strict=True))))
+        return found
+
+    def forget(self, step: int) -> None:  # noqa: B027
+        """Forget the result of a function that the program does not need any more."""
+
+    def close(self) -> int:
+        """Wait until all functions are complete, and end the calls; return the number of functions.
+
+        Raises:
+            Exception: of a function.
+        """
+        self._leave()
+        self.join()
+        self._end()
+        return self._scheduled
+
+    def _leave(self) -> None:  # noqa: B027
+        """Expect that other processes end their calls."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the calls, of whose functions none is in work."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Exchange addresses with the other processes, and connect."""
+
+    @abstractmethod
+    def _add(self, update: Update, number: int) -> None:
+        """Use a further optimizer, whose variables are placed."""
+
+    @abstractmethod
+    def _remember(self, step: int, scheduled: Scheduled) -> None:
+        """Keep a function until it is complete, if this process may run it."""
+
+    @abstractmethod
+    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
+        """Make the next call; return its result."""
+
+    def _introduce(self, scheduled: Scheduled) -> None:
+        """Try a function out in all processes, and place the variables that it trains."""
+        known = len(self._runner.updates)
+        seed = seed_of(self._call.seed, "trial", self._calls)
+
+        def call() -> None:
+            args, kwargs = scheduled.fresh()
+            scheduled.function(*args, **kwargs)
+
+        self._runner.try_out(scheduled.function, call, seed)
+        new = self._runner.updates[known:]
+        what = f"the first call of {_name(scheduled.function)}"
+        state = {
+            f"{variable.path} ({number}/{i})": variable.value
+            for number, update in enumerate(new)
+            for i, variable in enumerate(update.changed)
+        }
+        facts = {
+            "variables of the scope": str(len(self._program.scope.variables)),
+            "variables of the optimizers": str([len(update.changed) for update in new]),
+        }
+        agree(self._job, what, facts | state_facts(self._eager.to_numpy, state))
+        tasks = self._job.context.tasks
+        assert tasks is not None
+        if not self._opened:
+            self._opened = True
+            self._open()
+        placed = place_weights(self._runner.updates, tasks.servers, self._program.options.partitioner)
+        added, self._shards = placed[len(self._shards) :], placed
+        for number, update in enumerate(new, known):
+            first = self._runner.first_of(number)
+            own = [one for one in added if first <= one.variable < first + len(update.variables)]
+            self._add_shards(own)
+            self._add(update, number)
+
+    @abstractmethod
+    def _add_shards(self, shards: Sequence[Shard]) -> None:
+        """Use the shards of a further optimizer."""
+
+    def _learn(self, kind: Kind, passed: Passed, arrays: Sequence[Array]) -> Passed:
+        """Take over what a call has found.
+
+        Raises:
+            Exception: of a function.
+        """
+        if passed.state:
+            others = [self._program.scope.variables[position] for position in passed.variables]
+            for variable, array in zip([*self._runner.served, *others], arrays, strict=False):
+                variable.assign(array)
+            known = [*self._runner.served, *self._runner.others().values()]
+            named = {f"{variable.path} ({i})": variable for i, variable in enumerate(known)}
+            self._program.ended(f"{kind} {self._calls} of {self._call.name}", self._scheduled, named)
+        if passed.failure is not None:
+            _raise(passed.failure)
+        return passed
+
+
+class ChiefCalls(FunctionCalls):
+    """The calls of the chief, which decides on them."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self._process = TaskProcess(self._job, self._call, "chief")
+        self._dispatcher: FunctionDispatcher | None = None
+        self._servers: Servers | None = None
+        self._slots: list[Slot] = []
+        self._known: list[Array] = []
+        self._others: dict[int, Array] = {}
+        self._learned = True
+
+    def forget(self, step: int) -> None:
+        """Forget the result of a function that the program does not need any more."""
+        if self._dispatcher is not None:
+            self._dispatcher.forget(step)
+
+    def _end(self) -> None:
+        """End the calls, of whose functions none is in work."""
+        if self._dispatcher is None:
+            return
+        assert self._servers is not None
+        dispatcher = self._dispatcher
+        dispatcher.finish()
+        self._servers.end_call()
+        self._process.writer.end()
+        if stale := dispatcher.staleness:
+            note(
+                f"{self._call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
+                f"{len(stale)} functions of {count(len(self._process.live), 'worker')}"
+            )
+        dispatcher.close()
+        self._process.close()
+
+    def _leave(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.leave()
+
+    def _open(self) -> None:
+        process = self._process
+        self._dispatcher = FunctionDispatcher(
+            process.tasks,
+            tuple(process.tasks.workers),
+            self._call.name,
+            self._program.options.max_staleness,
+            process.writer,
+            process.recorded,
+            process.timeout,
+        )
+        addresses = process.addresses(self._dispatcher.address)
+        self._dispatcher.keep(process.live)
+        self._servers = process.connect_servers(addresses, ())
+
+    def _add_shards(self, shards: Sequence[Shard]) -> None:
+        assert self._servers is not None
+        self._servers.add(shards)
+
+    def _add(self, update: Update, number: int) -> None:
+        before = len(self._known) - len(self._slots)
+        self._slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
+        weights, slots = self._known[:before], self._known[before:]
+        weights += [self._array(one) for one in update.variables]
+        self._known = [*weights, *slots, *(self._array(one) for one in update.optimizer.variables)]
+
+    def _remember(self, step: int, scheduled: Scheduled) -> None:
+        """Do nothing: the chief runs no functions."""
+
+    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
+        dispatcher = self._dispatcher
+        assert dispatcher is not None
+        number, self._calls = self._calls, self._calls + 1
+        if self._learned or kind != "schedule":
+            self._write_changes(number)
+            self._learned = False
+        failure, done = None, False
+        results: list[tuple[Result, list[Array]]] = []
+        match kind:
+            case "schedule":
+                if (failure := dispatcher.schedule(number)) is None:
+                    return Passed(number + 1), []
+            case "join":
+                failure = dispatcher.join(number)
+            case "done":
+                done = dispatcher.done(number)
+            case "fetch":
+                results, failure = dispatcher.results(steps)
+        state = self._state(number) if kind != "done" or done else None
+        positions, arrays = state or ((), [])
+        packed = tuple(result for result, _ in results)
+        passed = Passed(number + 1, state is not None, positions, done, packed, failure)
+        arrays += [array for _, own in results for array in own]
+        dispatcher.publish(number, passed, arrays)
+        return passed, arrays
+
+    def _state(self, number: int) -> tuple[tuple[int, ...], list[Array]]:
+        """Return the variables as they are now: the positions of those of the chief, and the arrays of
+        all."""
+        assert self._dispatcher is not None
+        assert self._servers is not None
+        others = {int(position): array for position, array in self._dispatcher.snapshot(number).items()}
+        weights, slots = self._servers.read(number, self._slots)
+        served = [*weights, *slots]
+        self._known = served
+        self._others |= others
+        self._learned = True
+        return tuple(others), [*served, *others.values()]
+
+    def _write_changes(self, number: int) -> None:
+        """Give the servers and workers what the program has changed since it has last learned the
+        variables."""
+        assert self._dispatcher is not None
+        assert self._servers is not None
+        served, others = self._runner.served, self._runner.others()
+        now = [self._array(variable) for variable in served]
+        changed = [
+            i for i, (old, new) in enumerate(zip(self._known, now, strict=True)) if not _same(old, new)
+        ]
+        weights = len(served) - len(self._slots)
+        if changed:
+            self._servers.write(
+                number,
+                {i: now[i] for i in changed if i < weights},
+                {self._slots[i - weights]: now[i] for i in changed if i >= weights},
+            )
+        self._known = now
+        arrays = {position: self._array(variable) for position, variable in others.items()}
+        new = {position: array for position, array in arrays.items() if position not in self._others}
+        self._dispatcher.add_variables({str(position): array for position, array in new.items()})
+        written = {
+            str(position): array
+            for position, array in arrays.items()
+            if position not in new and not _same(array, self._others[position])
+        }
+        if written:
+            self._dispatcher.write(written)
+        self._others = arrays
+
+    def _array(self, variable: Any) -> Array:
+        return np.array(self._eager.to_numpy(variable.value))
+
+
+class WorkerCalls(FunctionCalls):
+    """The calls of a worker, which runs functions while it waits for the chief."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self._process = TaskProcess(self._job, self._call, "")
+        self._chief: AskingChannel | None = None
+        self._servers: Servers | None = None
+        self._until = 0
+        self._kept: dict[int, Scheduled] = {}
+        self._shown: dict[int, tuple[Any, Any]] = {}
+
+    def _end(self) -> None:
+        """End the calls, of whose functions none is in work."""
+        self._process.close()
+
+    def _open(self) -> None:
+        process = self._process
+        addresses = process.addresses(b"")
+        self._chief = process.connect(addresses, 0)
+        # The chief does what the program does between two calls, while workers wait.
+        self._chief.be_patient()
+        self._servers = process.connect_servers(addresses, ())
+
+    def _add_shards(self, shards: Sequence[Shard]) -> None:
+        assert self._servers is not None
+        self._servers.add(shards)
+
+    def _add(self, update: Update, number: int) -> None:
+        """Do nothing: the shards say where the variables are."""
+
+    def _remember(self, step: int, scheduled: Scheduled) -> None:
+        self._kept[step] = scheduled
+
+    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
+        number, self._calls = self._calls, self._calls + 1
+        if number < self._until:
+            return Passed(self._until), []
+        assert self._chief is not None
+        question: Question = Wait(number)
+        given: Sequence[Array] = ()
+        while True:
+            answer, arrays = self._chief.ask(question, given)
+            if isinstance(answer, Passed):
+                break
+            assert isinstance(answer, Assigned)
+            question, given = self._run(answer, arrays, number)
+        self._until = answer.until
+        if not answer.state:
+            # The script sees the variables of the last call that has shown them.
+            for variable, value in self._shown.values():
+                variable.assign(value)
+        self._shown.clear()
+        if answer.failure is not None:
+            self._kept.clear()
+        return answer, arrays
+
+    def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[Returned, list[Array]]:
+        """Run a function; return what the chief gets."""
+        assert self._servers is not None
+        step = assigned.step
+        complete = [k for k in self._kept if k < step and k not in assigned.incomplete]
+        for k in complete:
+            del self._kept[k]
+        scheduled = self._kept[step]
+        scope = self._program.scope.variables
+        others = [scope[int(name)] for name in assigned.names]
+        given = [*self._servers.pull(step), *arrays]
+        trained = [variable for update in self._runner.updates for variable in update.variables]
+        for variable, value in zip([*trained, *others], given, strict=True):
+            if id(variable) not in self._shown:
+                self._shown[id(variable)] = variable, self._eager.saved_value(variable)
+            variable.assign(value)
+
+        def run() -> Any:
+            args, kwargs = scheduled.own()
+            return scheduled.function(*args, **kwargs)
+
+        seed = seed_of(self._call.seed, "function", step)
+        try:
+            ran = self._runner.run(scheduled.function, run, step, seed)
+            kept, named = _packed(ran.result)
+        except PeerError:
+            raise
+        except Exception as error:
+            kind = type(error)
+            failure = Failure(kind.__module__, kind.__qualname__, str(error), step, self._job.worker)
+            return Returned(call, step, failure=failure), []
+        self._job.note_step()
+        staleness = self._servers.push(step, ran.gradients, ran.updates) if ran.updates else 0
+        result = Result(kept, tuple(named))
+        return Returned(call, step, tuple(ran.changes), staleness, result), [
+            *ran.changes.values(),
+            *named.values(),
+        ]
+
+
+class ServerCalls(FunctionCalls):
+    """The calls of a parameter server, which serves while it waits for the chief."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self._variables = ServedVariables(self._backend, own=True)
+        self._process = ServerProcess(self._job, self._call, self._variables)
+        self._chief: AskingChannel | None = None
+        self._until = 0
+        self._own: list[Shard] = []
+
+    def _end(self) -> None:
+        """End the calls, of whose functions none is in work."""
+        if self._opened:
+            self._process.serve()
+        self._process.close()
+
+    def _open(self) -> None:
+        addresses = self._process.addresses(self._process.address)
+        self._chief = self._process.connect(addresses, 0)
+        self._chief.be_patient()
+
+    def _add_shards(self, shards: Sequence[Shard]) -> None:
+        index = self._process.tasks.of(self._job.worker)[1]
+        self._own = [one for one in shards if one.server == index]
+
+    def _add(self, update: Update, number: int) -> None:
+        self._variables.add(update, self._own)
+
+    def _remember(self, step: int, scheduled: Scheduled) -> None:
+        """Do nothing: servers run no functions."""
+
+    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
+        number, self._calls = self._calls, self._calls + 1
+        if number < self._until:
+            return Passed(self._until), []
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._wait, args=(number, answer), name="lockstep-wait", daemon=True).start()
+        self._process.serve()
+        passed, arrays = answer.get()
+        if isinstance(passed, Exception):
+            raise passed
+        assert isinstance(passed, Passed)
+        self._until = passed.until
+        return passed, arrays
+
+    def _wait(self, number: int, answer: "queue.SimpleQueue[Any]") -> None:
+        assert self._chief is not None
+        try:
+            answer.put(self._chief.ask(Wait(number)))
+        except PeerError as error:
+            answer.put((error, ()))
+        self._process.interrupt()
+
+
+def calls_of(program: Program) -> FunctionCalls:
+    """Return the calls of this process."""
+    tasks = program.job.context.tasks
+    assert tasks is not None
+    task, _ = tasks.of(program.job.worker)
+    kinds: dict[str, type[FunctionCalls]] = {"chief": ChiefCalls, "worker": WorkerCalls, "ps": ServerCalls}
+    return kinds[task](program)
+
+
+def _packed(result: Any) -> tuple[bytes, dict[str, Array]]:
+    try:
+        kept, named = values.pack(result, "result")
+    except TypeError as error:
+        raise InputError(f"a scheduled function returns a value that cannot be sent: {error}") from None
+    return msgspec.json.encode(kept), named
+
+
+def _same(one: Array, other: Array) -> bool:
+    return one is other or (
+        one.shape == other.shape
+        and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+    )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _raise(failure: Failure) -> NoReturn:
+    """Raise the exception of a function, of its class where this process knows it."""
+    kind = getattr(sys.modules.get(failure.module), failure.name, None)
+    error: Exception | None = None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        # Errors of TensorFlow also have a node and an operation.
+        for arguments in ((failure.message,), (None, None, failure.message)):
+            with contextlib.suppress(Exception):
+                error = kind(*arguments)
+                break
+    if error is None:
+        error = FunctionError(f"{failure.module}.{failure.name}: {failure.message}")
+    error.add_note(f"function {failure.step + 1} raised this on worker {failure.worker}")
+    raise error

@@ -1,0 +1,250 @@
+"""The chief's side of scheduled functions: which worker runs which, their results, and what all processes
+learn.
+
+All processes make the calls of their `ClusterCoordinator` in the same order. The chief makes each call first;
+the others wait for it, and learn its result. Workers run functions while they wait.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy.typing as npt
+
+from lockstep.errors import PeerLostError
+from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
+from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
+from lockstep.parameter_server.tasks import Tasks
+from lockstep.protocol.parameter_server import Failure, Passed, Result, Returned, Wait
+from lockstep.transport.array_channel import Asked
+
+Array = npt.NDArray[Any]
+
+MAX_WAITING = 256
+"""Functions of each worker that may wait before `schedule` waits."""
+
+
+@dataclass
+class _CallResult:
+    """The result of a call, for the processes that have not learned it.
+
+    Attributes:
+        passed: the message, of which `until` is not known yet.
+        arrays: of the message.
+        takers: the processes that have it.
+    """
+
+    passed: Passed
+    arrays: Sequence[Array]
+    takers: set[int] = field(default_factory=set)
+
+
+class FunctionDispatcher(Dispatcher):
+    """Answers the workers and the servers between calls of the `ClusterCoordinator`; see `Dispatcher`."""
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        workers: tuple[int, ...],
+        what: str,
+        max_staleness: int | None,
+        writer: OrderWriter,
+        recorded: RecordedOrder | None,
+        timeout: float,
+    ) -> None:
+        self._passed = 0
+        self._calls: dict[int, _CallResult] = {}
+        self._results: dict[int, tuple[Result, list[Array]]] = {}
+        self._unwanted: deque[int] = deque()
+        self._forgotten: set[int] = set()
+        self._failures: dict[int, Failure] = {}
+        self._dropped: dict[int, Failure] = {}
+        self._raised: Failure | None = None
+        self._changed_variables: set[str] = set()
+        self._servers = frozenset(map(tasks.id_of_server, range(tasks.servers)))
+        super().__init__(tasks, workers, what, "function", max_staleness, writer, recorded, timeout)
+        self._assignments.stop = 0
+
+    def schedule(self, call: int) -> Failure | None:
+        """Add a function, unless an earlier one has failed: then return why.
+
+        Waits while too many functions wait.
+        """
+        if self._recorded is not None:
+            raises = self._recorded.has(Record(Kind.RAISE, 0, call))
+        else:
+            self._wait(lambda: self._raised is not None or self._unfinished() < MAX_WAITING * len(self._live))
+            raises = self._raised is not None
+        if raises:
+            return self._fail(call)
+        with self._changed:
+            assert self._assignments.stop is not None
+            self._assignments.stop += 1
+            self._passed = call + 1
+            self._pump()
+        return None
+
+    def join(self, call: int) -> Failure | None:
+        """Wait until all functions are complete; return why one has failed."""
+        if self._recorded is None:
+            self._wait(lambda: self._raised is not None or not self._unfinished())
+            raises = self._raised is not None
+        else:
+            raises = self._recorded.has(Record(Kind.RAISE, 0, call))
+            self._wait(lambda: raises or not self._unfinished())
+        return self._fail(call) if raises else None
+
+    def done(self, call: int) -> bool:
+        """Whether all functions are complete."""
+        with self._changed:
+            if self._recorded is None:
+                done = not self._unfinished()
+                self._writer.add(Kind.POLL, int(done), call)
+                return done
+        done = self._recorded.has(Record(Kind.POLL, 1, call))
+        self._take_turn(Kind.POLL, int(done), call)
+        return done
+
+    def results(self, steps: Sequence[int]) -> tuple[list[tuple[Result, list[Array]]], Failure | None]:
+        """Wait for functions; return their results, or why one has failed or was dropped."""
+        self._wait(lambda: all(step in self._results or self._why(step) for step in steps))
+        with self._changed:
+            failed = next((why for step in steps if (why := self._why(step))), None)
+            return ([] if failed else [self._results[step] for step in steps]), failed
+
+    def forget(self, step: int) -> None:
+        """Forget the result of a function that the program does not need any more.
+
+        The garbage collector calls this, perhaps while this thread changes what the lock protects.
+        """
+        self._unwanted.append(step)
+
+    def snapshot(self, call: int) -> dict[str, Array]:
+        """Return the variables of the chief that functions, or the program, have changed, as they are now."""
+        if self._recorded is not None:
+            self._take_turn(Kind.READ, 0, call)
+        with self._changed:
+            if self._recorded is None:
+                self._writer.add(Kind.READ, 0, call)
+            assert self._layers is not None
+            return {name: self._layers[name] for name in sorted(self._changed_variables, key=int)}
+
+    def add_variables(self, values: Mapping[str, Array]) -> None:
+        """Add variables that no process has changed."""
+        with self._changed:
+            self._layers = {**values, **(self._layers or {})}
+
+    def write(self, values: Mapping[str, Array]) -> None:
+        """Set variables that the program has changed."""
+        with self._changed:
+            self._changed_variables |= values.keys()
+        self.set_layers(values)
+
+    def publish(self, call: int, passed: Passed, arrays: Sequence[Array]) -> None:
+        """Let the other processes pass a call with a result."""
+        with self._changed:
+            self._calls[call] = _CallResult(passed, arrays)
+            self._passed = call + 1
+            self._pump()
+
+    def leave(self) -> None:
+        """Expect that workers leave when they have passed the next call."""
+        with self._changed:
+            self._ended = True
+
+    def _why(self, step: int) -> Failure | None:
+        """Return why a function has no result; None if it has, or may still have one."""
+        return self._failures.get(step) or self._dropped.get(step)
+
+    def _unfinished(self) -> int:
+        assert self._assignments.stop is not None
+        return self._assignments.stop - len(self._dropped) - self._assignments.completed
+
+    def _fail(self, call: int) -> Failure:
+        """End the functions in work, and drop those that wait; return what has failed."""
+        if self._recorded is None:
+            self._wait(lambda: not self._assignments.in_work())
+            with self._changed:
+                self._writer.add(Kind.RAISE, 0, call)
+        else:
+            self._take_turn(Kind.RAISE, 0, call)
+        with self._changed:
+            failed = self._raised
+            if failed is None:
+                raise PeerLostError(
+                    f"{self._what}: a function has failed in the recorded run, and not in this one"
+                )
+            self._dropped |= dict.fromkeys(self._assignments.cancel(), failed)
+            self._raised = None
+            self._assigns = True
+            return failed
+
+    def _take_turn(self, kind: Kind, worker: int, call: int) -> None:
+        recorded, record = self._recorded, Record(kind, worker, call)
+        assert recorded is not None
+        self._wait(lambda: recorded.awaited() == record)
+        with self._changed:
+            recorded.advance()
+            self._writer.add(*record)
+            self._pump()
+
+    def _handle(self, asked: Asked) -> None:
+        if isinstance(asked.message, Returned):
+            self._receive(asked, asked.message.step)
+        self._parked[asked.process] = asked
+
+    def _take(self, asked: Asked) -> None:
+        returned = asked.message
+        assert isinstance(returned, Returned)
+        names = [str(position) for position in returned.changed]
+        changes = dict(zip(names, asked.arrays, strict=False))
+        if not self._complete(asked.process, returned.step, returned.staleness, changes):
+            return
+        self._changed_variables |= changes.keys()
+        if returned.failure is not None:
+            self._failures[returned.step] = returned.failure
+            self._raised = self._raised or returned.failure
+            self._assigns = False
+        elif returned.result is not None:
+            self._results[returned.step] = returned.result, asked.arrays[len(names) :]
+        while self._unwanted:
+            self._forgotten.add(self._unwanted.popleft())
+        for step in self._forgotten & self._results.keys():
+            self._forgotten.remove(step)
+            del self._results[step]
+
+    def _answer(self, process: int, asked: Asked) -> Answered | None:
+        message = asked.message
+        assert isinstance(message, Wait | Returned)
+        if self._passed > message.call:
+            return self._pass(process, message.call)
+        return None if process in self._servers else self._assign(process)
+
+    def _pass(self, process: int, call: int) -> Answered:
+        later = [number for number in self._calls if number > call]
+        until = min(later, default=self._passed)
+        if (found := self._calls.get(call)) is None:
+            return Passed(until), []
+        found.takers.add(process)
+        for number, one in list(self._calls.items()):
+            if not (self._live | self._servers) - one.takers:
+                del self._calls[number]
+        return msgspec.structs.replace(found.passed, until=until), list(found.arrays)
+
+    def _may_assign(self, turn: Record) -> bool:
+        asked = self._parked.get(turn.worker)
+        if asked is None or self._layers is None:
+            return False
+        assert self._assignments.stop is not None
+        message = asked.message
+        assert isinstance(message, Wait | Returned)
+        held = isinstance(message, Returned) and Record(Kind.DONE, turn.worker, message.step) in self._arrived
+        return not held and turn.step < self._assignments.stop and self._passed == message.call
+
+    def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
+        """Return the variables that differ from those at the beginning."""
+        assert self._layers is not None
+        names = tuple(self._changed_variables)
+        return names, [self._layers[name] for name in names]

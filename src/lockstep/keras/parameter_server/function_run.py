@@ -1,0 +1,502 @@
+"""Runs a scheduled function in this process: what it would change is measured, and nothing is changed.
+
+The gradients that the function applies are kept instead, for the servers. Other variables that it assigns get
+their values from before, and the differences are for the chief, which adds them to its own values.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import InputError, ModelError
+from lockstep.keras.assignments import observed_by, reads_observed_by
+from lockstep.keras.backends.eager_contract import EagerBackend
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.state_changes import KERAS_SEED
+from lockstep.keras.parameter_server.served_variables import refuse_optimizer
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.replica_run.merges import Op, Replica, computing_as
+from lockstep.keras.seeds import key_of_replica
+from lockstep.parameter_server.partitioners import Partitioner, place_variables
+
+Array = npt.NDArray[Any]
+
+
+class ScopeVariables:
+    """The variables that the program creates in the scope of a strategy, in their order: equal in all
+    processes.
+
+    A `lockstep.keras.assignments.VariableObserver`.
+    """
+
+    def __init__(self) -> None:
+        self.variables: list[Any] = []
+        self._positions: dict[int, int] = {}
+
+    def on_create(self, variable: Any) -> None:
+        """Add a variable."""
+        if id(variable) not in self._positions:
+            self._positions[id(variable)] = len(self.variables)
+            self.variables.append(variable)
+
+    def on_assign(self, variable: Any) -> None:
+        """Do nothing."""
+
+    def position(self, variable: Any) -> int | None:
+        """Return the position of a variable; None if it was created elsewhere."""
+        return self._positions.get(id(variable))
+
+
+@dataclass
+class FunctionRun:
+    """What a function has computed.
+
+    Attributes:
+        result: its result, with arrays of NumPy instead of tensors.
+        gradients: by the number of the variable over all optimizers.
+        updates: the numbers of the optimizers that it has applied.
+        changes: the changes of other variables, by their positions in the scope.
+    """
+
+    result: Any = None
+    gradients: dict[int, Array] = field(default_factory=dict)
+    updates: tuple[int, ...] = ()
+    changes: dict[int, Array] = field(default_factory=dict)
+
+
+@dataclass
+class _Profile:
+    """What earlier runs of a function have shown.
+
+    Attributes:
+        assigned: the positions of the variables that it assigns.
+        draws: what its random operations on TensorFlow draw from.
+    """
+
+    assigned: set[int] = field(default_factory=set)
+    draws: Any = None
+
+
+class FunctionRunner:
+    """Runs scheduled functions.
+
+    Args:
+        scope: the variables that functions may change.
+        backend: on which they run.
+        partitioner: divides variables among servers.
+
+    Attributes:
+        updates: the optimizers that functions have applied in trial runs, with their variables.
+    """
+
+    def __init__(
+        self, scope: ScopeVariables, backend: EagerBackend, partitioner: Partitioner | None = None
+    ) -> None:
+        self.updates: list[Update] = []
+        self._scope, self._backend, self._partitioner = scope, backend, partitioner
+        self._profiles: dict[Any, _Profile] = {}
+        self._graph_gradients = _graph_gradients()
+
+    def is_new(self, function: Callable[..., Any]) -> bool:
+        """Whether a function has had no trial run."""
+        return _key(function) not in self._profiles
+
+    def try_out(self, function: Callable[..., Any], call: Callable[[], Any], seed: int) -> None:
+        """Run a function for the first time, and undo it; note the optimizers that it applies.
+
+        All processes do this with equal variables, so that they create equal ones. An error of the function
+        is
+        ignored: it occurs again where the function is scheduled.
+
+        Raises:
+            ModelError: parameter servers do not support what the function changes.
+        """
+        profile = self._profiles[_key(function)] = _Profile()
+        before = {id(one): (one, self._backend.saved_value(one)) for one in self._known()}
+        watcher = _Watcher(self, profile, tries=True)
+        try:
+            with self._isolated(profile, seed), watcher.watching():
+                call()
+        except ModelError:
+            raise
+        except Exception:
+            pass
+        finally:
+            with observed_by(None):
+                for variable, value in before.values():
+                    variable.assign(value)
+                for variable, start in watcher.created:
+                    variable.assign(start)
+
+    def run(self, function: Callable[..., Any], call: Callable[[], Any], step: int, seed: int) -> FunctionRun:
+        """Run a function.
+
+        Args:
+            function: that was tried out.
+            call: calls it.
+            step: its number; random generators draw other numbers for each.
+            seed: determines all other random numbers.
+
+        Raises:
+            Exception: of the function.
+            ModelError: parameter servers do not support what the function changes.
+        """
+        profile = self._profiles[_key(function)]
+        watcher = _Watcher(self, profile, tries=False)
+        seeds = [one for one in self._scope.variables if KERAS_SEED in one.name]
+        keys = [np.array(self._backend.to_numpy(one.value)) for one in seeds]
+        counts = [self._array(update.optimizer.iterations) for update in self.updates]
+        for variable, key in zip(seeds, keys, strict=True):
+            variable.assign(key_of_replica(key, step))
+        for position in profile.assigned:
+            watcher.start(position)
+        try:
+            self._reset_graph_gradients()
+            with self._isolated(profile, seed), watcher.watching():
+                result = plain(call(), self._backend)
+            self._collect_graph_gradients(watcher)
+            for update, count in zip(self.updates, counts, strict=True):
+                if not np.array_equal(self._array(update.optimizer.iterations), count):
+                    raise ModelError(
+                        "a scheduled function has applied an optimizer in a graph that was traced before it "
+                        "was scheduled: call it only within scheduled functions"
+                    )
+            changes = watcher.changes()
+        finally:
+            with observed_by(None):
+                watcher.restore()
+                for variable, key in zip(seeds, keys, strict=True):
+                    variable.assign(key)
+        return FunctionRun(result, watcher.gradients, tuple(sorted(watcher.applied)), changes)
+
+    def first_of(self, number: int) -> int:
+        """Return the number of the first variable of an optimizer over all optimizers."""
+        return sum(len(update.variables) for update in self.updates[:number])
+
+    def number_of(self, optimizer: Any) -> int | None:
+        """Return the number of an optimizer; None if it has not been applied in a trial run."""
+        found = (i for i, update in enumerate(self.updates) if update.optimizer is optimizer)
+        return next(found, None)
+
+    def add(self, optimizer: Any, variables: Sequence[Any]) -> int:
+        """Add an optimizer that a trial run applies; return its number.
+
+        Raises:
+            ModelError: parameter servers do not support it.
+        """
+        for variable in variables:
+            self.refuse_outsider(variable, "is trained by")
+        with computing_as(None), observed_by(None), _eagerly():
+            return self._add(optimizer, variables)
+
+    def _add(self, optimizer: Any, variables: Sequence[Any]) -> int:
+        if not optimizer.built:
+            optimizer.build(list(variables))
+        update = Update(optimizer, list(optimizer._trainable_variables))
+        trained = {id(variable) for known in self.updates for variable in known.variables}
+        twice = next((one for one in update.variables if id(one) in trained), None)
+        if twice is not None:
+            raise ModelError(
+                f"scheduled functions apply two optimizers to {twice.path!r}, which parameter servers do not "
+                "support"
+            )
+        shapes = [(tuple(one.shape), 4) for one in update.variables]
+        refuse_optimizer(update, place_variables(shapes, 1, self._partitioner))
+        if getattr(optimizer, "_exclude_from_weight_decay", None):
+            raise ModelError(
+                "parameter servers do not support exclude_from_weight_decay with a list of variables: pass "
+                "var_names"
+            )
+        self.updates.append(update)
+        return len(self.updates) - 1
+
+    def refuse_outsider(self, variable: Any, what: str) -> int:
+        """Return the position of a variable in the scope.
+
+        Raises:
+            ModelError: it was created outside of the scope.
+        """
+        if (position := self._scope.position(variable)) is None:
+            raise ModelError(
+                f"{variable.path!r} {what} a scheduled function and was created outside of the scope of its "
+                "ParameterServerStrategy: create models, optimizers and metrics in `with strategy.scope():`"
+            )
+        return position
+
+    @property
+    def served(self) -> list[Any]:
+        """The variables that are on the servers: those that optimizers update, and then their own."""
+        trained = [variable for update in self.updates for variable in update.variables]
+        return [*trained, *(variable for update in self.updates for variable in update.optimizer.variables)]
+
+    def others(self) -> dict[int, Any]:
+        """Return the variables of the scope that are not on the servers, by position."""
+        served = {id(one) for one in self.served}
+        return {i: one for i, one in enumerate(self._scope.variables) if id(one) not in served}
+
+    def graph_gradients(self, number: int) -> Any:
+        """Return the variables of TensorFlow that keep the gradients of an optimizer in graphs."""
+        assert self._graph_gradients is not None
+        return self._graph_gradients.of(number, self.updates[number].variables)
+
+    def _known(self) -> list[Any]:
+        return [
+            *self._scope.variables,
+            *(one for update in self.updates for one in update.optimizer.variables),
+        ]
+
+    def _array(self, variable: Any) -> Array:
+        return np.array(self._backend.to_numpy(variable.value))
+
+    def _reset_graph_gradients(self) -> None:
+        if self._graph_gradients is not None:
+            self._graph_gradients.reset()
+
+    def _collect_graph_gradients(self, watcher: "_Watcher") -> None:
+        if self._graph_gradients is None:
+            return
+        for number, gradients in self._graph_gradients.collect():
+            watcher.keep(number, gradients)
+
+    @contextmanager
+    def _isolated(self, profile: _Profile, seed: int) -> Iterator[None]:
+        if self._graph_gradients is None:
+            with self._backend.isolated(seed):
+                yield
+            return
+        from lockstep.keras import tf_random_ops
+
+        with random_numbers(seed):
+            profile.draws = profile.draws or tf_random_ops.GraphDraws()
+            profile.draws.restart()
+            tf_random_ops.begin_all(seed)
+            with tf_random_ops.drawn_from(profile.draws):
+                yield
+
+
+class _Watcher:
+    """Watches one run of a function: a `VariableObserver`, and the `Merger` of its only replica."""
+
+    def __init__(self, runner: FunctionRunner, profile: _Profile, *, tries: bool) -> None:
+        self.gradients: dict[int, Array] = {}
+        self.applied: set[int] = set()
+        self.created: list[tuple[Any, Any]] = []
+        self._runner, self._profile, self._tries = runner, profile, tries
+        self._new: dict[int, Any] = {}
+        self._valued: set[int] = set()
+        self._starts: dict[int, Array] = {}
+        self._served = {id(one) for one in runner.served}
+        self._updated: dict[int, list[Any]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block, this thread runs the function."""
+        with observed_by(self), computing_as(Replica(0, self)), ExitStack() as stack:
+            if self._tries:
+                stack.enter_context(reads_observed_by(self.on_read))
+            yield
+
+    def on_read(self, variable: Any) -> None:
+        """Refuse to read a variable that the function has updated: the servers update it later.
+
+        Raises:
+            ModelError: the function does.
+        """
+        where = self._updated.get(id(variable))
+        if where is None:
+            return
+        graphs = _entered_graphs()
+        # TensorFlow may trace a function twice, and then reads the variable again before the update.
+        if not graphs or any(graph is one for graph in graphs for one in where):
+            raise ModelError(
+                "a scheduled function uses weights, or variables of an optimizer, after it has applied the "
+                "optimizer: the servers update them later, so use them before, or in another function"
+            )
+
+    def on_create(self, variable: Any) -> None:
+        """Note a variable that the function creates."""
+        self._new[id(variable)] = variable
+        if self._tries:
+            self._runner._scope.on_create(variable)
+
+    def on_assign(self, variable: Any) -> None:
+        """Note that the function assigns a variable."""
+        key = id(variable)
+        if key in self._new:
+            if self._tries and key not in self._valued and getattr(variable, "_value", None) is not None:
+                self._valued.add(key)
+                self.created.append((variable, self._now(variable)))
+            return
+        if key in self._served or variable.trainable:
+            raise ModelError(
+                f"a scheduled function assigns the weight {variable.path!r} itself; weights change through "
+                "an optimizer's apply"
+            )
+        position = self._runner.refuse_outsider(variable, "is assigned by")
+        if KERAS_SEED in variable.name:
+            return
+        if variable.aggregation != "sum" and not keras.backend.is_float_dtype(variable.dtype):
+            raise ModelError(
+                f"a scheduled function assigns {variable.path!r}, an integer: create it with "
+                'aggregation="sum", so that the changes of all workers add up'
+            )
+        self._profile.assigned.add(position)
+        if not self._tries:
+            self.start(position)
+
+    def start(self, position: int) -> None:
+        """Note the value of a variable before the function assigns it."""
+        if position not in self._starts:
+            self._starts[position] = self._now(self._runner._scope.variables[position])
+
+    def changes(self) -> dict[int, Array]:
+        """Return the changes of the assigned variables."""
+        found = {}
+        for position, start in self._starts.items():
+            end = self._now(self._runner._scope.variables[position])
+            if end.tobytes() != start.tobytes():
+                found[position] = np.asarray(end - start)
+        return found
+
+    def restore(self) -> None:
+        """Give the assigned variables their values from before."""
+        for position, start in self._starts.items():
+            self._runner._scope.variables[position].assign(start)
+
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Keep gradients instead of applying them.
+
+        Raises:
+            ModelError: parameter servers do not support the optimizer, or what it is applied to.
+        """
+        if not gradients:
+            return
+        number = self._runner.number_of(optimizer)
+        if number is None:
+            if not self._tries:
+                raise ModelError(
+                    f"a scheduled function applies {type(optimizer).__name__} only in some steps: apply it "
+                    "when the function first runs, too"
+                )
+            number = self._runner.add(
+                optimizer, optimizer._trainable_variables if variables is None else variables
+            )
+            self._served = {id(one) for one in self._runner.served}
+        given = self._runner.updates[number].variables
+        positions = {id(one): i for i, one in enumerate(given)}
+        chosen = given if variables is None else variables
+        if any(id(one) not in positions for one in chosen) or len(gradients) != len(chosen):
+            raise ModelError(
+                f"a scheduled function applies {type(optimizer).__name__} to other variables than before: "
+                "apply it to all of its variables when the function first runs"
+            )
+        kept = {positions[id(v)]: g for v, g in zip(chosen, gradients, strict=True) if g is not None}
+        if _is_tracing():
+            self._runner.graph_gradients(number).add(kept)
+        else:
+            self.keep(number, {i: self._runner._backend.to_numpy(one) for i, one in kept.items()})
+        if self._tries:
+            self._updated |= {id(one): _entered_graphs() for one in self._runner.updates[number].changed}
+
+    def keep(self, number: int, gradients: Mapping[int, Array]) -> None:
+        """Keep the gradients of an optimizer, by the positions of its variables."""
+        if number in self.applied:
+            raise ModelError(
+                "a scheduled function applies an optimizer several times, which parameter servers do not "
+                "support: schedule the function more often instead"
+            )
+        self.applied.add(number)
+        first = self._runner.first_of(number)
+        self.gradients |= {first + i: np.array(one) for i, one in gradients.items()}
+
+    def all_reduce(self, op: Op, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Return the value."""
+        return value
+
+    def _now(self, variable: Any) -> Array:
+        with _eagerly():
+            return np.array(self._runner._backend.to_numpy(variable.value))
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Within the block, TensorFlow computes values also while it traces a graph."""
+    with ExitStack() as stack:
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            stack.enter_context(tf.init_scope())
+        yield
+
+
+def _graph_gradients() -> Any:
+    if keras.backend.backend() != "tensorflow":
+        return None
+    from lockstep.keras.parameter_server.tf_gradients import GraphGradients
+
+    return GraphGradients()
+
+
+def _is_tracing() -> bool:
+    """Whether TensorFlow traces a graph."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
+
+
+def _entered_graphs() -> list[Any]:
+    """Return the graphs of TensorFlow that are being traced; empty if functions run eagerly."""
+    if keras.backend.backend() != "tensorflow":
+        return []
+    import tensorflow as tf
+
+    found, graph = [], None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None and graph.building_function:
+        found.append(graph)
+        graph = graph.outer_graph
+    return found
+
+
+def _key(function: Any) -> Any:
+    """Identify a function by its code, and by the object that it is a method of."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif (inner := getattr(function, "python_function", None)) is not None:
+            function = inner
+        else:
+            break
+    plain = getattr(function, "__func__", function)
+    return getattr(plain, "__code__", plain), id(getattr(function, "__self__", None))
+
+
+def plain(result: Any, backend: EagerBackend) -> Any:
+    """Return a result with arrays of NumPy instead of tensors."""
+    if isinstance(result, keras.Variable):
+        result = result.value
+    if isinstance(result, dict):
+        return {key: plain(value, backend) for key, value in result.items()}
+    if isinstance(result, list):
+        return [plain(value, backend) for value in result]
+    if isinstance(result, tuple):
+        return tuple(plain(value, backend) for value in result)
+    if keras.ops.is_tensor(result) or hasattr(result, "__array__"):
+        return np.array(backend.to_numpy(result))
+    if result is not None and not isinstance(result, bool | int | float | str | bytes):
+        raise InputError(
+            f"a scheduled function returns a {type(result).__name__}, which has no value to send: return "
+            "tensors, numbers, strings, and lists, tuples and dicts of them"
+        )
+    return result

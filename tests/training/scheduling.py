@@ -1,0 +1,285 @@
+"""Schedules functions on the workers of a job with parameter servers; prints exact results.
+
+    scheduling.py serial | free | errors | REFUSED
+
+`serial` runs one function at a time; in one process, the functions run where they are scheduled. `free` has
+no bound; unless it follows a recorded order, a worker ends between its pushes to two servers. `errors` has
+functions that raise. REFUSED is the name of a function that parameter servers do not support.
+"""
+
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+from lockstep.protocol.parameter_server import Push
+from lockstep.transport.array_channel import AskingChannel
+from lockstep.worker import job
+
+layers, ops = keras.layers, keras.ops
+BACKEND = keras.backend.backend()
+KIND = sys.argv[1]
+LOSE_AT = 17
+generator = np.random.default_rng(0)
+X = generator.normal(size=(240, 6)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
+
+keras.utils.set_random_seed(3)
+strategy = lockstep.ParameterServerStrategy(
+    None, lockstep.FixedShardsPartitioner(2), 0 if KIND == "serial" else None
+)
+with strategy.scope():
+    model = keras.Sequential(
+        [
+            layers.Input((6,)),
+            layers.Dense(8, activation="relu"),
+            layers.BatchNormalization(),
+            *([layers.Dropout(0.2)] if KIND == "free" else []),
+            layers.Dense(2),
+        ]
+    )
+    critic = keras.Sequential([layers.Input((6,)), layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01)
+    slow = keras.optimizers.SGD(0.05, momentum=0.9)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    seen = keras.Variable(np.int64(0), dtype="int64", trainable=False, aggregation="sum", name="seen")
+    average = keras.Variable(np.float32(0), dtype="float32", trainable=False, name="average")
+    weight = keras.Variable(np.float32(1), dtype="float32", name="weight")
+    total = keras.Variable(np.int32(0), dtype="int32", trainable=False, name="total")
+outside = keras.Variable(np.float32(0), trainable=False, name="outside")
+loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+coordinator = lockstep.ClusterCoordinator(strategy)
+
+
+def gradients_of(variables: list[Any], compute: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """Return (loss, gradients) of the present values of variables."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = compute()
+        return loss, tape.gradient(loss, [variable.value for variable in variables])
+    if BACKEND == "torch":
+        for variable in variables:
+            variable.value.grad = None
+        loss = compute()
+        loss.backward()
+        return loss.detach(), [variable.value.grad for variable in variables]
+    import jax
+
+    state = [variable for one in (model, critic) for variable in one.non_trainable_variables]
+
+    def stateless(values: list[Any]) -> Any:
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))) as scope:
+            loss = compute()
+        return loss, [scope.get_current_value(variable) for variable in state]
+
+    values = [variable.value for variable in variables]
+    (loss, changed), gradients = jax.value_and_grad(stateless, has_aux=True)(values)
+    for variable, value in zip(state, changed, strict=True):
+        if value is not None:
+            variable.assign(value)
+    return loss, gradients
+
+
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `tf.function` on TensorFlow."""
+    if BACKEND != "tensorflow":
+        return function
+    import tensorflow as tf
+
+    return tf.function(function)
+
+
+def dataset(context: Any) -> Any:
+    order = np.random.permutation(240) if KIND == "free" else np.arange(240)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices((X[order], Y[order])).repeat().batch(20)
+    return Batches(order)
+
+
+class Batches:
+    """Batches without end."""
+
+    def __init__(self, order: Any) -> None:
+        self._order = order
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            for start in range(0, 240, 20):
+                rows = self._order[start : start + 20]
+                yield X[rows], Y[rows]
+
+
+@traced
+def train(batches: Iterator[Any]) -> Any:
+    x, y = next(batches)
+
+    def replica(x: Any, y: Any) -> Any:
+        loss, gradients = gradients_of(model.trainable_variables, lambda: loss_of(y, model(x, training=True)))
+        accuracy.update_state(y, model(x, training=False))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        seen.assign(seen + 20)
+        average.assign(average * 0.5 + ops.cast(loss, "float32") * 0.5)
+        return {"loss": loss, "rows": ops.shape(x)[0]}
+
+    found = strategy.run(replica, args=(x, y))
+    return found | {"loss": strategy.reduce("SUM", found["loss"], axis=None)}
+
+
+def train_critic(batches: Iterator[Any], scale: float = 1.0) -> Any:
+    x, _ = next(batches)
+    loss, gradients = gradients_of(critic.trainable_variables, lambda: ops.mean((critic(x) - scale) ** 2))
+    slow.apply(gradients, critic.trainable_variables)
+    return loss
+
+
+def evaluate(x: Any, y: Any) -> Any:
+    accuracy.update_state(y, model(x, training=False))
+    return None
+
+
+def show(name: str, *values: Any) -> None:
+    variables = [*model.variables, *optimizer.variables, *critic.variables, *slow.variables]
+    norms = [
+        float(np.linalg.norm(ops.convert_to_numpy(variable.value).astype("float64")))
+        for variable in variables
+        if "seed" not in variable.path
+    ]
+    found = [float(accuracy.result()), int(seen), float(average), norms, float(np.random.rand()), *values]
+    print("result", json.dumps([name, found]), flush=True)
+
+
+def lose_between_pushes() -> None:
+    send = AskingChannel.send
+
+    def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
+        send(self, message, arrays)
+        if isinstance(message, Push) and message.step >= LOSE_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if KIND == "free" and job.current().worker == 2 and job.current().context.order is None:
+        AskingChannel.send = sent  # type: ignore[method-assign]
+
+
+def loop() -> None:
+    lose_between_pushes()
+    created = coordinator.create_per_worker_dataset(
+        lambda: strategy.distribute_datasets_from_function(dataset)
+    )
+    batches = iter(created)
+    for epoch in range(2):
+        accuracy.reset_state()
+        values = [coordinator.schedule(train, args=(batches,)) for _ in range(12)]
+        if epoch:
+            # Another optimizer, while functions of the first one are in work.
+            values.append(coordinator.schedule(train_critic, (batches,), {"scale": 2.0}))
+        coordinator.join()
+        assert coordinator.done()
+        show(f"epoch {epoch}", [float(value["loss"]) for value in coordinator.fetch(values[:12])])
+        optimizer.learning_rate = 0.005
+    last = coordinator.schedule(functools.partial(train_critic, scale=0.5), (batches,))
+    show("fetched", float(last.fetch()), float(last.get()))
+    accuracy.reset_state()
+    for start in range(0, 240, 60):
+        coordinator.schedule(evaluate, (X[start : start + 60], Y[start : start + 60]))
+    coordinator.join()
+    show("evaluated")
+    model.compile("sgd", loss_of)
+    coordinator.schedule(train, (batches,))
+    if KIND == "free":
+        # Ends the functions before it.
+        with strategy.scope():
+            model.compile("sgd", loss_of)
+        model.fit(X, Y, 20, verbose=0)
+        show("fitted")
+        coordinator.schedule(train, (batches,))
+    digests = [lockstep.digest(one) for one in (model, critic)]
+    print("digest", *digests, flush=True)
+
+
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+class Custom(Exception):
+    """An exception of the program."""
+
+
+def fail_specially() -> None:
+    raise Custom("special")
+
+
+def errors() -> None:
+    batches = iter(coordinator.create_per_worker_dataset(lambda: Batches(np.arange(240))))
+    first = coordinator.schedule(fail, ("first",))
+    caught = []
+    for number in range(1000):
+        try:
+            coordinator.schedule(train_critic, (batches,))
+        except ValueError as error:
+            caught.append(f"{error} before 1000: {number < 1000}")
+            break
+    coordinator.join()
+    try:
+        first.fetch()
+    except ValueError as error:
+        caught.append(f"fetched {error}")
+    coordinator.schedule(fail_specially)
+    try:
+        coordinator.join()
+    except Custom as error:
+        caught.append(f"{type(error).__name__} {error}")
+    value = coordinator.schedule(train_critic, (batches,))
+    caught.append(str(np.isfinite(value.fetch())))
+    print("caught", json.dumps(caught), flush=True)
+    coordinator.schedule(fail, ("last",))
+
+
+def assigns_weight() -> None:
+    weight.assign(2.0)
+
+
+def assigns_integer() -> None:
+    total.assign(total + 1)
+
+
+def assigns_outside() -> None:
+    outside.assign(outside + 1.0)
+
+
+def applies_twice() -> None:
+    for _ in range(2):
+        slow.apply([ops.zeros(()) for _ in [weight]], [weight])
+
+
+def uses_new_weights() -> Any:
+    slow.apply([ops.ones(())], [weight])
+    return weight * 2.0
+
+
+def returns_object() -> Any:
+    return object()
+
+
+def clips() -> None:
+    keras.optimizers.SGD(global_clipnorm=1.0).apply([ops.zeros(())], [weight])
+
+
+match KIND:
+    case "serial" | "free":
+        loop()
+    case "errors":
+        errors()
+    case name:
+        coordinator.schedule(globals()[name])
+        coordinator.join()
