@@ -27,7 +27,7 @@ from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import callback_states, listeners, set_callback_states
-from lockstep.keras.variables import assign, model_state
+from lockstep.keras.variables import assign, step_state
 from lockstep.keras.worker_exchange import Packed, gather, pack, unpack
 
 Array = npt.NDArray[Any]
@@ -85,7 +85,7 @@ def _shared(served: ServedCall, callbacks: Sequence[Any]) -> Any:
     is_chief = served.tasks.of(job.worker)[0] == "chief"
     blob = b""
     if is_chief:
-        state = [pack(name, served.backend.to_numpy(value)) for name, value in model_state(model).items()]
+        state = [pack(name, served.backend.to_numpy(value)) for name, value in step_state(model).items()]
         kept, arrays = values.pack(
             callback_states(listeners(call.callbacks, model), call.callback_hashes), "callbacks"
         )
@@ -100,7 +100,9 @@ def _shared(served: ServedCall, callbacks: Sequence[Any]) -> Any:
         state, kept, packed, call.steps, model.stop_training = msgspec.msgpack.decode(
             given, type=tuple[list[Packed], Any, list[Packed], int, bool]
         )
-        assign(model, dict(map(unpack, state)))
+        own = step_state(model)
+        # A server has not created the variables of metrics.
+        assign(model, {name: array for name, array in map(unpack, state) if name in own})
         model.history = keras.callbacks.History()
         model.history.set_model(model)
         set_callback_states(listeners(callbacks, model), values.unpack(kept, dict(map(unpack, packed))))

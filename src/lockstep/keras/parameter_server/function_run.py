@@ -6,9 +6,10 @@ their values from before, and the differences are for the chief, which adds them
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -26,6 +27,7 @@ from lockstep.keras.seeds import key_of_replica
 from lockstep.parameter_server.partitioners import Partitioner, place_variables
 
 Array = npt.NDArray[Any]
+Result = TypeVar("Result")
 
 
 class ScopeVariables:
@@ -192,8 +194,7 @@ class FunctionRunner:
         """
         for variable in variables:
             self.refuse_outsider(variable, "is trained by")
-        with computing_as(None), observed_by(None), _eagerly():
-            return self._add(optimizer, variables)
+        return outside_of_graphs(lambda: self._add(optimizer, variables))
 
     def _add(self, optimizer: Any, variables: Sequence[Any]) -> int:
         if not optimizer.built:
@@ -243,7 +244,7 @@ class FunctionRunner:
     def graph_gradients(self, number: int) -> Any:
         """Return the variables of TensorFlow that keep the gradients of an optimizer in graphs."""
         assert self._graph_gradients is not None
-        return self._graph_gradients.of(number, self.updates[number].variables)
+        return outside_of_graphs(lambda: self._graph_gradients.of(number, self.updates[number].variables))
 
     def _known(self) -> list[Any]:
         return [
@@ -397,7 +398,7 @@ class _Watcher:
                 "apply it to all of its variables when the function first runs"
             )
         kept = {positions[id(v)]: g for v, g in zip(chosen, gradients, strict=True) if g is not None}
-        if _is_tracing():
+        if _entered_graphs():
             self._runner.graph_gradients(number).add(kept)
         else:
             self.keep(number, {i: self._runner._backend.to_numpy(one) for i, one in kept.items()})
@@ -439,21 +440,24 @@ def _eagerly() -> Iterator[None]:
         yield
 
 
+def outside_of_graphs(act: Callable[[], Result]) -> Result:
+    """Return the result of `act`, which may create variables also while TensorFlow traces a graph.
+
+    Another thread is in no graph, and its variables are not observed.
+    """
+    if not _entered_graphs():
+        with computing_as(None), observed_by(None):
+            return act()
+    with ThreadPoolExecutor(1, "lockstep-outside") as thread:
+        return thread.submit(act).result()
+
+
 def _graph_gradients() -> Any:
     if keras.backend.backend() != "tensorflow":
         return None
     from lockstep.keras.parameter_server.tf_gradients import GraphGradients
 
     return GraphGradients()
-
-
-def _is_tracing() -> bool:
-    """Whether TensorFlow traces a graph."""
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return not tf.executing_eagerly()
 
 
 def _entered_graphs() -> list[Any]:

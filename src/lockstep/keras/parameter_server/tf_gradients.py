@@ -22,10 +22,9 @@ class OptimizerGradients:
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        with tf.init_scope():
-            self._kept = [tf.Variable(tf.zeros_like(one.value), trainable=False) for one in variables]
-            # How often the optimizer was applied, and how often each variable had a gradient.
-            self._counts = tf.Variable(tf.zeros(1 + len(variables), tf.int32), trainable=False)
+        self._kept = [tf.Variable(tf.zeros_like(one.value), trainable=False) for one in variables]
+        # How often the optimizer was applied, and how often each variable had a gradient.
+        self._counts = tf.Variable(tf.zeros(1 + len(variables), tf.int32), trainable=False)
 
     def add(self, gradients: Mapping[int, Any]) -> None:
         """Add operations to the graph that keep gradients, by position."""
