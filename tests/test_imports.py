@@ -260,6 +260,7 @@ def test_importing_loads_no_framework(module: str) -> None:
 
 def test_public_names() -> None:
     assert lockstep.__all__ == [
+        "ClusterCoordinator",
         "ClusterSpec",
         "CommunicationImplementation",
         "CommunicationOptions",
@@ -274,7 +275,9 @@ def test_public_names() -> None:
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
         "ParameterServerStrategy",
+        "PerWorkerValues",
         "ReduceOp",
+        "RemoteValue",
         "ReplicaContext",
         "SidecarEvaluator",
         "Strategy",

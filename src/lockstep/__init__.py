@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
     from lockstep.keras.input.show_input import show_input
     from lockstep.keras.model_digest import digest
+    from lockstep.keras.parameter_server.per_worker import PerWorkerValues
+    from lockstep.keras.parameter_server.remote_values import RemoteValue
     from lockstep.keras.per_replica import DistributedValues
     from lockstep.keras.sidecar_evaluator import SidecarEvaluator
     from lockstep.keras.state.loading import load_checkpoint
@@ -20,11 +22,7 @@ if TYPE_CHECKING:
         MaxSizePartitioner,
         MinSizePartitioner,
     )
-    from lockstep.strategy.cluster_coordinator import (
-        ClusterCoordinator,
-        PerWorkerValues,
-        RemoteValue,
-    )
+    from lockstep.strategy.cluster_coordinator import ClusterCoordinator
     from lockstep.strategy.context import (
         ReplicaContext,
         get_replica_context,
@@ -92,9 +90,9 @@ _HOMES = {
     "MultiWorkerMirroredStrategy": "lockstep.strategy.mirrored",
     "OneDeviceStrategy": "lockstep.strategy.default",
     "ParameterServerStrategy": "lockstep.strategy.parameter_server",
-    "PerWorkerValues": "lockstep.strategy.cluster_coordinator",
+    "PerWorkerValues": "lockstep.keras.parameter_server.per_worker",
     "ReduceOp": "lockstep.strategy.options",
-    "RemoteValue": "lockstep.strategy.cluster_coordinator",
+    "RemoteValue": "lockstep.keras.parameter_server.remote_values",
     "ReplicaContext": "lockstep.strategy.context",
     "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",
     "Strategy": "lockstep.strategy.strategy",

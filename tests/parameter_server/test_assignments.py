@@ -332,3 +332,28 @@ def test_a_followed_step_goes_to_the_worker_that_has_it_last() -> None:
     assert assignments.in_work() == {0: 2}
     assert not assignments.complete(1, 0)
     assert assignments.complete(2, 0)
+
+
+def test_functions_that_are_not_scheduled_yet_are_not_assigned() -> None:
+    assignments = Assignments(stop=1)
+    assert [assignments.assign(1), assignments.assign(2)] == [0, None]
+    assignments.stop = 3
+    assert [assignments.assign(2), assignments.assign(3), assignments.assign(4)] == [1, 2, None]
+    assert assignments.give_back(3) == [2]
+    assert assignments.assign(4) == 2
+
+
+def test_dropped_functions_are_never_assigned_and_count_as_over() -> None:
+    assignments = Assignments(stop=6)
+    assert [assignments.assign(worker) for worker in (1, 2, 3)] == [0, 1, 2]
+    assert assignments.give_back(2) == [1]
+    assert assignments.cancel() == [1, 3, 4, 5]
+    assert assignments.in_work() == {0: 1, 2: 3}
+    assert assignments.assign(2) is None
+    assert assignments.complete(1, 0)
+    assert (assignments.completed, assignments.completed_below) == (1, 2)
+    assert assignments.complete(3, 2)
+    assert (assignments.completed, assignments.completed_below) == (2, 6)
+    assignments.stop = 7
+    assert assignments.assign(1) == 6
+    assert assignments.incomplete_below(6) == []

@@ -70,13 +70,13 @@ def double(value: object) -> object:
 
 begin_too_early()
 assert tf.distribute is distribute
+assert ClusterCoordinator is lockstep.ClusterCoordinator
 assert TFConfigClusterResolver is lockstep.cluster_resolver.TFConfigClusterResolver
 assert tf.distribute.Server.__module__.startswith("tensorflow.")
 assert "ParameterServerStrategy" in dir(tf.distribute)
 for refused, given in (
     (tf.distribute.TPUStrategy, ()),
     (tf.distribute.experimental.CentralStorageStrategy, ()),
-    (ClusterCoordinator, (None,)),
     (tf.distribute.experimental_set_strategy, (None,)),
 ):
     try:

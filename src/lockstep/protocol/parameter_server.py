@@ -105,7 +105,7 @@ class EpochDone(msgspec.Struct, frozen=True, tag="epoch done"):
     steps: int
 
 
-class Wait(msgspec.Struct, frozen=True, tag="wait"):
+class AtCall(msgspec.Struct, frozen=True, tag="call"):
     """A process is at a call of its `ClusterCoordinator`.
 
     The chief answers `Passed` once it has made the call itself, or gives a worker a function with `Assigned`.
@@ -117,7 +117,7 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
     call: int
 
 
-class Failure(msgspec.Struct, frozen=True):
+class FunctionFailure(msgspec.Struct, frozen=True):
     """A scheduled function has raised an exception.
 
     Attributes:
@@ -135,16 +135,16 @@ class Failure(msgspec.Struct, frozen=True):
     worker: int
 
 
-class Returned(msgspec.Struct, frozen=True, tag="returned"):
-    """A worker has run a function, whose gradients all servers have; the answer is as for `Wait`.
+class FunctionReturned(msgspec.Struct, frozen=True, tag="returned"):
+    """A worker has run a function, whose gradients all servers have; the answer is as for `AtCall`.
 
     Attributes:
-        call: as in `Wait`.
+        call: as in `AtCall`.
         step: the number of the function.
         changed: the positions of the variables that it changes, in the order of the arrays; those of the
             result follow.
         staleness: as in `Done`.
-        result: see `Result`; None if the function has failed.
+        result: see `FunctionResult`; None if the function has failed.
         failure: why.
     """
 
@@ -152,11 +152,11 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
     step: int
     changed: tuple[int, ...] = ()
     staleness: int = 0
-    result: "Result | None" = None
-    failure: Failure | None = None
+    result: "FunctionResult | None" = None
+    failure: FunctionFailure | None = None
 
 
-class Result(msgspec.Struct, frozen=True):
+class FunctionResult(msgspec.Struct, frozen=True):
     """The result of a function.
 
     Attributes:
@@ -232,8 +232,8 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     state: bool = False
     variables: tuple[int, ...] = ()
     done: bool = False
-    results: tuple[Result | None, ...] = ()
-    failure: Failure | None = None
+    results: tuple[FunctionResult | None, ...] = ()
+    failure: FunctionFailure | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -252,7 +252,7 @@ Question = (
     | Next
     | Done
     | EpochDone
-    | Wait
-    | Returned
+    | AtCall
+    | FunctionReturned
 )
 Answer = ServedValues | Applied | Begin | Assigned | Opened | Passed | Ended

@@ -6,19 +6,19 @@ from typing import Any, NoReturn
 
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
-from lockstep.data.input_context import InputContext
 from lockstep.errors import ConfigError, InputError, ModelError
 from lockstep.keras import assignments
 from lockstep.keras.assignments import observed_by
-from lockstep.keras.parameter_server.function_calls import FunctionCalls, Program, calls_of
+from lockstep.keras.parameter_server.function_calls import FunctionCalls, ScheduleContext, calls_of
 from lockstep.keras.parameter_server.function_run import ScopeVariables
+from lockstep.keras.parameter_server.per_worker import DatasetFunction
 from lockstep.keras.parameter_server.process import ServerOptions
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.runner import SingleReplicaRunner
+from lockstep.keras.seeds import seed_of
 from lockstep.parameter_server.partitioners import Partitioner
 from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy
-from lockstep.worker.job import Job
 
 
 class ParameterServerStrategy(Strategy):
@@ -90,16 +90,16 @@ class ParameterServerStrategy(Strategy):
         """Whether this process belongs to a job with parameter servers."""
         return self._job.context.tasks is not None
 
-    @property
-    def job_of_scope(self) -> Job:
-        """The job of this process."""
-        return self._job
+    def dataset_seeds(self, number: int) -> tuple[int, int]:
+        """Return the seed with which this worker creates a dataset, and that of trial runs, equal in all."""
+        seed = self._job.context.seed
+        return seed_of(seed, "dataset", number, self._job.worker), seed_of(seed, "dataset", number)
 
     def function_calls(self) -> FunctionCalls:
         """Return the calls of scheduled functions of this process, which `fit` and the script's end close."""
         if self._calls is None:
             self._calls = calls_of(
-                Program(
+                ScheduleContext(
                     self._job,
                     self._variables,
                     self._options,
@@ -151,30 +151,13 @@ class ParameterServerStrategy(Strategy):
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Return a dataset that each process creates with `dataset_fn(InputContext())`."""
-        return DatasetFunction(dataset_fn) if self.has_servers else dataset_fn(InputContext())
+        made = DatasetFunction(dataset_fn)
+        return made if self.has_servers else made.create()
 
     def _close_functions(self) -> None:
         calls, self._calls = self._calls, None
         if calls is not None:
             self._methods.functions_closed(calls.name, calls.close())
-
-
-class DatasetFunction:
-    """A dataset that a function creates in each process.
-
-    Args:
-        dataset_fn: creates it from an `InputContext`.
-    """
-
-    def __init__(self, dataset_fn: Callable[[InputContext], Any]) -> None:
-        self._dataset_fn = dataset_fn
-
-    def create(self) -> Any:
-        """Return a new dataset."""
-        return self._dataset_fn(InputContext())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.create())
 
 
 def _refuse_loop(name: str) -> NoReturn:

@@ -37,28 +37,31 @@ _BY_THE_SAME_NAME = (
     "in_cross_replica_context",
 )
 REPLACED = {name: f"lockstep:{name}" for name in _BY_THE_SAME_NAME} | {
+    "coordinator.ClusterCoordinator": "lockstep:ClusterCoordinator",
+    "coordinator.PerWorkerValue": "lockstep:PerWorkerValues",
+    "coordinator.RemoteValue": "lockstep:RemoteValue",
     "experimental.CollectiveCommunication": "lockstep:CommunicationImplementation",
     "experimental.CollectiveHints": "lockstep:CommunicationOptions",
     "experimental.CommunicationImplementation": "lockstep:CommunicationImplementation",
     "experimental.CommunicationOptions": "lockstep:CommunicationOptions",
     "experimental.MultiWorkerMirroredStrategy": "lockstep.strategy.experimental:MultiWorkerMirroredStrategy",
     "experimental.ParameterServerStrategy": "lockstep:ParameterServerStrategy",
+    "experimental.coordinator.ClusterCoordinator": "lockstep:ClusterCoordinator",
+    "experimental.coordinator.PerWorkerValues": "lockstep:PerWorkerValues",
+    "experimental.coordinator.RemoteValue": "lockstep:RemoteValue",
     "experimental.partitioners.FixedShardsPartitioner": "lockstep:FixedShardsPartitioner",
     "experimental.partitioners.MaxSizePartitioner": "lockstep:MaxSizePartitioner",
     "experimental.partitioners.MinSizePartitioner": "lockstep:MinSizePartitioner",
 }
 """Lockstep's replacements by their name under `tf.distribute`."""
 
-_SERVERS = "custom loops with parameter servers are not supported; train with `fit`"
 _TPUS = "TPUs are not supported; MultiWorkerMirroredStrategy trains on CPUs and GPUs"
 REFUSED = {
     "TPUStrategy": _TPUS,
-    "coordinator.ClusterCoordinator": _SERVERS,
     "experimental.CentralStorageStrategy": (
         "each worker has its own copy of the variables; MirroredStrategy trains on the devices of one machine"
     ),
     "experimental.TPUStrategy": _TPUS,
-    "experimental.coordinator.ClusterCoordinator": _SERVERS,
     "experimental_set_strategy": "write `with strategy.scope():`",
 }
 """TensorFlow's names with which a script would train outside of the job, and the reason or the replacement.

@@ -38,7 +38,15 @@ from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.worker_exchange import agree, state_facts
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import Assigned, Failure, Passed, Question, Result, Returned, Wait
+from lockstep.protocol.parameter_server import (
+    Assigned,
+    AtCall,
+    FunctionFailure,
+    FunctionResult,
+    FunctionReturned,
+    Passed,
+    Question,
+)
 from lockstep.system.notes import note
 from lockstep.system.prose import count
 from lockstep.transport.array_channel import AskingChannel
@@ -64,7 +72,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True)
-class Program:
+class ScheduleContext:
     """What the calls belong to.
 
     Attributes:
@@ -89,7 +97,7 @@ class FunctionCalls(ABC):
         program: to which they belong.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ScheduleContext) -> None:
         self._program, self._job = program, program.job
         self._call = program.number()
         self._eager = adapter().functions()
@@ -250,7 +258,7 @@ class FunctionCalls(ABC):
 class ChiefCalls(FunctionCalls):
     """The calls of the chief, which decides on them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._process = TaskProcess(self._job, self._call, "chief")
         self._dispatcher: FunctionDispatcher | None = None
@@ -323,7 +331,7 @@ class ChiefCalls(FunctionCalls):
             self._write_changes(number)
             self._learned = False
         failure, done = None, False
-        results: list[tuple[Result, list[Array]]] = []
+        results: list[tuple[FunctionResult, list[Array]]] = []
         match kind:
             case "schedule":
                 if (failure := dispatcher.schedule(number)) is None:
@@ -392,7 +400,7 @@ class ChiefCalls(FunctionCalls):
 class WorkerCalls(FunctionCalls):
     """The calls of a worker, which runs functions while it waits for the chief."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._process = TaskProcess(self._job, self._call, "")
         self._chief: AskingChannel | None = None
@@ -428,7 +436,7 @@ class WorkerCalls(FunctionCalls):
         if number < self._until:
             return Passed(self._until), []
         assert self._chief is not None
-        question: Question = Wait(number)
+        question: Question = AtCall(number)
         given: Sequence[Array] = ()
         while True:
             answer, arrays = self._chief.ask(question, given)
@@ -446,7 +454,9 @@ class WorkerCalls(FunctionCalls):
             self._kept.clear()
         return answer, arrays
 
-    def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[Returned, list[Array]]:
+    def _run(
+        self, assigned: Assigned, arrays: Sequence[Array], call: int
+    ) -> tuple[FunctionReturned, list[Array]]:
         """Run a function; return what the chief gets."""
         assert self._servers is not None
         step = assigned.step
@@ -475,12 +485,12 @@ class WorkerCalls(FunctionCalls):
             raise
         except Exception as error:
             kind = type(error)
-            failure = Failure(kind.__module__, kind.__qualname__, str(error), step, self._job.worker)
-            return Returned(call, step, failure=failure), []
+            failure = FunctionFailure(kind.__module__, kind.__qualname__, str(error), step, self._job.worker)
+            return FunctionReturned(call, step, failure=failure), []
         self._job.note_step()
         staleness = self._servers.push(step, ran.gradients, ran.updates) if ran.updates else 0
-        result = Result(kept, tuple(named))
-        return Returned(call, step, tuple(ran.changes), staleness, result), [
+        result = FunctionResult(kept, tuple(named))
+        return FunctionReturned(call, step, tuple(ran.changes), staleness, result), [
             *ran.changes.values(),
             *named.values(),
         ]
@@ -489,7 +499,7 @@ class WorkerCalls(FunctionCalls):
 class ServerCalls(FunctionCalls):
     """The calls of a parameter server, which serves while it waits for the chief."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._variables = ServedVariables(self._backend, own=True)
         self._process = ServerProcess(self._job, self._call, self._variables)
@@ -535,13 +545,13 @@ class ServerCalls(FunctionCalls):
     def _wait(self, number: int, answer: "queue.SimpleQueue[Any]") -> None:
         assert self._chief is not None
         try:
-            answer.put(self._chief.ask(Wait(number)))
+            answer.put(self._chief.ask(AtCall(number)))
         except PeerError as error:
             answer.put((error, ()))
         self._process.interrupt()
 
 
-def calls_of(program: Program) -> FunctionCalls:
+def calls_of(program: ScheduleContext) -> FunctionCalls:
     """Return the calls of this process."""
     tasks = program.job.context.tasks
     assert tasks is not None
@@ -569,7 +579,7 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _raise(failure: Failure) -> NoReturn:
+def _raise(failure: FunctionFailure) -> NoReturn:
     """Raise the exception of a function, of its class where this process knows it."""
     kind = getattr(sys.modules.get(failure.module), failure.name, None)
     error: Exception | None = None

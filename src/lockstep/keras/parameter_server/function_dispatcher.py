@@ -17,7 +17,13 @@ from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
 from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
 from lockstep.parameter_server.tasks import Tasks
-from lockstep.protocol.parameter_server import Failure, Passed, Result, Returned, Wait
+from lockstep.protocol.parameter_server import (
+    AtCall,
+    FunctionFailure,
+    FunctionResult,
+    FunctionReturned,
+    Passed,
+)
 from lockstep.transport.array_channel import Asked
 
 Array = npt.NDArray[Any]
@@ -56,18 +62,18 @@ class FunctionDispatcher(Dispatcher):
     ) -> None:
         self._passed = 0
         self._calls: dict[int, _CallResult] = {}
-        self._results: dict[int, tuple[Result, list[Array]]] = {}
+        self._results: dict[int, tuple[FunctionResult, list[Array]]] = {}
         self._unwanted: deque[int] = deque()
         self._forgotten: set[int] = set()
-        self._failures: dict[int, Failure] = {}
-        self._dropped: dict[int, Failure] = {}
-        self._raised: Failure | None = None
+        self._failures: dict[int, FunctionFailure] = {}
+        self._dropped: dict[int, FunctionFailure] = {}
+        self._raised: FunctionFailure | None = None
         self._changed_variables: set[str] = set()
         self._servers = frozenset(map(tasks.id_of_server, range(tasks.servers)))
         super().__init__(tasks, workers, what, "function", max_staleness, writer, recorded, timeout)
         self._assignments.stop = 0
 
-    def schedule(self, call: int) -> Failure | None:
+    def schedule(self, call: int) -> FunctionFailure | None:
         """Add a function, unless an earlier one has failed: then return why.
 
         Waits while too many functions wait.
@@ -86,7 +92,7 @@ class FunctionDispatcher(Dispatcher):
             self._pump()
         return None
 
-    def join(self, call: int) -> Failure | None:
+    def join(self, call: int) -> FunctionFailure | None:
         """Wait until all functions are complete; return why one has failed."""
         if self._recorded is None:
             self._wait(lambda: self._raised is not None or not self._unfinished())
@@ -107,7 +113,9 @@ class FunctionDispatcher(Dispatcher):
         self._take_turn(Kind.POLL, int(done), call)
         return done
 
-    def results(self, steps: Sequence[int]) -> tuple[list[tuple[Result, list[Array]]], Failure | None]:
+    def results(
+        self, steps: Sequence[int]
+    ) -> tuple[list[tuple[FunctionResult, list[Array]]], FunctionFailure | None]:
         """Wait for functions; return their results, or why one has failed or was dropped."""
         self._wait(lambda: all(step in self._results or self._why(step) for step in steps))
         with self._changed:
@@ -154,7 +162,7 @@ class FunctionDispatcher(Dispatcher):
         with self._changed:
             self._ended = True
 
-    def _why(self, step: int) -> Failure | None:
+    def _why(self, step: int) -> FunctionFailure | None:
         """Return why a function has no result; None if it has, or may still have one."""
         return self._failures.get(step) or self._dropped.get(step)
 
@@ -162,7 +170,7 @@ class FunctionDispatcher(Dispatcher):
         assert self._assignments.stop is not None
         return self._assignments.stop - len(self._dropped) - self._assignments.completed
 
-    def _fail(self, call: int) -> Failure:
+    def _fail(self, call: int) -> FunctionFailure:
         """End the functions in work, and drop those that wait; return what has failed."""
         if self._recorded is None:
             self._wait(lambda: not self._assignments.in_work())
@@ -191,13 +199,13 @@ class FunctionDispatcher(Dispatcher):
             self._pump()
 
     def _handle(self, asked: Asked) -> None:
-        if isinstance(asked.message, Returned):
+        if isinstance(asked.message, FunctionReturned):
             self._receive(asked, asked.message.step)
         self._parked[asked.process] = asked
 
     def _take(self, asked: Asked) -> None:
         returned = asked.message
-        assert isinstance(returned, Returned)
+        assert isinstance(returned, FunctionReturned)
         names = [str(position) for position in returned.changed]
         changes = dict(zip(names, asked.arrays, strict=False))
         if not self._complete(asked.process, returned.step, returned.staleness, changes):
@@ -217,7 +225,7 @@ class FunctionDispatcher(Dispatcher):
 
     def _answer(self, process: int, asked: Asked) -> Answered | None:
         message = asked.message
-        assert isinstance(message, Wait | Returned)
+        assert isinstance(message, AtCall | FunctionReturned)
         if self._passed > message.call:
             return self._pass(process, message.call)
         return None if process in self._servers else self._assign(process)
@@ -239,8 +247,11 @@ class FunctionDispatcher(Dispatcher):
             return False
         assert self._assignments.stop is not None
         message = asked.message
-        assert isinstance(message, Wait | Returned)
-        held = isinstance(message, Returned) and Record(Kind.DONE, turn.worker, message.step) in self._arrived
+        assert isinstance(message, AtCall | FunctionReturned)
+        held = (
+            isinstance(message, FunctionReturned)
+            and Record(Kind.DONE, turn.worker, message.step) in self._arrived
+        )
         return not held and turn.step < self._assignments.stop and self._passed == message.call
 
     def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:

@@ -21,7 +21,7 @@ from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.backends.state_changes import KERAS_SEED
 from lockstep.keras.parameter_server.served_variables import refuse_optimizer
-from lockstep.keras.randomness import random_numbers
+from lockstep.keras.randomness import global_generator, random_numbers
 from lockstep.keras.replica_run.merges import Op, Replica, computing_as
 from lockstep.keras.seeds import key_of_replica
 from lockstep.parameter_server.partitioners import Partitioner, place_variables
@@ -56,7 +56,7 @@ class ScopeVariables:
 
 
 @dataclass
-class FunctionRun:
+class RanFunction:
     """What a function has computed.
 
     Attributes:
@@ -136,7 +136,7 @@ class FunctionRunner:
                 for variable, start in watcher.created:
                     variable.assign(start)
 
-    def run(self, function: Callable[..., Any], call: Callable[[], Any], step: int, seed: int) -> FunctionRun:
+    def run(self, function: Callable[..., Any], call: Callable[[], Any], step: int, seed: int) -> RanFunction:
         """Run a function.
 
         Args:
@@ -175,7 +175,7 @@ class FunctionRunner:
                 watcher.restore()
                 for variable, key in zip(seeds, keys, strict=True):
                     variable.assign(key)
-        return FunctionRun(result, watcher.gradients, tuple(sorted(watcher.applied)), changes)
+        return RanFunction(result, watcher.gradients, tuple(sorted(watcher.applied)), changes)
 
     def first_of(self, number: int) -> int:
         """Return the number of the first variable of an optimizer over all optimizers."""
@@ -339,6 +339,10 @@ class _Watcher:
                 f"a scheduled function assigns the weight {variable.path!r} itself; weights change through "
                 "an optimizer's apply"
             )
+        generator = global_generator()
+        if generator is not None and variable is generator.state:
+            # It follows from the number of the function, and is not the program's.
+            return
         position = self._runner.refuse_outsider(variable, "is assigned by")
         if KERAS_SEED in variable.name:
             return

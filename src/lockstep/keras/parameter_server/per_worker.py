@@ -1,0 +1,103 @@
+"""Values of which each worker has its own: the datasets and iterators of scheduled functions."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lockstep.data.input_context import InputContext
+from lockstep.errors import InputError
+from lockstep.keras.randomness import RandomNumbers
+
+
+class PerWorkerValues:
+    """A value of which each worker has its own, for the arguments of scheduled functions."""
+
+    def _own(self) -> Any:
+        """Return the value of this worker."""
+        raise NotImplementedError
+
+    def _fresh(self) -> Any:
+        """Return a value for a trial run, which does not change that of the worker."""
+        raise NotImplementedError
+
+
+class PerWorkerDataset(PerWorkerValues):
+    """A dataset that each worker creates for itself; `iter` returns an iterator to schedule functions with.
+
+    Args:
+        make: creates the dataset.
+        seed: of the random numbers with which this worker creates it.
+        trial: the same for trial runs, equal in all processes.
+    """
+
+    def __init__(self, make: Callable[[], Any], seed: int, trial: int) -> None:
+        self._make, self._seed, self._trial = make, seed, trial
+
+    def __iter__(self) -> "PerWorkerIterator":
+        return PerWorkerIterator(self)
+
+    def _own(self) -> Any:
+        return RandomNumbers(self._seed).make(self._make)
+
+    def _fresh(self) -> Any:
+        return RandomNumbers(self._trial).make(self._make)
+
+    def _iterators(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Return what creates an iterator of this worker, and one for a trial run."""
+        return (
+            lambda: RandomNumbers(self._seed).make(lambda: iter(self._make())),
+            lambda: RandomNumbers(self._trial).make(lambda: iter(self._make())),
+        )
+
+
+class PerWorkerIterator(PerWorkerValues):
+    """An iterator of a dataset of each worker."""
+
+    def __init__(self, dataset: PerWorkerDataset) -> None:
+        self._create, self._create_fresh = dataset._iterators()
+        self._iterator: Any = None
+
+    def _own(self) -> Any:
+        if self._iterator is None:
+            self._iterator = self._create()
+        return self._iterator
+
+    def _fresh(self) -> Any:
+        return self._create_fresh()
+
+    def __iter__(self) -> "PerWorkerIterator":
+        return self
+
+    def __next__(self) -> Any:
+        raise InputError(
+            "each worker has its own iterator of this dataset: pass it to a scheduled function, which calls "
+            "next()"
+        )
+
+
+class DatasetFunction:
+    """A dataset that a function creates in each process.
+
+    Args:
+        dataset_fn: creates it from an `InputContext`.
+    """
+
+    def __init__(self, dataset_fn: Callable[[InputContext], Any]) -> None:
+        self._dataset_fn = dataset_fn
+
+    def create(self) -> Any:
+        """Return a new dataset."""
+        return self._dataset_fn(InputContext())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.create())
+
+
+def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
+    """Return what creates the dataset that a function returns, or the dataset itself."""
+    make = getattr(dataset_fn, "python_function", dataset_fn)
+
+    def create() -> Any:
+        made = make() if callable(make) and not hasattr(make, "__iter__") else make
+        return made.create() if isinstance(made, DatasetFunction) else made
+
+    return create

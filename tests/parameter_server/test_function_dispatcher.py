@@ -1,0 +1,319 @@
+"""The chief's side of scheduled functions, with workers and a server that compute nothing."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.keras.parameter_server.function_dispatcher import MAX_WAITING, FunctionDispatcher
+from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder, read_order
+from lockstep.parameter_server.tasks import Tasks
+from lockstep.protocol.parameter_server import (
+    Assigned,
+    AtCall,
+    FunctionFailure,
+    FunctionResult,
+    FunctionReturned,
+    Passed,
+    Question,
+)
+from lockstep.transport.array_channel import AskingChannel
+
+PATIENCE = 120.0
+SHORT = 0.05
+WORKERS = (1, 2)
+TASKS = Tasks(4, 1)
+SERVER = 3
+FAILURE = FunctionFailure("builtins", "ValueError", "wrong", 0, 1)
+NOTHING = Passed(0)
+
+Make = Callable[..., FunctionDispatcher]
+
+
+class Asking:
+    """A worker or server that asks what a test tells it to."""
+
+    def __init__(self, dispatcher: FunctionDispatcher, process: int) -> None:
+        self._channel = AskingChannel(dispatcher.address, process, "the chief", PATIENCE)
+        self.arrays: list[float] = []
+
+    def send(self, question: Question, *arrays: float) -> None:
+        self._channel.send(question, [np.array(array) for array in arrays])
+
+    def receive(self) -> Any:
+        answer, arrays = self._channel.receive(AtCall(0))
+        self.arrays = [float(array) for array in arrays]
+        return answer
+
+    def ask(self, question: Question, *arrays: float) -> Any:
+        self.send(question, *arrays)
+        return self.receive()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes a dispatcher of functions that change one variable, `0`."""
+    with contextlib.ExitStack() as stack:
+
+        def made(
+            path: Path | None = None,
+            recorded: Sequence[Record] | None = None,
+            timeout: float = PATIENCE,
+            max_staleness: int | None = None,
+        ) -> FunctionDispatcher:
+            writer = OrderWriter(path)
+            writer.add(Kind.CALL, 0, 1)
+            order = None if recorded is None else RecordedOrder(recorded)
+            dispatcher = FunctionDispatcher(
+                TASKS, WORKERS, "functions 1", max_staleness, writer, order, timeout
+            )
+            stack.callback(lambda: dispatcher._thread.is_alive() and dispatcher.close())
+            dispatcher.add_variables({"0": np.array(10.0), "7": np.array(1.0)})
+            return dispatcher
+
+        yield made
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., list[Asking]]]:
+    """Connects the processes of a dispatcher."""
+    with contextlib.ExitStack() as stack:
+
+        def connected(dispatcher: FunctionDispatcher, *processes: int) -> list[Asking]:
+            made = [Asking(dispatcher, process) for process in processes or (*WORKERS, SERVER)]
+            for one in made:
+                stack.callback(one.close)
+            return made
+
+        yield connected
+
+
+def until(dispatcher: FunctionDispatcher, over: Callable[[], object]) -> None:
+    """Wait until the dispatcher has handled what makes this true."""
+    with dispatcher._changed:
+        assert dispatcher._changed.wait_for(over, PATIENCE)
+
+
+def returned(call: int, step: int, change: float, result: float) -> tuple[Any, ...]:
+    return FunctionReturned(call, step, (0,), 0, FunctionResult(b"null", ("r",))), change, result
+
+
+def within(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Call a function in another thread; return the thread, and where its result will be."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(act()))
+    thread.start()
+    return thread, found
+
+
+def ended(thread: threading.Thread) -> None:
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_workers_pass_what_the_chief_has_passed_and_run_functions_where_it_is(
+    make: Make, connect: Any
+) -> None:
+    dispatcher = make()
+    one, two, server = connect(dispatcher)
+    server.send(AtCall(0))
+    for call in range(3):
+        assert dispatcher.schedule(call) is None
+    assert server.receive() == Passed(3)
+    assert one.ask(AtCall(0)) == Passed(3)
+    assert one.ask(AtCall(3)) == Assigned(0, (), ())
+    assert two.ask(AtCall(1)) == Passed(3)
+    assert two.ask(AtCall(3)) == Assigned(1, (0,), ())
+    # The change of the first function travels with the next one.
+    assert one.ask(*returned(3, 0, 2.0, 5.0)) == Assigned(2, (1,), ("0",))
+    assert one.arrays == [12.0]
+    one.send(*returned(3, 2, 1.0, 6.0))
+    two.send(*returned(3, 1, 4.0, 7.0))
+    assert dispatcher.join(3) is None
+    assert dispatcher.snapshot(3) == {"0": 17.0}
+    (results, failure) = dispatcher.results([2, 0])
+    assert failure is None
+    assert [[float(array) for array in arrays] for _, arrays in results] == [[6.0], [5.0]]
+    dispatcher.publish(3, Passed(4, True, (0,)), [np.array(17.0)])
+    assert one.receive() == two.receive() == Passed(4, True, (0,))
+    assert one.arrays == [17.0]
+    # The server is late, and learns it too.
+    assert 3 in dispatcher._calls
+    assert server.ask(AtCall(3)) == Passed(4, True, (0,))
+    assert not dispatcher._calls
+
+
+def test_a_call_with_a_result_is_not_passed_over(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (server,) = connect(dispatcher, SERVER)
+    dispatcher.publish(0, Passed(1, done=True), [])
+    assert dispatcher.schedule(1) is None
+    dispatcher.publish(2, Passed(3, done=True), [])
+    assert server.ask(AtCall(0)) == Passed(2, done=True)
+    assert server.ask(AtCall(1)) == Passed(2)
+    assert server.ask(AtCall(2)) == Passed(3, done=True)
+
+
+def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    one, two, _ = connect(dispatcher)
+    for call in range(5):
+        assert dispatcher.schedule(call) is None
+    assert [worker.ask(AtCall(5)).step for worker in (one, two)] == [0, 1]
+    one.send(FunctionReturned(5, 0, failure=FAILURE))
+    until(dispatcher, lambda: dispatcher._raised)
+    thread, found = within(lambda: dispatcher.schedule(5))
+    two.send(*returned(5, 1, 1.0, 3.0))
+    ended(thread)
+    assert found == [FAILURE]
+    dispatcher.publish(5, Passed(6, failure=FAILURE), [])
+    assert one.receive() == two.receive() == Passed(6, failure=FAILURE)
+    assert dispatcher.join(6) is None
+    assert dispatcher.done(7)
+    for step, expected in enumerate((FAILURE, None, FAILURE, FAILURE, FAILURE)):
+        assert dispatcher.results([step])[1] == expected
+    # The next function has the number of the one that was not scheduled.
+    assert dispatcher.schedule(8) is None
+    assert one.ask(AtCall(9)) == Assigned(5, (), ("0",))
+
+
+def test_a_join_waits_for_a_failure_and_raises_it(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    assert dispatcher.schedule(0) is None
+    assert one.ask(AtCall(1)) == Assigned(0, (), ())
+    thread, found = within(lambda: dispatcher.join(1))
+    one.send(FunctionReturned(1, 0, failure=FAILURE))
+    ended(thread)
+    assert found == [FAILURE]
+    assert dispatcher.join(2) is None
+
+
+def test_too_many_functions_wait(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    count = MAX_WAITING * len(WORKERS)
+    for call in range(count):
+        assert dispatcher.schedule(call) is None
+    thread, found = within(lambda: dispatcher.schedule(count))
+    assert one.ask(AtCall(count)) == Assigned(0, (), ())
+    assert thread.is_alive()
+    one.send(*returned(count, 0, 1.0, 1.0))
+    ended(thread)
+    assert found == [None]
+
+
+def test_the_function_of_a_lost_worker_goes_to_another(
+    make: Make, connect: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dispatcher = make()
+    one, two, _ = connect(dispatcher)
+    assert dispatcher.schedule(0) is None
+    assert one.ask(AtCall(1)) == Assigned(0, (), ())
+    two.send(AtCall(1))
+    one.close()
+    assert two.receive() == Assigned(0, (), ())
+    expected = "lockstep: functions 1: worker 1 has ended; another worker computes function 1\n"
+    assert capfd.readouterr().err == expected
+
+
+def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, connect: Any) -> None:
+    dispatcher = make(timeout=SHORT)
+    (one,) = connect(dispatcher, 1)
+    assert dispatcher.schedule(0) is None
+    assert one.ask(AtCall(1)) == Assigned(0, (), ())
+    with pytest.raises(PeerStuckError) as stuck:
+        dispatcher.join(1)
+    assert str(stuck.value) == (
+        "functions 1: no function was completed for 0.05 s; worker 1 computes function 1; lockstep stack "
+        "shows what they do, and --timeout sets the limit"
+    )
+
+
+def test_without_workers_nothing_is_joined(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    one, two, _ = connect(dispatcher)
+    assert dispatcher.schedule(0) is None
+    one.close()
+    two.close()
+    with pytest.raises(PeerLostError, match="no worker is left"):
+        dispatcher.join(1)
+
+
+def test_results_that_no_program_needs_are_forgotten(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    for call in range(3):
+        assert dispatcher.schedule(call) is None
+    assert one.ask(AtCall(3)) == Assigned(0, (), ())
+    dispatcher.forget(0)
+    for step in range(3):
+        one.send(*returned(3, step, 0.0, 1.0))
+        if step < 2:
+            assert one.receive().step == step + 1
+    assert dispatcher.join(3) is None
+    assert sorted(dispatcher._results) == [1, 2]
+
+
+def test_a_written_variable_travels_with_the_next_function(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    assert dispatcher.schedule(0) is None
+    dispatcher.write({"7": np.array(5.0)})
+    assert one.ask(AtCall(1)) == Assigned(0, (), ("7",))
+    assert one.arrays == [5.0]
+    assert dispatcher.snapshot(1) == {"7": 5.0}
+
+
+def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) -> None:
+    """In the recorded run worker 2 was faster, the first poll came early, and a function failed."""
+    path = tmp_path / "order"
+    dispatcher = make(path)
+    one, two, _ = connect(dispatcher)
+    for call in range(3):
+        dispatcher.schedule(call)
+    assert two.ask(AtCall(3)).step == 0
+    assert one.ask(AtCall(3)).step == 1
+    assert not dispatcher.done(3)
+    assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
+    two.send(FunctionReturned(3, 2, failure=FAILURE))
+    until(dispatcher, lambda: dispatcher._raised)
+    one.send(*returned(3, 1, 2.0, 1.0))
+    assert dispatcher.join(4) == FAILURE
+    assert dispatcher.snapshot(4) == {"0": 13.0}
+    dispatcher._writer.end()
+    dispatcher.close()
+    order = read_order(path, 1)
+
+    again = make(tmp_path / "again", order)
+    one, two, _ = connect(again)
+    for call in range(3):
+        again.schedule(call)
+    one.send(AtCall(3))
+    until(again, lambda: 1 in again._parked)
+    two.send(AtCall(3))
+    assert (one.receive().step, two.receive().step) == (1, 0)
+    # The first one returns too early, and is held.
+    one.send(*returned(3, 1, 2.0, 1.0))
+    until(again, lambda: again._arrived)
+    thread, found = within(lambda: again.done(3))
+    ended(thread)
+    assert found == [False]
+    assert again.layers["0"] == 10.0
+    assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
+    thread, found = within(lambda: again.join(4))
+    two.send(FunctionReturned(3, 2, failure=FAILURE))
+    ended(thread)
+    assert found == [FAILURE]
+    assert again.snapshot(4) == {"0": 13.0}
+    again._writer.end()
+    again.close()
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()

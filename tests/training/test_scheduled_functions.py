@@ -1,0 +1,84 @@
+"""Jobs whose program schedules functions: one at a time is one process, and any run can be repeated."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+DRAWN = 4
+"""The position of a number that the script draws."""
+
+
+def results(lines: list[str]) -> dict[str, Any]:
+    return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
+
+
+def flat(values: Any) -> list[float]:
+    return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]
+
+
+def test_one_function_at_a_time_is_one_process(
+    launch: Launch, plain: Callable[..., str], backend: str
+) -> None:
+    run = launch("-n 1 --ps 1", "scheduling.py", "serial", backend=backend)
+    assert run.status == 0, run.stderr
+    found = [results(run.log(worker)) for worker in range(3)]
+    output = plain("scheduling.py", "serial", backend=backend).splitlines()
+    expected = results(output)
+    assert len(expected) == 4
+    # All processes have the same variables, and draw the same.
+    assert found[1] == found[2] == found[0]
+    for name, values in expected.items():
+        for one in (values, found[0][name]):
+            del one[DRAWN]
+        assert flat(found[0][name]) == pytest.approx(flat(values), rel=1e-4, abs=1e-6), name
+    # Plain SGD computes the same bits on the servers.
+    digests = {line.split()[-1] for worker in range(3) for line in run.marked(worker, "digest ")}
+    (shown,) = (line for line in output if line.startswith("digest "))
+    assert digests == {shown.split()[-1]}
+
+
+def test_a_run_that_lost_a_worker_within_a_function_can_be_repeated(
+    launch: Launch, environment: dict[str, str], tmp_path: Path, thorough_backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", "scheduling.py", "free", backend=thorough_backend)
+    assert run.status == 0, run.stderr
+    assert "(1 lost)" in run.last_line
+    assert "functions 1: worker 2 has ended; another worker computes function " in run.stderr
+    found = [results(run.log(worker)) for worker in (0, 1, 3, 4, 5)]
+    assert all(one == found[0] for one in found)
+    digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
+    assert len(digests) == 1
+    folder = tmp_path / "again"
+    command = [sys.executable, "-m", "lockstep", "rerun", str(run.folder), "--run-dir", str(folder)]
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert "the states of the runs are equal at 13 recorded points" in again.stdout
+    assert "the models at the end are equal to the last bit" in again.stdout
+    assert [line for line in (folder / "worker-2.log").read_text().splitlines() if line in digests]
+    for name in ("chief", "ps-0", "ps-1"):
+        orders = [(one / "order" / name).read_bytes() for one in (run.folder, folder)]
+        assert orders[0] == orders[1]
+
+
+def test_an_error_of_a_function_surfaces_at_the_next_call_in_all_processes(launch: Launch) -> None:
+    run = launch("-n 2 --ps 1", "scheduling.py", "errors")
+    assert run.status == 1, run.stderr
+    caught = [run.marked(worker, "caught ") for worker in range(4)]
+    expected = ["first before 1000: True", "fetched first", "Custom special", "True"]
+    assert caught == [["caught " + json.dumps(expected)]] * 4
+    # Nothing joins the last function but the end of the script.
+    assert "ValueError: last" in run.stderr
+    assert "function " in run.stderr
+    assert " raised this on worker " in run.stderr
+
+
+def test_a_function_that_is_refused_ends_the_job(launch: Launch) -> None:
+    run = launch("-n 1 --ps 1", "scheduling.py", "assigns_weight")
+    assert run.status == 1
+    assert "a scheduled function assigns the weight 'weight' itself" in run.stderr
