@@ -142,12 +142,12 @@ def test_workers_pass_what_the_chief_has_passed_and_run_functions_where_it_is(
     (results, failure) = dispatcher.results([2, 0])
     assert failure is None
     assert [[float(array) for array in arrays] for _, arrays in results] == [[6.0], [5.0]]
-    dispatcher.publish(3, Passed(4, True, (0,)), [np.array(17.0)])
-    assert one.receive() == two.receive() == Passed(4, True, (0,))
+    dispatcher.publish(3, Passed(4, "join", True, (0,)), [np.array(17.0)])
+    assert one.receive() == two.receive() == Passed(4, "join", True, (0,))
     assert one.arrays == [17.0]
     # The server is late, and learns it too.
     assert 3 in dispatcher._calls
-    assert server.ask(AtCall(3)) == Passed(4, True, (0,))
+    assert server.ask(AtCall(3)) == Passed(4, "join", True, (0,))
     assert not dispatcher._calls
 
 

@@ -1,10 +1,11 @@
 """Schedules functions on the workers of a job with parameter servers; prints exact results.
 
-    scheduling.py serial | free | errors | REFUSED
+    scheduling.py serial | free | errors | alone | REFUSED
 
 `serial` runs one function at a time; in one process, the functions run where they are scheduled. `free` has
 no bound; unless it follows a recorded order, a worker ends between its pushes to two servers. `errors` has
-functions that raise. REFUSED is the name of a function that parameter servers do not support.
+functions that raise, and in `alone` the chief makes a call that the others do not make. REFUSED is the name of
+a function that parameter servers do not support.
 """
 
 import functools
@@ -275,11 +276,20 @@ def clips() -> None:
     keras.optimizers.SGD(global_clipnorm=1.0).apply([ops.zeros(())], [weight])
 
 
+def alone() -> None:
+    value = coordinator.schedule(lambda: ops.ones(()))
+    if lockstep.is_chief():
+        print(value.fetch())
+    coordinator.join()
+
+
 match KIND:
     case "serial" | "free":
         loop()
     case "errors":
         errors()
+    case "alone":
+        alone()
     case name:
         coordinator.schedule(globals()[name])
         coordinator.join()

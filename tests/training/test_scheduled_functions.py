@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Launch = Callable[..., Any]
 DRAWN = 4
 """The position of a number that the script draws."""
@@ -82,3 +83,19 @@ def test_a_function_that_is_refused_ends_the_job(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", "scheduling.py", "assigns_weight")
     assert run.status == 1
     assert "a scheduled function assigns the weight 'weight' itself" in run.stderr
+
+
+def test_a_call_that_only_the_chief_makes_is_named(launch: Launch) -> None:
+    run = launch("-n 1 --ps 1", "scheduling.py", "alone")
+    assert run.status == 1
+    assert "call 2 of the ClusterCoordinator is join in this process and fetch in the chief" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["parameter_server", "parameter_server_loop"])
+def test_an_example_learns(launch: Launch, name: str) -> None:
+    run = launch("-n 3 --ps 2", str(EXAMPLES / f"{name}.py"), backend="tensorflow")
+    assert run.status == 0, run.stderr
+    shown = {tuple(run.marked(worker, mark)) for worker in range(6) for mark in ("accuracy on ", "digest: ")}
+    accuracy, digest = sorted(shown)
+    assert [len(accuracy), len(digest)] == [1, 1]
+    assert float(accuracy[0].split()[-1]) >= 0.95

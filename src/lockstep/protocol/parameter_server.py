@@ -219,7 +219,8 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """The chief has made a call of its `ClusterCoordinator`.
 
     Attributes:
-        until: the chief has also made all calls before this one, and they have no results.
+        until: the chief has also made all calls before this one, which were `schedule` without a result.
+        kind: the name of the call on the chief.
         state: whether the arrays begin with the weights, the variables of the optimizers, and other
             variables.
         variables: the positions of the other variables.
@@ -229,6 +230,7 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """
 
     until: int
+    kind: str = "schedule"
     state: bool = False
     variables: tuple[int, ...] = ()
     done: bool = False

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint import values
-from lockstep.errors import FunctionError, InputError, PeerError
+from lockstep.errors import DisagreementError, FunctionError, InputError, PeerError
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
@@ -53,7 +53,7 @@ from lockstep.transport.array_channel import AskingChannel
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
-Kind = Literal["schedule", "join", "done", "fetch"]
+Kind = Literal["schedule", "join", "done", "fetch", "close"]
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ class FunctionCalls(ABC):
             Exception: of a function.
         """
         self._leave()
-        self.join()
+        if self._opened:
+            self._learn("close", *self._make("close"))
         self._end()
         return self._scheduled
 
@@ -197,6 +198,21 @@ class FunctionCalls(ABC):
     @abstractmethod
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         """Make the next call; return its result."""
+
+    def _compared(self, kind: Kind, passed: Passed) -> Passed:
+        """Check that the chief has made the same call.
+
+        Raises:
+            DisagreementError: it has made another one.
+        """
+        if passed.kind != kind:
+            own, of_chief = ("the end" if one == "close" else one for one in (kind, passed.kind))
+            raise DisagreementError(
+                f"call {self._calls} of the ClusterCoordinator is {own} in this process and {of_chief} in "
+                "the chief: all processes of the job make the same calls, so make none of them, such as fetch, "
+                "only if lockstep.is_chief()"
+            )
+        return passed
 
     def _introduce(self, scheduled: Scheduled) -> None:
         """Try a function out in all processes, and place the variables that it trains."""
@@ -336,7 +352,7 @@ class ChiefCalls(FunctionCalls):
             case "schedule":
                 if (failure := dispatcher.schedule(number)) is None:
                     return Passed(number + 1), []
-            case "join":
+            case "join" | "close":
                 failure = dispatcher.join(number)
             case "done":
                 done = dispatcher.done(number)
@@ -345,7 +361,7 @@ class ChiefCalls(FunctionCalls):
         state = self._state(number) if kind != "done" or done else None
         positions, arrays = state or ((), [])
         packed = tuple(result for result, _ in results)
-        passed = Passed(number + 1, state is not None, positions, done, packed, failure)
+        passed = Passed(number + 1, kind, state is not None, positions, done, packed, failure)
         arrays += [array for _, own in results for array in own]
         dispatcher.publish(number, passed, arrays)
         return passed, arrays
@@ -434,7 +450,7 @@ class WorkerCalls(FunctionCalls):
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
         if number < self._until:
-            return Passed(self._until), []
+            return self._compared(kind, Passed(self._until)), []
         assert self._chief is not None
         question: Question = AtCall(number)
         given: Sequence[Array] = ()
@@ -444,7 +460,7 @@ class WorkerCalls(FunctionCalls):
                 break
             assert isinstance(answer, Assigned)
             question, given = self._run(answer, arrays, number)
-        self._until = answer.until
+        self._until = self._compared(kind, answer).until
         if not answer.state:
             # The script sees the variables of the last call that has shown them.
             for variable, value in self._shown.values():
@@ -531,7 +547,7 @@ class ServerCalls(FunctionCalls):
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
         if number < self._until:
-            return Passed(self._until), []
+            return self._compared(kind, Passed(self._until)), []
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._wait, args=(number, answer), name="lockstep-wait", daemon=True).start()
         self._process.serve()
@@ -539,7 +555,7 @@ class ServerCalls(FunctionCalls):
         if isinstance(passed, Exception):
             raise passed
         assert isinstance(passed, Passed)
-        self._until = passed.until
+        self._until = self._compared(kind, passed).until
         return passed, arrays
 
     def _wait(self, number: int, answer: "queue.SimpleQueue[Any]") -> None:
