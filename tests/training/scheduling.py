@@ -4,8 +4,8 @@
 
 `serial` runs one function at a time; in one process, the functions run where they are scheduled. `free` has
 no bound; unless it follows a recorded order, a worker ends between its pushes to two servers. `errors` has
-functions that raise, and in `alone` the chief makes a call that the others do not make. REFUSED is the name of
-a function that parameter servers do not support.
+functions that raise, and in `alone` the chief makes a call that the others do not make. REFUSED is the name
+of a function that parameter servers do not support.
 """
 
 import functools

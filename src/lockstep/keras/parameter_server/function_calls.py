@@ -209,8 +209,8 @@ class FunctionCalls(ABC):
             own, of_chief = ("the end" if one == "close" else one for one in (kind, passed.kind))
             raise DisagreementError(
                 f"call {self._calls} of the ClusterCoordinator is {own} in this process and {of_chief} in "
-                "the chief: all processes of the job make the same calls, so make none of them, such as fetch, "
-                "only if lockstep.is_chief()"
+                "the chief: all processes of the job make the same calls, so make none of them, such as "
+                "fetch, only if lockstep.is_chief()"
             )
         return passed
 
