@@ -46,7 +46,7 @@ def speed(output: str, status: int, errors: str) -> float:
     return float(found[0].split()[1])
 
 
-def tf_keras(model: str, workers: int, servers: int) -> float:
+def tf_keras(model: str, workers: int, servers: int, kind: str = "tf_keras") -> float:
     """Train with tf_keras's strategy; return the batches per second."""
     count = 1 + workers + servers
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def tf_keras(model: str, workers: int, servers: int) -> float:
             # With one thread between operations, its servers wait for each other.
             variables = {"TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3"}
             process = subprocess.Popen(
-                [sys.executable, SCRIPT, model, "tf_keras"],
+                [sys.executable, SCRIPT, model, kind],
                 env=os.environ | variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -78,14 +78,16 @@ def tf_keras(model: str, workers: int, servers: int) -> float:
 
 def main(turns: int = TURNS) -> None:
     try:
-        for model in ("tutorial", "mlp"):
+        rows = {"tutorial": ("servers", "tf_keras"), "mlp": ("servers", "tf_keras")}
+        rows["embedding"] = "loop", "tf_keras_loop"
+        for model, (own, other) in rows.items():
             ours, others = [], []
             for turn in range(turns):
-                for kind in ("lockstep", "tf_keras") if turn % 2 else ("tf_keras", "lockstep"):
-                    if kind == "lockstep":
-                        ours.append(lockstep("-n 2 --ps 1", "tensorflow", model, "servers"))
+                for kind in (own, other) if turn % 2 else (other, own):
+                    if kind == own:
+                        ours.append(lockstep("-n 2 --ps 1", "tensorflow", model, own))
                     else:
-                        others.append(tf_keras(model, 2, 1))
+                        others.append(tf_keras(model, 2, 1, other))
             print(f"{model} on tensorflow, 2 workers and 1 server, {turns} jobs each: median (p10-p90)")
             print_row("lockstep", ours, "batches/s")
             print_row("tf_keras, ParameterServerStrategy", others, "batches/s")

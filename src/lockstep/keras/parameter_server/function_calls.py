@@ -484,10 +484,11 @@ class WorkerCalls(FunctionCalls):
         others = [scope[int(name)] for name in assigned.names]
         given = [*self._servers.pull(step), *arrays]
         trained = [variable for update in self._runner.updates for variable in update.variables]
-        for variable, value in zip([*trained, *others], given, strict=True):
+        changed = [*trained, *others]
+        for variable in changed:
             if id(variable) not in self._shown:
                 self._shown[id(variable)] = variable, self._eager.saved_value(variable)
-            variable.assign(value)
+        self._runner.transfers.assign(changed, given)
 
         def run() -> Any:
             args, kwargs = scheduled.own()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import keras
 import numpy as np
@@ -78,11 +78,40 @@ class _Profile:
 
     Attributes:
         assigned: the positions of the variables that it assigns.
+        updates: the numbers of the optimizers that it applies.
         draws: what its random operations on TensorFlow draw from.
     """
 
     assigned: set[int] = field(default_factory=set)
+    updates: set[int] = field(default_factory=set)
     draws: Any = None
+
+
+class Transfers(Protocol):
+    """Reads and assigns many variables at once."""
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        """Return copies of the values of variables."""
+
+    def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
+        """Assign values to variables."""
+
+
+class PlainTransfers:
+    """The `Transfers` of a backend whose variables are read and assigned one by one."""
+
+    def __init__(self, backend: EagerBackend) -> None:
+        self._backend = backend
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        """Return copies of the values of variables."""
+        return [np.array(self._backend.to_numpy(variable.value)) for variable in variables]
+
+    def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
+        """Assign values to variables."""
+        with observed_by(None):
+            for variable, array in zip(variables, arrays, strict=True):
+                variable.assign(array)
 
 
 class FunctionRunner:
@@ -95,6 +124,7 @@ class FunctionRunner:
 
     Attributes:
         updates: the optimizers that functions have applied in trial runs, with their variables.
+        transfers: reads and assigns variables.
     """
 
     def __init__(
@@ -103,7 +133,13 @@ class FunctionRunner:
         self.updates: list[Update] = []
         self._scope, self._backend, self._partitioner = scope, backend, partitioner
         self._profiles: dict[Any, _Profile] = {}
-        self._graph_gradients = _graph_gradients()
+        self._on_tensorflow = keras.backend.backend() == "tensorflow"
+        self._graph_gradients: dict[int, Any] = {}
+        self.transfers: Transfers = PlainTransfers(backend)
+        if self._on_tensorflow:
+            from lockstep.keras.parameter_server.tf_functions import GraphTransfers
+
+            self.transfers = GraphTransfers()
 
     def is_new(self, function: Callable[..., Any]) -> bool:
         """Whether a function has had no trial run."""
@@ -113,18 +149,18 @@ class FunctionRunner:
         """Run a function for the first time, and undo it; note the optimizers that it applies.
 
         All processes do this with equal variables, so that they create equal ones. An error of the function
-        is
-        ignored: it occurs again where the function is scheduled.
+        is ignored: it occurs again where the function is scheduled.
 
         Raises:
             ModelError: parameter servers do not support what the function changes.
         """
         profile = self._profiles[_key(function)] = _Profile()
         before = {id(one): (one, self._backend.saved_value(one)) for one in self._known()}
-        watcher = _Watcher(self, profile, tries=True)
+        watcher = _Watcher(self, profile)
         try:
             with self._isolated(profile, seed), watcher.watching():
                 call()
+            self._refuse_updates(before)
         except ModelError:
             raise
         except Exception:
@@ -150,32 +186,52 @@ class FunctionRunner:
             ModelError: parameter servers do not support what the function changes.
         """
         profile = self._profiles[_key(function)]
-        watcher = _Watcher(self, profile, tries=False)
         seeds = [one for one in self._scope.variables if KERAS_SEED in one.name]
-        keys = [np.array(self._backend.to_numpy(one.value)) for one in seeds]
-        counts = [self._array(update.optimizer.iterations) for update in self.updates]
-        for variable, key in zip(seeds, keys, strict=True):
-            variable.assign(key_of_replica(key, step))
-        for position in profile.assigned:
-            watcher.start(position)
+        assigned = sorted(profile.assigned)
+        values = self.transfers.read([*seeds, *(self._scope.variables[i] for i in assigned)])
+        keys = values[: len(seeds)]
+        watcher = _Watcher(self, profile, dict(zip(assigned, values[len(seeds) :], strict=True)))
+        self.transfers.assign(seeds, [key_of_replica(key, step) for key in keys])
+        for number in profile.updates & self._graph_gradients.keys():
+            self._graph_gradients[number].reset()
         try:
-            self._reset_graph_gradients()
             with self._isolated(profile, seed), watcher.watching():
                 result = plain(call(), self._backend)
-            self._collect_graph_gradients(watcher)
-            for update, count in zip(self.updates, counts, strict=True):
-                if not np.array_equal(self._array(update.optimizer.iterations), count):
-                    raise ModelError(
-                        "a scheduled function has applied an optimizer in a graph that was traced before it "
-                        "was scheduled: call it only within scheduled functions"
-                    )
-            changes = watcher.changes()
+            changes = self._collected(profile, watcher)
         finally:
-            with observed_by(None):
-                watcher.restore()
-                for variable, key in zip(seeds, keys, strict=True):
-                    variable.assign(key)
+            starts = watcher.starts
+            restored = [self._scope.variables[position] for position in starts]
+            self.transfers.assign([*seeds, *restored], [*keys, *starts.values()])
         return RanFunction(result, watcher.gradients, tuple(sorted(watcher.applied)), changes)
+
+    def _collected(self, profile: _Profile, watcher: "_Watcher") -> dict[int, Array]:
+        """Return the changes of variables; add the gradients in graphs to those that the watcher has kept."""
+        assigned = [self._scope.variables[position] for position in watcher.starts]
+        numbers = sorted(profile.updates & self._graph_gradients.keys())
+        in_graphs = [self._graph_gradients[number].state for number in numbers]
+        values = self.transfers.read([*assigned, *(variable for state in in_graphs for variable in state)])
+        found = {}
+        for (position, start), end in zip(watcher.starts.items(), values, strict=False):
+            if end.tobytes() != start.tobytes():
+                found[position] = np.asarray(end - start)
+        values = values[len(assigned) :]
+        for number, state in zip(numbers, in_graphs, strict=True):
+            own, values = values[: len(state)], values[len(state) :]
+            for gradients in self._graph_gradients[number].kept_in(own):
+                watcher.keep(number, gradients)
+        return found
+
+    def _refuse_updates(self, before: Mapping[int, tuple[Any, Any]]) -> None:
+        """Raise ModelError if a trial run has updated weights after all."""
+        for update in self.updates:
+            iterations = update.optimizer.iterations
+            known = before.get(id(iterations))
+            start = 0 if known is None else self._backend.to_numpy(known[1])
+            if int(start) != int(self._backend.to_numpy(iterations.value)):
+                raise ModelError(
+                    "a scheduled function applies an optimizer in a graph that was traced before: pass the "
+                    "tf.function itself, and call it only within scheduled functions"
+                )
 
     def first_of(self, number: int) -> int:
         """Return the number of the first variable of an optimizer over all optimizers."""
@@ -242,9 +298,14 @@ class FunctionRunner:
         return {i: one for i, one in enumerate(self._scope.variables) if id(one) not in served}
 
     def graph_gradients(self, number: int) -> Any:
-        """Return the variables of TensorFlow that keep the gradients of an optimizer in graphs."""
-        assert self._graph_gradients is not None
-        return outside_of_graphs(lambda: self._graph_gradients.of(number, self.updates[number].variables))
+        """Return what keeps the gradients of an optimizer in graphs of TensorFlow."""
+        from lockstep.keras.parameter_server.tf_functions import OptimizerGradients
+
+        if number not in self._graph_gradients:
+            self._graph_gradients[number] = outside_of_graphs(
+                lambda: OptimizerGradients(self.updates[number].variables)
+            )
+        return self._graph_gradients[number]
 
     def _known(self) -> list[Any]:
         return [
@@ -252,22 +313,9 @@ class FunctionRunner:
             *(one for update in self.updates for one in update.optimizer.variables),
         ]
 
-    def _array(self, variable: Any) -> Array:
-        return np.array(self._backend.to_numpy(variable.value))
-
-    def _reset_graph_gradients(self) -> None:
-        if self._graph_gradients is not None:
-            self._graph_gradients.reset()
-
-    def _collect_graph_gradients(self, watcher: "_Watcher") -> None:
-        if self._graph_gradients is None:
-            return
-        for number, gradients in self._graph_gradients.collect():
-            watcher.keep(number, gradients)
-
     @contextmanager
     def _isolated(self, profile: _Profile, seed: int) -> Iterator[None]:
-        if self._graph_gradients is None:
+        if not self._on_tensorflow:
             with self._backend.isolated(seed):
                 yield
             return
@@ -282,16 +330,30 @@ class FunctionRunner:
 
 
 class _Watcher:
-    """Watches one run of a function: a `VariableObserver`, and the `Merger` of its only replica."""
+    """Watches one run of a function: a `VariableObserver`, and the `Merger` of its only replica.
 
-    def __init__(self, runner: FunctionRunner, profile: _Profile, *, tries: bool) -> None:
+    Args:
+        runner: which runs it.
+        profile: of the function.
+        starts: the values of variables that it assigns, by position; None in a trial run.
+
+    Attributes:
+        gradients: that were applied, by the number of the variable over all optimizers.
+        applied: the numbers of the optimizers.
+        created: variables that a trial run has created, with their first values.
+        starts: the values, before the run, of all variables that it assigns.
+    """
+
+    def __init__(
+        self, runner: FunctionRunner, profile: _Profile, starts: dict[int, Array] | None = None
+    ) -> None:
         self.gradients: dict[int, Array] = {}
         self.applied: set[int] = set()
         self.created: list[tuple[Any, Any]] = []
-        self._runner, self._profile, self._tries = runner, profile, tries
+        self.starts = starts or {}
+        self._runner, self._profile, self._tries = runner, profile, starts is None
         self._new: dict[int, Any] = {}
         self._valued: set[int] = set()
-        self._starts: dict[int, Array] = {}
         self._served = {id(one) for one in runner.served}
         self._updated: dict[int, list[Any]] = {}
 
@@ -352,27 +414,8 @@ class _Watcher:
                 'aggregation="sum", so that the changes of all workers add up'
             )
         self._profile.assigned.add(position)
-        if not self._tries:
-            self.start(position)
-
-    def start(self, position: int) -> None:
-        """Note the value of a variable before the function assigns it."""
-        if position not in self._starts:
-            self._starts[position] = self._now(self._runner._scope.variables[position])
-
-    def changes(self) -> dict[int, Array]:
-        """Return the changes of the assigned variables."""
-        found = {}
-        for position, start in self._starts.items():
-            end = self._now(self._runner._scope.variables[position])
-            if end.tobytes() != start.tobytes():
-                found[position] = np.asarray(end - start)
-        return found
-
-    def restore(self) -> None:
-        """Give the assigned variables their values from before."""
-        for position, start in self._starts.items():
-            self._runner._scope.variables[position].assign(start)
+        if not self._tries and position not in self.starts:
+            self.starts[position] = self._now(variable)
 
     def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
         """Keep gradients instead of applying them.
@@ -393,6 +436,7 @@ class _Watcher:
                 optimizer, optimizer._trainable_variables if variables is None else variables
             )
             self._served = {id(one) for one in self._runner.served}
+        self._profile.updates.add(number)
         given = self._runner.updates[number].variables
         positions = {id(one): i for i, one in enumerate(given)}
         chosen = given if variables is None else variables
@@ -454,14 +498,6 @@ def outside_of_graphs(act: Callable[[], Result]) -> Result:
             return act()
     with ThreadPoolExecutor(1, "lockstep-outside") as thread:
         return thread.submit(act).result()
-
-
-def _graph_gradients() -> Any:
-    if keras.backend.backend() != "tensorflow":
-        return None
-    from lockstep.keras.parameter_server.tf_gradients import GraphGradients
-
-    return GraphGradients()
 
 
 def _entered_graphs() -> list[Any]:
