@@ -136,13 +136,17 @@ class RandomNumbers:
 
 
 @contextmanager
-def random_numbers(seed: int) -> Iterator[None]:
+def random_numbers(seed: int, generator: Any = None) -> Iterator[None]:
     """Use random numbers derived from `seed` within the block: the first of `RandomNumbers(seed)`.
 
     It sets the states by their seeds, which takes less time than setting copies.
+
+    Args:
+        seed: determines the numbers.
+        generator: the generator of Keras for layers without their own; None for a new one.
     """
     before, known = current_states(), imported_frameworks()
-    _set_seeds(seed)
+    _set_seeds(seed, generator)
     try:
         with RandomNumbers(seed)._operations():
             yield
@@ -157,11 +161,11 @@ def _replica_generator(seed: int) -> Any:
     return keras.random.SeedGenerator(seed % 10**9, name="replica")
 
 
-def _set_seeds(seed: int) -> None:
+def _set_seeds(seed: int, generator: Any = None) -> None:
     """Set the states of `_seeded`."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    set_global_generator(_replica_generator(seed))
+    set_global_generator(_replica_generator(seed) if generator is None else generator)
     if TENSORFLOW in sys.modules:
         context = tensorflow_context()
         context._seed, context._rng = seed, random.Random(seed)

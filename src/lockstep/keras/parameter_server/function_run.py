@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -21,6 +21,7 @@ from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.backends.state_changes import KERAS_SEED
 from lockstep.keras.parameter_server.served_variables import refuse_optimizer
+from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.randomness import global_generator, random_numbers
 from lockstep.keras.replica_run.merges import Op, Replica, computing_as
 from lockstep.keras.seeds import key_of_replica
@@ -87,33 +88,6 @@ class _Profile:
     draws: Any = None
 
 
-class Transfers(Protocol):
-    """Reads and assigns many variables at once."""
-
-    def read(self, variables: Sequence[Any]) -> list[Array]:
-        """Return copies of the values of variables."""
-
-    def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
-        """Assign values to variables."""
-
-
-class PlainTransfers:
-    """The `Transfers` of a backend whose variables are read and assigned one by one."""
-
-    def __init__(self, backend: EagerBackend) -> None:
-        self._backend = backend
-
-    def read(self, variables: Sequence[Any]) -> list[Array]:
-        """Return copies of the values of variables."""
-        return [np.array(self._backend.to_numpy(variable.value)) for variable in variables]
-
-    def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
-        """Assign values to variables."""
-        with observed_by(None):
-            for variable, array in zip(variables, arrays, strict=True):
-                variable.assign(array)
-
-
 class FunctionRunner:
     """Runs scheduled functions.
 
@@ -135,11 +109,8 @@ class FunctionRunner:
         self._profiles: dict[Any, _Profile] = {}
         self._on_tensorflow = keras.backend.backend() == "tensorflow"
         self._graph_gradients: dict[int, Any] = {}
-        self.transfers: Transfers = PlainTransfers(backend)
-        if self._on_tensorflow:
-            from lockstep.keras.parameter_server.tf_functions import GraphTransfers
-
-            self.transfers = GraphTransfers()
+        self._generator: Any = None
+        self.transfers = transfers_of(backend)
 
     def is_new(self, function: Callable[..., Any]) -> bool:
         """Whether a function has had no trial run."""
@@ -321,7 +292,9 @@ class FunctionRunner:
             return
         from lockstep.keras import tf_random_ops
 
-        with random_numbers(seed):
+        self._generator = self._generator or keras.random.SeedGenerator(0, name="replica")
+        self.transfers.assign([self._generator.state], [np.array([seed % 10**9, 0], "uint32")])
+        with random_numbers(seed, self._generator):
             profile.draws = profile.draws or tf_random_ops.GraphDraws()
             profile.draws.restart()
             tf_random_ops.begin_all(seed)

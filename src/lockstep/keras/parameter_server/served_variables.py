@@ -18,6 +18,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.common import refuse_other_weights, replaced
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.parameter_server.partitioners import Partitioner, Shard, place_variables
 
 Array = npt.NDArray[Any]
@@ -82,6 +83,7 @@ class ServedVariables:
 
     def __init__(self, backend: Backend, *, own: bool = False) -> None:
         self._backend, self._own = backend, own
+        self._transfers = transfers_of(backend)
         self._variables: list[Any] = []
         self._served: list[_ServedOptimizer] = []
         self._weights = 0
@@ -137,15 +139,13 @@ class ServedVariables:
 
     def values(self) -> list[Array]:
         """Return copies of the shards."""
-        return [np.array(self._backend.to_numpy(variable.value)) for variable in self._variables]
+        return self._transfers.read(self._variables)
 
     def slot_values(self) -> list[Array]:
         """Return copies of the variables of the optimizers, in the order of `slots`."""
-        return [
-            np.array(self._backend.to_numpy(variable.value))
-            for served in self._served
-            for variable in served.optimizer.variables
-        ]
+        return self._transfers.read(
+            [variable for served in self._served for variable in served.optimizer.variables]
+        )
 
     def update(self, gradients: Mapping[int, Array], updates: Sequence[int] = (0,)) -> None:
         """Update the shards once, given the gradients by the positions of their shards.

@@ -1,0 +1,50 @@
+"""Reads and assigns many variables: for a step with a small model, most of the time goes there."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.keras.assignments import observed_by
+from lockstep.keras.backends.contract import Backend
+from lockstep.keras.backends.eager_contract import EagerBackend
+
+Array = npt.NDArray[Any]
+
+
+class Transfers(Protocol):
+    """Reads and assigns variables of Keras."""
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        """Return copies of the values of variables."""
+
+    def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
+        """Assign values to variables."""
+
+
+class PlainTransfers:
+    """The `Transfers` of any backend."""
+
+    def __init__(self, backend: Backend | EagerBackend) -> None:
+        self._backend = backend
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        """Return copies of the values of variables."""
+        return [np.array(self._backend.to_numpy(variable.value)) for variable in variables]
+
+    def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
+        """Assign values to variables."""
+        with observed_by(None):
+            for variable, array in zip(variables, arrays, strict=True):
+                variable.assign(array)
+
+
+def transfers_of(backend: Backend | EagerBackend) -> Transfers:
+    """Return the `Transfers` of a backend."""
+    if keras.backend.backend() != "tensorflow":
+        return PlainTransfers(backend)
+    from lockstep.keras.parameter_server.tf_functions import VariableTransfers
+
+    return VariableTransfers()
