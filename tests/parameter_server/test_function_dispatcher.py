@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import PeerLostError, PeerStuckError
-from lockstep.keras.parameter_server.function_dispatcher import MAX_WAITING, FunctionDispatcher
+from lockstep.keras.parameter_server.function_dispatcher import MAX_WAITING, FunctionDispatcher, combined
 from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder, read_order
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import (
@@ -29,7 +29,7 @@ SHORT = 0.05
 WORKERS = (1, 2)
 TASKS = Tasks(4, 1)
 SERVER = 3
-FAILURE = FunctionFailure("builtins", "ValueError", "wrong", 0, 1)
+FAILURE = FunctionFailure("builtins", "ValueError", "wrong", b"", 0, 1)
 NOTHING = Passed(0)
 
 Make = Callable[..., FunctionDispatcher]
@@ -46,7 +46,7 @@ class Asking:
         self._channel.send(question, [np.array(array) for array in arrays])
 
     def receive(self) -> Any:
-        answer, arrays = self._channel.receive(AtCall(0))
+        answer, arrays = self._channel.receive(at(0))
         self.arrays = [float(array) for array in arrays]
         return answer
 
@@ -102,8 +102,13 @@ def until(dispatcher: FunctionDispatcher, over: Callable[[], object]) -> None:
         assert dispatcher._changed.wait_for(over, PATIENCE)
 
 
-def returned(call: int, step: int, change: float, result: float) -> tuple[Any, ...]:
-    return FunctionReturned(call, step, (0,), 0, FunctionResult(b"null", ("r",))), change, result
+def at(call: int, scheduled: int = 999) -> AtCall:
+    return AtCall(call, scheduled)
+
+
+def returned(call: int, step: int, change: float, result: float, start: float = 10.0) -> tuple[Any, ...]:
+    done = FunctionReturned(call, 999, step, (0,), 0, FunctionResult(b"null", ("r",)))
+    return done, start, start + change, result
 
 
 def within(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -124,15 +129,15 @@ def test_workers_pass_what_the_chief_has_passed_and_run_functions_where_it_is(
 ) -> None:
     dispatcher = make()
     one, two, server = connect(dispatcher)
-    server.send(AtCall(0))
+    server.send(at(0))
     for call in range(3):
         assert dispatcher.schedule(call) is None
     assert server.receive().until in (1, 2, 3)
-    assert server.ask(AtCall(0)) == Passed(3)
-    assert one.ask(AtCall(0)) == Passed(3)
-    assert one.ask(AtCall(3)) == Assigned(0, (), ())
-    assert two.ask(AtCall(1)) == Passed(3)
-    assert two.ask(AtCall(3)) == Assigned(1, (0,), ())
+    assert server.ask(at(0)) == Passed(3)
+    assert one.ask(at(0)) == Passed(3)
+    assert one.ask(at(3)) == Assigned(0, (), ())
+    assert two.ask(at(1)) == Passed(3)
+    assert two.ask(at(3)) == Assigned(1, (0,), ())
     # The change of the first function travels with the next one.
     assert one.ask(*returned(3, 0, 2.0, 5.0)) == Assigned(2, (1,), ("0",))
     assert one.arrays == [12.0]
@@ -140,7 +145,7 @@ def test_workers_pass_what_the_chief_has_passed_and_run_functions_where_it_is(
     two.send(*returned(3, 1, 4.0, 7.0))
     assert dispatcher.join(3) is None
     assert dispatcher.snapshot(3) == {"0": 17.0}
-    (results, failure) = dispatcher.results([2, 0])
+    (results, failure) = dispatcher.results(4, [2, 0])
     assert failure is None
     assert [[float(array) for array in arrays] for _, arrays in results] == [[6.0], [5.0]]
     dispatcher.publish(3, Passed(4, "join", True, (0,)), [np.array(17.0)])
@@ -148,7 +153,7 @@ def test_workers_pass_what_the_chief_has_passed_and_run_functions_where_it_is(
     assert one.arrays == [17.0]
     # The server is late, and learns it too.
     assert 3 in dispatcher._calls
-    assert server.ask(AtCall(3)) == Passed(4, "join", True, (0,))
+    assert server.ask(at(3)) == Passed(4, "join", True, (0,))
     assert not dispatcher._calls
 
 
@@ -158,9 +163,9 @@ def test_a_call_with_a_result_is_not_passed_over(make: Make, connect: Any) -> No
     dispatcher.publish(0, Passed(1, done=True), [])
     assert dispatcher.schedule(1) is None
     dispatcher.publish(2, Passed(3, done=True), [])
-    assert server.ask(AtCall(0)) == Passed(2, done=True)
-    assert server.ask(AtCall(1)) == Passed(2)
-    assert server.ask(AtCall(2)) == Passed(3, done=True)
+    assert server.ask(at(0)) == Passed(2, done=True)
+    assert server.ask(at(1)) == Passed(2)
+    assert server.ask(at(2)) == Passed(3, done=True)
 
 
 def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make, connect: Any) -> None:
@@ -168,8 +173,8 @@ def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make,
     one, two, _ = connect(dispatcher)
     for call in range(5):
         assert dispatcher.schedule(call) is None
-    assert [worker.ask(AtCall(5)).step for worker in (one, two)] == [0, 1]
-    one.send(FunctionReturned(5, 0, failure=FAILURE))
+    assert [worker.ask(at(5)).step for worker in (one, two)] == [0, 1]
+    one.send(FunctionReturned(5, 999, 0, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     thread, found = within(lambda: dispatcher.schedule(5))
     two.send(*returned(5, 1, 1.0, 3.0))
@@ -178,21 +183,89 @@ def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make,
     dispatcher.publish(5, Passed(6, failure=FAILURE), [])
     assert one.receive() == two.receive() == Passed(6, failure=FAILURE)
     assert dispatcher.join(6) is None
-    assert dispatcher.done(7)
+    assert dispatcher.done(7) == (True, None)
     for step, expected in enumerate((FAILURE, None, FAILURE, FAILURE, FAILURE)):
-        assert dispatcher.results([step])[1] == expected
+        assert dispatcher.results(8, [step])[1] == expected
     # The next function has the number of the one that was not scheduled.
     assert dispatcher.schedule(8) is None
-    assert one.ask(AtCall(9)) == Assigned(5, (), ("0",))
+    assert one.ask(at(9)) == Assigned(5, (), ("0",))
+
+
+def test_a_program_that_polls_lets_workers_run_functions(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    for call in range(2):
+        assert dispatcher.schedule(call) is None
+    for call in (2, 3):
+        assert dispatcher.done(call) == (False, None)
+        dispatcher.publish(call, Passed(call + 1, "done"), [])
+    # The chief is ahead of the worker, which knows the functions.
+    assert one.ask(at(1, 1)) == Passed(2)
+    assert one.ask(at(2, 2)) == Assigned(0, (), ())
+    assert one.ask(*returned(2, 0, 1.0, 1.0)) == Assigned(1, (), ("0",))
+    assert one.ask(*returned(2, 1, 1.0, 1.0)) == Passed(3, "done")
+
+
+@pytest.mark.parametrize("how", ["done", "results"])
+def test_a_failure_ends_polling_and_fetching(make: Make, connect: Any, how: str) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    for call in range(3):
+        assert dispatcher.schedule(call) is None
+    assert one.ask(at(3)) == Assigned(0, (), ())
+    one.send(FunctionReturned(3, 999, 0, failure=FAILURE))
+    until(dispatcher, lambda: dispatcher._raised)
+    assert (dispatcher.done(3) if how == "done" else dispatcher.results(3, [2]))[1] == FAILURE
+    assert dispatcher.done(4) == (True, None)
+
+
+def test_a_failure_that_was_fetched_is_known(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    assert dispatcher.schedule(0) is None
+    assert one.ask(at(1)) == Assigned(0, (), ())
+    one.send(FunctionReturned(1, 999, 0, failure=FAILURE))
+    until(dispatcher, lambda: dispatcher._raised)
+    assert not dispatcher.was_delivered(FAILURE)
+    assert dispatcher.results(1, [0])[1] == FAILURE
+    assert dispatcher.was_delivered(FAILURE)
+    assert dispatcher.remaining() == ({}, {0: FAILURE})
+
+
+@pytest.mark.parametrize(
+    ("value", "start", "end", "expected"),
+    [
+        (3e8, 3e8, 0.25, 0.25),
+        (3.0, 2.0, 2.5, 3.5),
+        (np.inf, np.inf, 2.0, 2.0),
+        (5.0, np.inf, 2.0, 2.0),
+        (np.nan, np.nan, 0.0, 0.0),
+    ],
+)
+def test_the_end_counts_unless_another_function_has_changed_the_value(
+    value: float, start: float, end: float, expected: float
+) -> None:
+    arrays = [np.array(one, "float32") for one in (value, start, end)]
+    assert combined(*arrays) == np.float32(expected)
+
+
+def test_variables_that_servers_have_do_not_travel(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    (one,) = connect(dispatcher, 1)
+    dispatcher.write(0, {"7": np.array(5.0), "0": np.array(6.0)})
+    dispatcher.remove_variables(["7"])
+    assert dispatcher.schedule(0) is None
+    assert one.ask(at(1)) == Assigned(0, (), ("0",))
+    assert dispatcher.snapshot(1) == {"0": 6.0}
 
 
 def test_a_join_waits_for_a_failure_and_raises_it(make: Make, connect: Any) -> None:
     dispatcher = make()
     (one,) = connect(dispatcher, 1)
     assert dispatcher.schedule(0) is None
-    assert one.ask(AtCall(1)) == Assigned(0, (), ())
+    assert one.ask(at(1)) == Assigned(0, (), ())
     thread, found = within(lambda: dispatcher.join(1))
-    one.send(FunctionReturned(1, 0, failure=FAILURE))
+    one.send(FunctionReturned(1, 999, 0, failure=FAILURE))
     ended(thread)
     assert found == [FAILURE]
     assert dispatcher.join(2) is None
@@ -205,7 +278,7 @@ def test_too_many_functions_wait(make: Make, connect: Any) -> None:
     for call in range(count):
         assert dispatcher.schedule(call) is None
     thread, found = within(lambda: dispatcher.schedule(count))
-    assert one.ask(AtCall(count)) == Assigned(0, (), ())
+    assert one.ask(at(count)) == Assigned(0, (), ())
     assert thread.is_alive()
     one.send(*returned(count, 0, 1.0, 1.0))
     ended(thread)
@@ -218,8 +291,8 @@ def test_the_function_of_a_lost_worker_goes_to_another(
     dispatcher = make()
     one, two, _ = connect(dispatcher)
     assert dispatcher.schedule(0) is None
-    assert one.ask(AtCall(1)) == Assigned(0, (), ())
-    two.send(AtCall(1))
+    assert one.ask(at(1)) == Assigned(0, (), ())
+    two.send(at(1))
     one.close()
     assert two.receive() == Assigned(0, (), ())
     expected = "lockstep: functions 1: worker 1 has ended; another worker computes function 1\n"
@@ -230,12 +303,12 @@ def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, connect: 
     dispatcher = make(timeout=SHORT)
     (one,) = connect(dispatcher, 1)
     assert dispatcher.schedule(0) is None
-    assert one.ask(AtCall(1)) == Assigned(0, (), ())
+    assert one.ask(at(1)) == Assigned(0, (), ())
     with pytest.raises(PeerStuckError) as stuck:
         dispatcher.join(1)
     assert str(stuck.value) == (
-        "functions 1: no function was completed for 0.05 s; worker 1 computes function 1; lockstep stack "
-        "shows what they do, and --timeout sets the limit"
+        "functions 1: no function was completed for 0.05 s; worker 1 computes function 1; `w` in lockstep "
+        "top shows what a worker does, and --timeout sets the limit"
     )
 
 
@@ -254,7 +327,7 @@ def test_results_that_no_program_needs_are_forgotten(make: Make, connect: Any) -
     (one,) = connect(dispatcher, 1)
     for call in range(3):
         assert dispatcher.schedule(call) is None
-    assert one.ask(AtCall(3)) == Assigned(0, (), ())
+    assert one.ask(at(3)) == Assigned(0, (), ())
     dispatcher.forget(0)
     for step in range(3):
         one.send(*returned(3, step, 0.0, 1.0))
@@ -268,8 +341,8 @@ def test_a_written_variable_travels_with_the_next_function(make: Make, connect: 
     dispatcher = make()
     (one,) = connect(dispatcher, 1)
     assert dispatcher.schedule(0) is None
-    dispatcher.write({"7": np.array(5.0)})
-    assert one.ask(AtCall(1)) == Assigned(0, (), ("7",))
+    dispatcher.write(1, {"7": np.array(5.0)})
+    assert one.ask(at(1)) == Assigned(0, (), ("7",))
     assert one.arrays == [5.0]
     assert dispatcher.snapshot(1) == {"7": 5.0}
 
@@ -281,11 +354,11 @@ def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) 
     one, two, _ = connect(dispatcher)
     for call in range(3):
         dispatcher.schedule(call)
-    assert two.ask(AtCall(3)).step == 0
-    assert one.ask(AtCall(3)).step == 1
-    assert not dispatcher.done(3)
+    assert two.ask(at(3)).step == 0
+    assert one.ask(at(3)).step == 1
+    assert dispatcher.done(3) == (False, None)
     assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
-    two.send(FunctionReturned(3, 2, failure=FAILURE))
+    two.send(FunctionReturned(3, 999, 2, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     one.send(*returned(3, 1, 2.0, 1.0))
     assert dispatcher.join(4) == FAILURE
@@ -298,20 +371,20 @@ def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) 
     one, two, _ = connect(again)
     for call in range(3):
         again.schedule(call)
-    one.send(AtCall(3))
+    one.send(at(3))
     until(again, lambda: 1 in again._parked)
-    two.send(AtCall(3))
+    two.send(at(3))
     assert (one.receive().step, two.receive().step) == (1, 0)
     # The first one returns too early, and is held.
     one.send(*returned(3, 1, 2.0, 1.0))
     until(again, lambda: again._arrived)
     thread, found = within(lambda: again.done(3))
     ended(thread)
-    assert found == [False]
+    assert found == [(False, None)]
     assert again.layers["0"] == 10.0
     assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
     thread, found = within(lambda: again.join(4))
-    two.send(FunctionReturned(3, 2, failure=FAILURE))
+    two.send(FunctionReturned(3, 999, 2, failure=FAILURE))
     ended(thread)
     assert found == [FAILURE]
     assert again.snapshot(4) == {"0": 13.0}

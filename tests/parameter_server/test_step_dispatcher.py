@@ -301,8 +301,8 @@ def test_a_worker_that_does_not_leave_is_named(make: Make, enter: Any) -> None:
     with pytest.raises(PeerStuckError) as stuck:
         coordinator.finish()
     assert str(stuck.value) == (
-        "fit 1 has ended, but worker 2, worker 3 did not leave it for 0.05 s; lockstep stack shows what they "
-        "do, and --timeout sets the limit"
+        "fit 1 has ended, but worker 2, worker 3 did not leave it for 0.05 s; `w` in lockstep top "
+        "shows what a worker does, and --timeout sets the limit"
     )
 
 
@@ -333,14 +333,14 @@ def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, enter: An
     with pytest.raises(PeerStuckError) as stuck:
         coordinator.result(0) if wait == "result" else coordinator.drain()
     assert str(stuck.value) == (
-        "fit 1: no step was completed for 0.05 s; worker 2 computes step 1; lockstep stack shows what they "
-        "do, and --timeout sets the limit"
+        "fit 1: no step was completed for 0.05 s; worker 2 computes step 1; `w` in lockstep top "
+        "shows what a worker does, and --timeout sets the limit"
     )
 
 
 def test_workers_that_begin_nothing_are_named_as_stuck(make: Make, enter: Any) -> None:
     coordinator, _ = begun(make, enter, timeout=SHORT)
-    with pytest.raises(PeerStuckError, match=r"for 0\.05 s; no worker has begun a step; lockstep stack"):
+    with pytest.raises(PeerStuckError, match=r"for 0\.05 s; no worker has begun a step; `w` in lockstep top"):
         coordinator.result(0)
 
 

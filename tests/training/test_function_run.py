@@ -60,7 +60,7 @@ def test_gradients_are_kept_and_changes_measured_and_undone(made: SimpleNamespac
     assert found.result["loss"] == np.float32(7)
     assert found.result["names"] == ["a", 1, None]
     assert (found.gradients, found.updates) == ({0: np.float32(4)}, (0,))
-    changed = {made.scope.variables[i].name: float(change) for i, change in found.changes.items()}
+    changed = {made.scope.variables[i].name: float(end - start) for i, (start, end) in found.changes.items()}
     assert changed == {"mean": -0.5, "counted": 2.0, "total": 4.0, "count": 2.0}
     assert [float(one.value) for one in (made.weight, made.mean, made.counted)] == [2.0, 1.0, 5.0]
     assert float(made.metric.result()) == 0.0

@@ -341,7 +341,7 @@ def test_an_end_that_does_not_answer_is_named_as_stuck(connect: Connect, inbox: 
     with pytest.raises(PeerStuckError) as stuck:
         channel.ask(Next())
     assert str(stuck.value) == (
-        "the chief has not answered 'next' for 0.05 s: lockstep stack shows what it does; "
+        "the chief has not answered 'next' for 0.05 s: `w` in lockstep top shows what it does; "
         "--timeout sets the limit"
     )
     channel.close()

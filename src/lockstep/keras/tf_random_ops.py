@@ -232,6 +232,11 @@ def is_counter(variable: tf.Variable) -> bool:
     return any(variable is counter for counter in _counters)
 
 
+def is_own(variable: tf.Variable) -> bool:
+    """Whether a variable is one of this module."""
+    return is_counter(variable) or any(variable is one for one in _variables.values())
+
+
 def new_seed() -> int:
     """Return a number of int64 drawn from Python's random state, mixed with TensorFlow's seed."""
     return signed(seed_of(random.getrandbits(64), context.global_seed()))

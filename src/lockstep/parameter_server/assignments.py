@@ -47,11 +47,18 @@ class Assignments:
     _active: dict[int, _StepInWork] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
 
-    def assign(self, worker: int) -> int | None:
-        """Assign the first step that no worker computes; None if it has to wait for another step."""
+    def assign(self, worker: int, below: int | None = None) -> int | None:
+        """Assign the first step that no worker computes; None if it has to wait for another step.
+
+        Args:
+            worker: that gets it.
+            below: only a step below this one; None for any.
+        """
         if not self._may_begin():
             return None
         step = min(self._returned, default=self._next)
+        if below is not None and step >= below:
+            return None
         if step == self._next:
             if step == self.stop:
                 return None

@@ -18,9 +18,15 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """A worker asks a server for its shards, to compute a step; the answer is `ServedValues`."""
+    """A worker asks a server for its shards, to compute a step; the answer is `ServedValues`.
+
+    Attributes:
+        step: which it computes.
+        common: whether it also asks for the variables of the optimizers that belong to no weight.
+    """
 
     step: int
+    common: bool = False
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -112,9 +118,11 @@ class AtCall(msgspec.Struct, frozen=True, tag="call"):
 
     Attributes:
         call: the number of the call, from 0.
+        scheduled: the number of functions that the process has scheduled.
     """
 
     call: int
+    scheduled: int
 
 
 class FunctionFailure(msgspec.Struct, frozen=True):
@@ -122,8 +130,10 @@ class FunctionFailure(msgspec.Struct, frozen=True):
 
     Attributes:
         module: of the class of the exception.
-        name: of the class.
+        name: of the class, qualified.
         message: of the exception.
+        arguments: of the exception, as the JSON-able part of `lockstep.checkpoint.values.pack`, encoded;
+            empty if they are not plain.
         step: the number of the function.
         worker: that has run it.
     """
@@ -131,6 +141,7 @@ class FunctionFailure(msgspec.Struct, frozen=True):
     module: str
     name: str
     message: str
+    arguments: bytes
     step: int
     worker: int
 
@@ -140,15 +151,17 @@ class FunctionReturned(msgspec.Struct, frozen=True, tag="returned"):
 
     Attributes:
         call: as in `AtCall`.
+        scheduled: likewise.
         step: the number of the function.
-        changed: the positions of the variables that it changes, in the order of the arrays; those of the
-            result follow.
+        changed: the positions of the variables that it changes. The arrays are their values before and after
+            it, and those of the result.
         staleness: as in `Done`.
         result: see `FunctionResult`; None if the function has failed.
         failure: why.
     """
 
     call: int
+    scheduled: int
     step: int
     changed: tuple[int, ...] = ()
     staleness: int = 0
@@ -225,7 +238,9 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
             variables.
         variables: the positions of the other variables.
         done: the result of `done`.
-        results: of `fetch`; their arrays follow those of the variables.
+        results: of `fetch`, or of all functions at the end; their arrays follow those of the variables.
+        steps: the numbers of these functions, at the end.
+        failures: why other functions have no result, by their numbers, at the end.
         failure: what the call raises.
     """
 
@@ -234,7 +249,9 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     state: bool = False
     variables: tuple[int, ...] = ()
     done: bool = False
-    results: tuple[FunctionResult | None, ...] = ()
+    results: tuple[FunctionResult, ...] = ()
+    steps: tuple[int, ...] = ()
+    failures: tuple[tuple[int, FunctionFailure], ...] = ()
     failure: FunctionFailure | None = None
 
 

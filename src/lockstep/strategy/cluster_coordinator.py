@@ -12,7 +12,6 @@ from lockstep.keras.parameter_server.function_calls import Scheduled
 from lockstep.keras.parameter_server.per_worker import PerWorkerDataset, dataset_maker
 from lockstep.keras.parameter_server.remote_values import (
     Calls,
-    LocalCalls,
     RemoteValue,
     fetched,
     visit,
@@ -39,7 +38,6 @@ class ClusterCoordinator:
             raise InputError("ClusterCoordinator needs a lockstep.ParameterServerStrategy")
         self._strategy = strategy
         self._datasets = itertools.count()
-        self._local: LocalCalls | None = None if strategy.has_servers else LocalCalls()
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -112,4 +110,4 @@ class ClusterCoordinator:
         return PerWorkerDataset(dataset_maker(dataset_fn), *self._strategy.dataset_seeds(number))
 
     def _calls(self) -> Calls:
-        return self._local or self._strategy.function_calls()
+        return self._strategy.function_calls()

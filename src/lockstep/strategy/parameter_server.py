@@ -13,6 +13,7 @@ from lockstep.keras.parameter_server.function_calls import FunctionCalls, Schedu
 from lockstep.keras.parameter_server.function_run import ScopeVariables
 from lockstep.keras.parameter_server.per_worker import DatasetFunction
 from lockstep.keras.parameter_server.process import ServerOptions
+from lockstep.keras.parameter_server.remote_values import Calls, LocalCalls
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.runner import SingleReplicaRunner
 from lockstep.keras.seeds import seed_of
@@ -63,6 +64,7 @@ class ParameterServerStrategy(Strategy):
         self._runner = SingleReplicaRunner()
         self._variables = ScopeVariables()
         self._calls: FunctionCalls | None = None
+        self._local_calls: LocalCalls | None = None
         if self.has_servers:
             assignments.install()
             self._job.at_completion(self._close_functions)
@@ -95,8 +97,11 @@ class ParameterServerStrategy(Strategy):
         seed = self._job.context.seed
         return seed_of(seed, "dataset", number, self._job.worker), seed_of(seed, "dataset", number)
 
-    def function_calls(self) -> FunctionCalls:
-        """Return the calls of scheduled functions of this process, which `fit` and the script's end close."""
+    def function_calls(self) -> Calls:
+        """Return what runs scheduled functions: in a job, until the next `fit` or the end of the script."""
+        if not self.has_servers:
+            self._local_calls = self._local_calls or LocalCalls()
+            return self._local_calls
         if self._calls is None:
             self._calls = calls_of(
                 ScheduleContext(

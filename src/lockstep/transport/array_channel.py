@@ -210,8 +210,8 @@ class AskingChannel:
     def _raise_stuck(self, message: Question) -> NoReturn:
         what = message.__struct_config__.tag
         raise PeerStuckError(
-            f"{self._peer} has not answered {what!r} for {self._timeout:g} s: lockstep stack shows what it "
-            "does; --timeout sets the limit"
+            f"{self._peer} has not answered {what!r} for {self._timeout:g} s: `w` in lockstep "
+            "top shows what it does; --timeout sets the limit"
         ) from None
 
 

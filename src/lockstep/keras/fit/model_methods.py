@@ -43,6 +43,7 @@ from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
+from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.sidecar_evaluator import EvaluatorFit
@@ -218,6 +219,7 @@ class ModelMethods:
         if self._job.evaluates:
             return self._evaluator_fit.fit(model, given)
         if self._job.context.tasks is not None:
+            self._refuse_within_function("fit")
             for act in self._before_fit:
                 act()
             return self._fit_on_servers(original, model, bound)
@@ -312,6 +314,14 @@ class ModelMethods:
             self._record_now(f"the end of {call.name}", model)
             return self._finish(history)
 
+    def _refuse_within_function(self, what: str) -> None:
+        """In a function that a `ClusterCoordinator` has scheduled, raise ModelError."""
+        if self._job.context.tasks is not None and current_replica() is not None:
+            raise ModelError(
+                f"{what} within a scheduled function is not supported: call the model, or call {what} in the "
+                "script, after join"
+            )
+
     def _refuse_unserved(self, model: Any, what: str) -> None:
         """In a job with parameter servers, raise ScopeError for a model outside of their strategy."""
         if self._job.context.tasks is not None and model not in self._served:
@@ -376,6 +386,7 @@ class ModelMethods:
         """Evaluate on global batches; every worker returns the global figures."""
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
+        self._refuse_within_function("evaluate")
         self._job.note_distribution()
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
@@ -402,6 +413,7 @@ class ModelMethods:
         """Predict on global batches; every worker returns all rows, in their order."""
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
+        self._refuse_within_function("predict")
         self._job.note_distribution()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
@@ -430,6 +442,7 @@ class ModelMethods:
             if method == "train_on_batch":
                 self._refuse_outsider(model)
             return original(model, *args, **kwargs)
+        self._refuse_within_function(method)
         self._job.note_distribution()
         kind = _KINDS[method]
         if kind == "train" and self._job.context.tasks is not None:

@@ -27,6 +27,8 @@ Answered = tuple[Any, list[Array]]
 _REPORT_EVERY = 5.0
 """Seconds between two notes on what the chief waits for."""
 
+_SHOWN = "`w` in lockstep top shows what a worker does"
+
 
 class Dispatcher(ABC):
     """Answers the workers of one call: what `fit` and scheduled functions have in common.
@@ -129,7 +131,7 @@ class Dispatcher(ABC):
             while not over():
                 if self._failure is not None:
                     raise self._failure
-                if not self._live:
+                if not self._live and not leaving:
                     raise PeerLostError(
                         f"{self._what}: no worker is left to compute gradients; their logs say why"
                     )
@@ -139,13 +141,13 @@ class Dispatcher(ABC):
                 now = time.monotonic()
                 if leaving and now - begun > self._timeout:
                     raise PeerStuckError(
-                        f"{self._what} has ended, but {self._left()} for {self._timeout:g} s; lockstep "
-                        "stack shows what they do, and --timeout sets the limit"
+                        f"{self._what} has ended, but {self._left()} for {self._timeout:g} s; "
+                        f"{_SHOWN}, and --timeout sets the limit"
                     )
                 if now - begun > self._timeout:
                     raise PeerStuckError(
                         f"{self._what}: no {self._unit} was completed for {self._timeout:g} s; "
-                        f"{self._in_work()}; lockstep stack shows what they do, and --timeout sets the limit"
+                        f"{self._in_work()}; {_SHOWN}, and --timeout sets the limit"
                     )
                 if now - reported > _REPORT_EVERY:
                     reported = now + (now - begun)
@@ -199,15 +201,11 @@ class Dispatcher(ABC):
             steps = f"; another worker computes {self._unit} {numbers}" if lost else ""
             note(f"{self._what}: worker {worker} has ended{steps}")
 
-    def _complete(self, worker: int, step: int, staleness: int, changes: Mapping[str, Array]) -> bool:
-        """Complete a step, and add its changes to the layers' state; False if another worker computes it."""
+    def _complete(self, worker: int, step: int, staleness: int) -> bool:
+        """Complete a step; return False if another worker computes it."""
         if not self._assignments.complete(worker, step):
             return False
         self._writer.add(Kind.DONE, worker, step)
-        assert self._layers is not None
-        for name, change in changes.items():
-            # A new array: the values of an assignment may still be on their way.
-            self._layers[name] = self._layers[name] + change
         self.staleness.append(staleness)
         return True
 
@@ -220,11 +218,11 @@ class Dispatcher(ABC):
                 del self._parked[process]
                 asked.answer(*answer)
 
-    def _assign(self, worker: int) -> Answered | None:
-        """Assign a step to a worker that waits for one."""
+    def _assign(self, worker: int, below: int | None = None) -> Answered | None:
+        """Assign a step, perhaps only one below a number, to a worker that waits for one."""
         if self._layers is None or not self._assigns or self._recorded is not None:
             return None
-        step = self._assignments.assign(worker)
+        step = self._assignments.assign(worker, below)
         return None if step is None else self._assigned(worker, step)
 
     def _assigned(self, worker: int, step: int) -> Answered:

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import sys
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import numpy.typing as npt
 
 from lockstep.checkpoint import values
 from lockstep.errors import DisagreementError, FunctionError, InputError, PeerError
+from lockstep.keras import assignments
+from lockstep.keras.assignments import observed_by
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
@@ -106,6 +109,8 @@ class FunctionCalls(ABC):
         self._calls = self._scheduled = 0
         self._shards: tuple[Shard, ...] = ()
         self._opened = False
+        self._kept_results: dict[int, Any] | None = None
+        self._kept_failures: dict[int, FunctionFailure] = {}
 
     @property
     def name(self) -> str:
@@ -119,15 +124,16 @@ class FunctionCalls(ABC):
             Exception: of an earlier function.
             ModelError: parameter servers do not support what the function changes.
         """
-        if self._runner.is_new(scheduled.function):
-            self._introduce(scheduled)
-        step = self._scheduled
-        self._remember(step, scheduled)
-        self._scheduled += 1
-        passed, arrays = self._make("schedule")
-        if passed.failure is not None:
-            self._scheduled = step
-        self._learn("schedule", passed, arrays)
+        with observed_by(None):
+            if self._runner.is_new(scheduled.function):
+                self._introduce(scheduled)
+            step = self._scheduled
+            self._remember(step, scheduled)
+            self._scheduled += 1
+            passed, arrays = self._make("schedule")
+            if passed.failure is not None:
+                self._scheduled = step
+            self._learn("schedule", passed, arrays)
         return step
 
     def join(self) -> None:
@@ -137,11 +143,15 @@ class FunctionCalls(ABC):
             Exception: of one of them.
         """
         if self._opened:
-            self._learn("join", *self._make("join"))
+            with observed_by(None):
+                self._learn("join", *self._make("join"))
 
     def done(self) -> bool:
         """Whether all functions are complete."""
-        return not self._opened or self._learn("done", *self._make("done")).done
+        if not self._opened:
+            return True
+        with observed_by(None):
+            return self._learn("done", *self._make("done")).done
 
     def fetch(self, steps: Sequence[int]) -> list[Any]:
         """Wait for functions; return their results, with arrays of NumPy.
@@ -149,17 +159,13 @@ class FunctionCalls(ABC):
         Raises:
             Exception: of one of them.
         """
-        passed, arrays = self._make("fetch", steps)
-        served = len(self._runner.served) if passed.state else 0
-        results = list(arrays[served + len(passed.variables) :])
-        self._learn("fetch", passed, arrays)
-        found = []
-        for result in passed.results:
-            assert result is not None
-            own, results = results[: len(result.names)], results[len(result.names) :]
-            packed = msgspec.json.decode(result.packed)
-            found.append(values.unpack(packed, dict(zip(result.names, own, strict=True))))
-        return found
+        if self._kept_results is not None:
+            return [self._kept_result(step) for step in steps]
+        with observed_by(None):
+            passed, arrays = self._make("fetch", steps)
+            results = self._results_in(passed, arrays)
+            self._learn("fetch", passed, arrays)
+        return results
 
     def forget(self, step: int) -> None:  # noqa: B027
         """Forget the result of a function that the program does not need any more."""
@@ -172,7 +178,11 @@ class FunctionCalls(ABC):
         """
         self._leave()
         if self._opened:
-            self._learn("close", *self._make("close"))
+            with observed_by(None):
+                passed, arrays = self._make("close")
+                self._learn("close", passed, arrays)
+            self._kept_results = dict(zip(passed.steps, self._results_in(passed, arrays), strict=True))
+            self._kept_failures = dict(passed.failures)
         self._end()
         return self._scheduled
 
@@ -198,6 +208,24 @@ class FunctionCalls(ABC):
     @abstractmethod
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         """Make the next call; return its result."""
+
+    def _results_in(self, passed: Passed, arrays: Sequence[Array]) -> list[Any]:
+        """Return the results of functions that a call has found."""
+        served = len(self._runner.served) if passed.state else 0
+        rest = list(arrays[served + len(passed.variables) :])
+        found = []
+        for result in passed.results:
+            own, rest = rest[: len(result.names)], rest[len(result.names) :]
+            packed = msgspec.json.decode(result.packed)
+            found.append(values.unpack(packed, dict(zip(result.names, own, strict=True))))
+        return found
+
+    def _kept_result(self, step: int) -> Any:
+        """Return the result of a function of calls that have ended."""
+        assert self._kept_results is not None
+        if step in self._kept_failures:
+            _raise(self._kept_failures[step])
+        return self._kept_results[step]
 
     def _compared(self, kind: Kind, passed: Passed) -> Passed:
         """Check that the chief has made the same call.
@@ -283,6 +311,7 @@ class ChiefCalls(FunctionCalls):
         self._known: list[Array] = []
         self._others: dict[int, Array] = {}
         self._learned = True
+        self._assigned = 0
 
     def forget(self, step: int) -> None:
         """Forget the result of a function that the program does not need any more."""
@@ -295,6 +324,7 @@ class ChiefCalls(FunctionCalls):
             return
         assert self._servers is not None
         dispatcher = self._dispatcher
+        dispatcher.wait_until_taken()
         dispatcher.finish()
         self._servers.end_call()
         self._process.writer.end()
@@ -330,6 +360,12 @@ class ChiefCalls(FunctionCalls):
         self._servers.add(shards)
 
     def _add(self, update: Update, number: int) -> None:
+        gone = [self._program.scope.position(one) for one in update.changed]
+        positions = [position for position in gone if position is not None]
+        assert self._dispatcher is not None
+        self._dispatcher.remove_variables(map(str, positions))
+        for position in positions:
+            self._others.pop(position, None)
         before = len(self._known) - len(self._slots)
         self._slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
         weights, slots = self._known[:before], self._known[before:]
@@ -343,26 +379,44 @@ class ChiefCalls(FunctionCalls):
         dispatcher = self._dispatcher
         assert dispatcher is not None
         number, self._calls = self._calls, self._calls + 1
-        if self._learned or kind != "schedule":
+        # A change that the script makes by other means than Keras is found at the next call but `schedule`.
+        if self._learned or kind != "schedule" or assignments.count() != self._assigned:
             self._write_changes(number)
-            self._learned = False
+            self._learned, self._assigned = False, assignments.count()
         failure, done = None, False
         results: list[tuple[FunctionResult, list[Array]]] = []
+        remaining: dict[int, tuple[FunctionResult, list[Array]]] = {}
+        failures: dict[int, FunctionFailure] = {}
         match kind:
             case "schedule":
                 if (failure := dispatcher.schedule(number)) is None:
                     return Passed(number + 1), []
-            case "join" | "close":
+            case "join":
                 failure = dispatcher.join(number)
+            case "close":
+                failure = dispatcher.join(number)
+                if failure is not None and dispatcher.was_delivered(failure):
+                    failure = None
+                remaining, failures = dispatcher.remaining()
+                results = list(remaining.values())
             case "done":
-                done = dispatcher.done(number)
+                done, failure = dispatcher.done(number)
             case "fetch":
-                results, failure = dispatcher.results(steps)
-        state = self._state(number) if kind != "done" or done else None
-        positions, arrays = state or ((), [])
-        packed = tuple(result for result, _ in results)
-        passed = Passed(number + 1, kind, state is not None, positions, done, packed, failure)
-        arrays += [array for _, own in results for array in own]
+                results, failure = dispatcher.results(number, steps)
+        shows = kind != "done" or done or failure is not None
+        positions, arrays = self._state(number) if shows else ((), [])
+        passed = Passed(
+            number + 1,
+            kind,
+            shows,
+            positions,
+            done,
+            tuple(result for result, _ in results),
+            tuple(remaining),
+            tuple(failures.items()),
+            failure,
+        )
+        arrays = [*arrays, *(array for _, own in results for array in own)]
         dispatcher.publish(number, passed, arrays)
         return passed, arrays
 
@@ -406,7 +460,7 @@ class ChiefCalls(FunctionCalls):
             if position not in new and not _same(array, self._others[position])
         }
         if written:
-            self._dispatcher.write(written)
+            self._dispatcher.write(number, written)
         self._others = arrays
 
     def _array(self, variable: Any) -> Array:
@@ -424,6 +478,7 @@ class WorkerCalls(FunctionCalls):
         self._until = 0
         self._kept: dict[int, Scheduled] = {}
         self._shown: dict[int, tuple[Any, Any]] = {}
+        self._common: dict[Slot, Any] = {}
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
@@ -442,7 +497,10 @@ class WorkerCalls(FunctionCalls):
         self._servers.add(shards)
 
     def _add(self, update: Update, number: int) -> None:
-        """Do nothing: the shards say where the variables are."""
+        slots = [slot for one in slots_of_all(self._runner.updates) for slot in one]
+        variables = [one for each in self._runner.updates for one in each.optimizer.variables]
+        common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
+        self._common = common
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         self._kept[step] = scheduled
@@ -452,7 +510,7 @@ class WorkerCalls(FunctionCalls):
         if number < self._until:
             return self._compared(kind, Passed(self._until)), []
         assert self._chief is not None
-        question: Question = AtCall(number)
+        question: Question = AtCall(number, self._scheduled)
         given: Sequence[Array] = ()
         while True:
             answer, arrays = self._chief.ask(question, given)
@@ -482,9 +540,10 @@ class WorkerCalls(FunctionCalls):
         scheduled = self._kept[step]
         scope = self._program.scope.variables
         others = [scope[int(name)] for name in assigned.names]
-        given = [*self._servers.pull(step), *arrays]
+        weights, common = self._servers.pull_with_common(step)
         trained = [variable for update in self._runner.updates for variable in update.variables]
-        changed = [*trained, *others]
+        changed = [*trained, *(self._common[slot] for slot in common), *others]
+        given = [*weights, *common.values(), *arrays]
         for variable in changed:
             if id(variable) not in self._shown:
                 self._shown[id(variable)] = variable, self._eager.saved_value(variable)
@@ -501,14 +560,18 @@ class WorkerCalls(FunctionCalls):
         except PeerError:
             raise
         except Exception as error:
-            kind = type(error)
-            failure = FunctionFailure(kind.__module__, kind.__qualname__, str(error), step, self._job.worker)
-            return FunctionReturned(call, step, failure=failure), []
+            print(f"function {step + 1} ({_name(scheduled.function)}) raises an exception:", file=sys.stderr)
+            traceback.print_exception(error)
+            return FunctionReturned(
+                call, self._scheduled, step, failure=_described(error, step, self._job.worker)
+            ), []
         self._job.note_step()
         staleness = self._servers.push(step, ran.gradients, ran.updates) if ran.updates else 0
         result = FunctionResult(kept, tuple(named))
-        return FunctionReturned(call, step, tuple(ran.changes), staleness, result), [
-            *ran.changes.values(),
+        changes = ran.changes.values()
+        return FunctionReturned(call, self._scheduled, step, tuple(ran.changes), staleness, result), [
+            *(start for start, _ in changes),
+            *(end for _, end in changes),
             *named.values(),
         ]
 
@@ -562,7 +625,7 @@ class ServerCalls(FunctionCalls):
     def _wait(self, number: int, answer: "queue.SimpleQueue[Any]") -> None:
         assert self._chief is not None
         try:
-            answer.put(self._chief.ask(AtCall(number)))
+            answer.put(self._chief.ask(AtCall(number, self._scheduled)))
         except PeerError as error:
             answer.put((error, ()))
         self._process.interrupt()
@@ -592,21 +655,34 @@ def _same(one: Array, other: Array) -> bool:
     )
 
 
+def _described(error: Exception, step: int, worker: int) -> FunctionFailure:
+    kind, arguments = type(error), b""
+    with contextlib.suppress(TypeError):
+        packed, arrays = values.pack(list(error.args), "")
+        arguments = b"" if arrays else msgspec.json.encode(packed)
+    return FunctionFailure(kind.__module__, kind.__qualname__, str(error), arguments, step, worker)
+
+
 def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
 def _raise(failure: FunctionFailure) -> NoReturn:
     """Raise the exception of a function, of its class where this process knows it."""
-    kind = getattr(sys.modules.get(failure.module), failure.name, None)
+    kind: Any = sys.modules.get(failure.module)
+    for name in failure.name.split("."):
+        kind = getattr(kind, name, None)
     error: Exception | None = None
     if isinstance(kind, type) and issubclass(kind, Exception):
+        given = msgspec.json.decode(failure.arguments) if failure.arguments else [failure.message]
         # Errors of TensorFlow also have a node and an operation.
-        for arguments in ((failure.message,), (None, None, failure.message)):
+        for arguments in (values.unpack(given, {}), (None, None, failure.message)):
             with contextlib.suppress(Exception):
                 error = kind(*arguments)
                 break
     if error is None:
         error = FunctionError(f"{failure.module}.{failure.name}: {failure.message}")
-    error.add_note(f"function {failure.step + 1} raised this on worker {failure.worker}")
+    error.add_note(
+        f"function {failure.step + 1} raised this on worker {failure.worker}, whose log has the traceback"
+    )
     raise error

@@ -6,11 +6,12 @@ the others wait for it, and learn its result. Workers run functions while they w
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import PeerLostError
@@ -30,6 +31,19 @@ Array = npt.NDArray[Any]
 
 MAX_WAITING = 256
 """Functions of each worker that may wait before `schedule` waits."""
+
+
+def combined(value: Array, start: Array, end: Array) -> Array:
+    """Return the value of a variable after a function that has changed it from `start` to `end`.
+
+    If no other function has changed it meanwhile, that is `end`; otherwise the difference is added. What is
+    not a finite number has no difference.
+    """
+    if value.tobytes() == start.tobytes() or value.dtype == np.bool_:
+        return end
+    if value.dtype.kind not in "iu" and not (np.isfinite(start).all() and np.isfinite(end).all()):
+        return end
+    return np.asarray(value + (end - start))
 
 
 @dataclass
@@ -67,6 +81,7 @@ class FunctionDispatcher(Dispatcher):
         self._forgotten: set[int] = set()
         self._failures: dict[int, FunctionFailure] = {}
         self._dropped: dict[int, FunctionFailure] = {}
+        self._delivered: set[int] = set()
         self._raised: FunctionFailure | None = None
         self._changed_variables: set[str] = set()
         self._servers = frozenset(map(tasks.id_of_server, range(tasks.servers)))
@@ -102,25 +117,53 @@ class FunctionDispatcher(Dispatcher):
             self._wait(lambda: raises or not self._unfinished())
         return self._fail(call) if raises else None
 
-    def done(self, call: int) -> bool:
-        """Whether all functions are complete."""
+    def done(self, call: int) -> tuple[bool, FunctionFailure | None]:
+        """Return whether all functions are complete, and why one has failed."""
         with self._changed:
-            if self._recorded is None:
+            if self._recorded is None and self._raised is None:
                 done = not self._unfinished()
                 self._writer.add(Kind.POLL, int(done), call)
-                return done
+                return done, None
+        if self._recorded is None or self._recorded.has(Record(Kind.RAISE, 0, call)):
+            return False, self._fail(call)
         done = self._recorded.has(Record(Kind.POLL, 1, call))
         self._take_turn(Kind.POLL, int(done), call)
-        return done
+        return done, None
 
     def results(
-        self, steps: Sequence[int]
+        self, call: int, steps: Sequence[int]
     ) -> tuple[list[tuple[FunctionResult, list[Array]]], FunctionFailure | None]:
         """Wait for functions; return their results, or why one has failed or was dropped."""
-        self._wait(lambda: all(step in self._results or self._why(step) for step in steps))
+
+        def known() -> bool:
+            return all(step in self._results or self._why(step) for step in steps)
+
+        if self._recorded is None:
+            self._wait(lambda: known() or self._raised is not None)
+            with self._changed:
+                fails = not known()
+        else:
+            fails = self._recorded.has(Record(Kind.RAISE, 0, call))
+            self._wait(lambda: fails or known())
+        if fails:
+            return [], self._fail(call)
         with self._changed:
             failed = next((why for step in steps if (why := self._why(step))), None)
+            if failed is not None:
+                self._delivered.add(failed.step)
             return ([] if failed else [self._results[step] for step in steps]), failed
+
+    def was_delivered(self, failure: FunctionFailure) -> bool:
+        """Whether `results` has returned this failure before."""
+        return failure.step in self._delivered
+
+    def remaining(
+        self,
+    ) -> tuple[dict[int, tuple[FunctionResult, list[Array]]], dict[int, FunctionFailure]]:
+        """Return the results of all functions that the program may still need, and why others have none."""
+        with self._changed:
+            self._forget()
+            return dict(self._results), self._dropped | self._failures
 
     def forget(self, step: int) -> None:
         """Forget the result of a function that the program does not need any more.
@@ -144,11 +187,24 @@ class FunctionDispatcher(Dispatcher):
         with self._changed:
             self._layers = {**values, **(self._layers or {})}
 
-    def write(self, values: Mapping[str, Array]) -> None:
-        """Set variables that the program has changed."""
+    def remove_variables(self, names: Iterable[str]) -> None:
+        """Remove variables that are on the servers from now on."""
         with self._changed:
+            for name in names:
+                self._changed_variables.discard(name)
+                if self._layers is not None:
+                    self._layers.pop(name, None)
+
+    def write(self, call: int, values: Mapping[str, Array]) -> None:
+        """Set variables that the program has changed before a call."""
+        if self._recorded is not None:
+            self._take_turn(Kind.WRITE, 0, call)
+        with self._changed:
+            if self._recorded is None:
+                self._writer.add(Kind.WRITE, 0, call)
             self._changed_variables |= values.keys()
-        self.set_layers(values)
+            self._layers = {**(self._layers or {}), **values}
+            self._pump()
 
     def publish(self, call: int, passed: Passed, arrays: Sequence[Array]) -> None:
         """Let the other processes pass a call with a result."""
@@ -161,6 +217,13 @@ class FunctionDispatcher(Dispatcher):
         """Expect that workers leave when they have passed the next call."""
         with self._changed:
             self._ended = True
+
+    def wait_until_taken(self) -> None:
+        """Wait until all processes have learned the results of all calls."""
+        self._wait(lambda: not self._untaken(), leaving=True)
+
+    def _untaken(self) -> bool:
+        return any((self._live | self._servers) - one.takers for one in self._calls.values())
 
     def _why(self, step: int) -> FunctionFailure | None:
         """Return why a function has no result; None if it has, or may still have one."""
@@ -206,17 +269,24 @@ class FunctionDispatcher(Dispatcher):
     def _take(self, asked: Asked) -> None:
         returned = asked.message
         assert isinstance(returned, FunctionReturned)
-        names = [str(position) for position in returned.changed]
-        changes = dict(zip(names, asked.arrays, strict=False))
-        if not self._complete(asked.process, returned.step, returned.staleness, changes):
+        if not self._complete(asked.process, returned.step, returned.staleness):
             return
-        self._changed_variables |= changes.keys()
+        assert self._layers is not None
+        names = [str(position) for position in returned.changed]
+        before, after = asked.arrays[: len(names)], asked.arrays[len(names) : 2 * len(names)]
+        for name, start, end in zip(names, before, after, strict=True):
+            # A new array: the values of an assignment may still be on their way.
+            self._layers[name] = combined(self._layers[name], start, end)
+        self._changed_variables |= set(names)
         if returned.failure is not None:
             self._failures[returned.step] = returned.failure
             self._raised = self._raised or returned.failure
             self._assigns = False
         elif returned.result is not None:
-            self._results[returned.step] = returned.result, asked.arrays[len(names) :]
+            self._results[returned.step] = returned.result, asked.arrays[2 * len(names) :]
+        self._forget()
+
+    def _forget(self) -> None:
         while self._unwanted:
             self._forgotten.add(self._unwanted.popleft())
         for step in self._forgotten & self._results.keys():
@@ -226,9 +296,15 @@ class FunctionDispatcher(Dispatcher):
     def _answer(self, process: int, asked: Asked) -> Answered | None:
         message = asked.message
         assert isinstance(message, AtCall | FunctionReturned)
-        if self._passed > message.call:
-            return self._pass(process, message.call)
-        return None if process in self._servers else self._assign(process)
+        if self._passed <= message.call:
+            return None if process in self._servers else self._assign(process)
+        found = self._calls.get(message.call)
+        if found is not None and found.passed.kind == "done" and not found.passed.done:
+            # A program that polls is always ahead of its workers.
+            assigned = None if process in self._servers else self._assign(process, message.scheduled)
+            if assigned is not None:
+                return assigned
+        return self._pass(process, message.call)
 
     def _pass(self, process: int, call: int) -> Answered:
         later = [number for number in self._calls if number > call]
@@ -252,7 +328,7 @@ class FunctionDispatcher(Dispatcher):
             isinstance(message, FunctionReturned)
             and Record(Kind.DONE, turn.worker, message.step) in self._arrived
         )
-        return not held and turn.step < self._assignments.stop and self._passed == message.call
+        return not held and turn.step < min(message.scheduled, self._assignments.stop)
 
     def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
         """Return the variables that differ from those at the beginning."""

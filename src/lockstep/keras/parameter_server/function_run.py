@@ -7,7 +7,7 @@ their values from before, and the differences are for the chief, which adds them
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +20,11 @@ from lockstep.keras.assignments import observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.backends.state_changes import KERAS_SEED
-from lockstep.keras.parameter_server.served_variables import refuse_optimizer
+from lockstep.keras.parameter_server.served_variables import (
+    iterations_of,
+    refuse_optimizer,
+    slots_of,
+)
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.randomness import global_generator, random_numbers
 from lockstep.keras.replica_run.merges import Op, Replica, computing_as
@@ -64,13 +68,13 @@ class RanFunction:
         result: its result, with arrays of NumPy instead of tensors.
         gradients: by the number of the variable over all optimizers.
         updates: the numbers of the optimizers that it has applied.
-        changes: the changes of other variables, by their positions in the scope.
+        changes: the values of other variables before and after it, by their positions in the scope.
     """
 
     result: Any = None
     gradients: dict[int, Array] = field(default_factory=dict)
     updates: tuple[int, ...] = ()
-    changes: dict[int, Array] = field(default_factory=dict)
+    changes: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,11 +82,15 @@ class _Profile:
     """What earlier runs of a function have shown.
 
     Attributes:
+        function: the function.
+        complete: whether a trial run has come to its end.
         assigned: the positions of the variables that it assigns.
         updates: the numbers of the optimizers that it applies.
         draws: what its random operations on TensorFlow draw from.
     """
 
+    function: Any
+    complete: bool = False
     assigned: set[int] = field(default_factory=set)
     updates: set[int] = field(default_factory=set)
     draws: Any = None
@@ -98,6 +106,7 @@ class FunctionRunner:
 
     Attributes:
         updates: the optimizers that functions have applied in trial runs, with their variables.
+        only_on_servers: the ids of the variables of optimizers that belong to a weight, such as momentum.
         transfers: reads and assigns variables.
     """
 
@@ -105,6 +114,7 @@ class FunctionRunner:
         self, scope: ScopeVariables, backend: EagerBackend, partitioner: Partitioner | None = None
     ) -> None:
         self.updates: list[Update] = []
+        self.only_on_servers: set[int] = set()
         self._scope, self._backend, self._partitioner = scope, backend, partitioner
         self._profiles: dict[Any, _Profile] = {}
         self._on_tensorflow = keras.backend.backend() == "tensorflow"
@@ -113,8 +123,9 @@ class FunctionRunner:
         self.transfers = transfers_of(backend)
 
     def is_new(self, function: Callable[..., Any]) -> bool:
-        """Whether a function has had no trial run."""
-        return _key(function) not in self._profiles
+        """Whether a function has had no trial run that came to its end."""
+        profile = self._profiles.get(_key(function))
+        return profile is None or not profile.complete
 
     def try_out(self, function: Callable[..., Any], call: Callable[[], Any], seed: int) -> None:
         """Run a function for the first time, and undo it; note the optimizers that it applies.
@@ -125,13 +136,15 @@ class FunctionRunner:
         Raises:
             ModelError: parameter servers do not support what the function changes.
         """
-        profile = self._profiles[_key(function)] = _Profile()
+        # The function is kept, so that no other one gets the same key.
+        profile = self._profiles.setdefault(_key(function), _Profile(function))
         before = {id(one): (one, self._backend.saved_value(one)) for one in self._known()}
         watcher = _Watcher(self, profile)
         try:
             with self._isolated(profile, seed), watcher.watching():
                 call()
             self._refuse_updates(before)
+            profile.complete = True
         except ModelError:
             raise
         except Exception:
@@ -175,7 +188,7 @@ class FunctionRunner:
             self.transfers.assign([*seeds, *restored], [*keys, *starts.values()])
         return RanFunction(result, watcher.gradients, tuple(sorted(watcher.applied)), changes)
 
-    def _collected(self, profile: _Profile, watcher: "_Watcher") -> dict[int, Array]:
+    def _collected(self, profile: _Profile, watcher: "_Watcher") -> dict[int, tuple[Array, Array]]:
         """Return the changes of variables; add the gradients in graphs to those that the watcher has kept."""
         assigned = [self._scope.variables[position] for position in watcher.starts]
         numbers = sorted(profile.updates & self._graph_gradients.keys())
@@ -184,7 +197,7 @@ class FunctionRunner:
         found = {}
         for (position, start), end in zip(watcher.starts.items(), values, strict=False):
             if end.tobytes() != start.tobytes():
-                found[position] = np.asarray(end - start)
+                found[position] = start, end
         values = values[len(assigned) :]
         for number, state in zip(numbers, in_graphs, strict=True):
             own, values = values[: len(state)], values[len(state) :]
@@ -195,7 +208,7 @@ class FunctionRunner:
     def _refuse_updates(self, before: Mapping[int, tuple[Any, Any]]) -> None:
         """Raise ModelError if a trial run has updated weights after all."""
         for update in self.updates:
-            iterations = update.optimizer.iterations
+            iterations = iterations_of(update.optimizer)
             known = before.get(id(iterations))
             start = 0 if known is None else self._backend.to_numpy(known[1])
             if int(start) != int(self._backend.to_numpy(iterations.value)):
@@ -203,6 +216,14 @@ class FunctionRunner:
                     "a scheduled function applies an optimizer in a graph that was traced before: pass the "
                     "tf.function itself, and call it only within scheduled functions"
                 )
+
+    def refusing_own_variables(self) -> AbstractContextManager[None]:
+        """Within the block, refuse to assign variables that are not of Keras."""
+        if not self._on_tensorflow:
+            return nullcontext()
+        from lockstep.keras.parameter_server.tf_functions import refusing_own_variables
+
+        return refusing_own_variables()
 
     def first_of(self, number: int) -> int:
         """Return the number of the first variable of an optimizer over all optimizers."""
@@ -242,6 +263,8 @@ class FunctionRunner:
                 "var_names"
             )
         self.updates.append(update)
+        slots = zip(slots_of(optimizer, update.variables), optimizer.variables, strict=True)
+        self.only_on_servers |= {id(variable) for slot, variable in slots if slot[0] >= 0}
         return len(self.updates) - 1
 
     def refuse_outsider(self, variable: Any, what: str) -> int:
@@ -326,6 +349,7 @@ class _Watcher:
         self.starts = starts or {}
         self._runner, self._profile, self._tries = runner, profile, starts is None
         self._new: dict[int, Any] = {}
+        self._in_graphs: set[int] = set()
         self._valued: set[int] = set()
         self._served = {id(one) for one in runner.served}
         self._updated: dict[int, list[Any]] = {}
@@ -336,6 +360,7 @@ class _Watcher:
         with observed_by(self), computing_as(Replica(0, self)), ExitStack() as stack:
             if self._tries:
                 stack.enter_context(reads_observed_by(self.on_read))
+                stack.enter_context(self._runner.refusing_own_variables())
             yield
 
     def on_read(self, variable: Any) -> None:
@@ -344,6 +369,11 @@ class _Watcher:
         Raises:
             ModelError: the function does.
         """
+        if id(variable) in self._runner.only_on_servers:
+            raise ModelError(
+                f"a scheduled function reads {variable.path!r}, a variable of an optimizer that only the "
+                "servers have: read it in the script, after join"
+            )
         where = self._updated.get(id(variable))
         if where is None:
             return
@@ -358,6 +388,8 @@ class _Watcher:
     def on_create(self, variable: Any) -> None:
         """Note a variable that the function creates."""
         self._new[id(variable)] = variable
+        if _entered_graphs():
+            self._in_graphs.add(id(variable))
         if self._tries:
             self._runner._scope.on_create(variable)
 
@@ -365,6 +397,11 @@ class _Watcher:
         """Note that the function assigns a variable."""
         key = id(variable)
         if key in self._new:
+            if self._tries and key in self._in_graphs:
+                raise ModelError(
+                    f"{variable.path!r} is created and assigned in a tf.function: create the layer or metric "
+                    "in `with strategy.scope():`, and call it once before scheduling a function that uses it"
+                )
             if self._tries and key not in self._valued and getattr(variable, "_value", None) is not None:
                 self._valued.add(key)
                 self.created.append((variable, self._now(variable)))
@@ -487,7 +524,10 @@ def _entered_graphs() -> list[Any]:
 
 
 def _key(function: Any) -> Any:
-    """Identify a function by its code, and by the object that it is a method of."""
+    """Identify a function by its code, by the object that it is a method of, and by what it closes over.
+
+    Of the latter, only functions and objects of Keras count: others are data, such as batches.
+    """
     while True:
         if isinstance(function, functools.partial):
             function = function.func
@@ -496,7 +536,20 @@ def _key(function: Any) -> Any:
         else:
             break
     plain = getattr(function, "__func__", function)
-    return getattr(plain, "__code__", plain), id(getattr(function, "__self__", None))
+    cells = [cell.cell_contents for cell in getattr(plain, "__closure__", None) or () if _is_full(cell)]
+    within = tuple(
+        _key(one) if callable(one) and hasattr(one, "__code__") and one is not plain else id(one)
+        for one in cells
+        if callable(one) or isinstance(one, keras.Variable | keras.optimizers.Optimizer)
+    )
+    return getattr(plain, "__code__", plain), id(getattr(function, "__self__", None)), within
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def plain(result: Any, backend: EagerBackend) -> Any:

@@ -95,6 +95,11 @@ class DatasetFunction:
 def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
     """Return what creates the dataset that a function returns, or the dataset itself."""
     make = getattr(dataset_fn, "python_function", dataset_fn)
+    if hasattr(make, "__next__"):
+        raise InputError(
+            "create_per_worker_dataset needs a dataset, or a function that returns one, not an iterator: "
+            "each worker begins at the start"
+        )
 
     def create() -> Any:
         made = make() if callable(make) and not hasattr(make, "__iter__") else make

@@ -109,14 +109,13 @@ class LocalCalls:
 
 def fetched(values: Sequence[RemoteValue]) -> list[Any]:
     """Return the results of functions, asking for those that this process does not have."""
-    missing = list({value._step: value for value in values if not value._value}.values())
-    if missing:
-        calls = missing[0]._calls
-        for value, result in zip(missing, calls.fetch([value._step for value in missing]), strict=True):
+    missing = list({id(value): value for value in values if not value._value}.values())
+    for calls in {id(value._calls): value._calls for value in missing}.values():
+        own = [value for value in missing if value._calls is calls]
+        for value, result in zip(own, calls.fetch([value._step for value in own]), strict=True):
             value._value = [result]
             value._forgotten()
-    known = {value._step: value._value for value in missing}
-    return [(value._value or known[value._step])[0] for value in values]
+    return [value._value[0] for value in values]
 
 
 def with_values(nest: Any, choose: Callable[[PerWorkerValues], Any]) -> Any:
@@ -129,6 +128,11 @@ def with_values(nest: Any, choose: Callable[[PerWorkerValues], Any]) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, RemoteValue):
             raise InputError("pass value.fetch() instead of the RemoteValue to a scheduled function")
+        if hasattr(leaf, "__next__") and not isinstance(leaf, PerWorkerValues):
+            raise InputError(
+                "an iterator that is passed to a scheduled function has to be one of a dataset of "
+                "create_per_worker_dataset: other iterators are at another position in each process"
+            )
         return choose(leaf) if isinstance(leaf, PerWorkerValues) else leaf
 
     return visit(nest, one)

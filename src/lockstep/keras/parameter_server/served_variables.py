@@ -141,6 +141,16 @@ class ServedVariables:
         """Return copies of the shards."""
         return self._transfers.read(self._variables)
 
+    def common(self) -> tuple[tuple[Slot, ...], list[Array]]:
+        """Return the slots that belong to no shard, such as the iterations, and copies of their values."""
+        known = [
+            (slot, variable)
+            for served in self._served
+            for slot, variable in zip(served.slots, served.optimizer.variables, strict=True)
+            if slot[0] < 0
+        ]
+        return tuple(slot for slot, _ in known), self._transfers.read([variable for _, variable in known])
+
     def slot_values(self) -> list[Array]:
         """Return copies of the variables of the optimizers, in the order of `slots`."""
         return self._transfers.read(
@@ -162,7 +172,8 @@ class ServedVariables:
             if any(gradient is not None for gradient in given):
                 served.update(given)
             else:
-                served.optimizer.iterations.assign(served.optimizer.iterations.value + 1)
+                iterations = iterations_of(served.optimizer)
+                iterations.assign(iterations.value + 1)
 
     def write(self, shards: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
         """Replace values of shards, and of variables of the optimizers."""
@@ -172,6 +183,11 @@ class ServedVariables:
             for slot, variable in zip(served.slots, served.optimizer.variables, strict=True):
                 if slot in slots:
                     variable.assign(slots[slot])
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """Return the variable that counts how often an optimizer was applied, also those that only accumulate."""
+    return optimizer.variables[0]
 
 
 def built_copy(optimizer: Any, variables: Sequence[Any]) -> tuple[Any, tuple[Slot, ...]]:

@@ -103,7 +103,8 @@ class ServerProcess(TaskProcess):
         worker, arrivals = asked.process, self._arrivals
         if isinstance(message, Pull):
             record = Record(Kind.PULL, worker, message.step)
-            arrivals.arrive(record, lambda: self._pull(asked), lambda: self._pull(asked))
+            common = message.common
+            arrivals.arrive(record, lambda: self._pull(asked, common), lambda: self._pull(asked, common))
         elif isinstance(message, Push):
             if message.step in self._applied:
                 # The step of a lost worker, which had pushed its gradients here, was computed again.
@@ -118,9 +119,10 @@ class ServerProcess(TaskProcess):
             record = Record(Kind.WRITE, 0, message.step)
             arrivals.arrive(record, lambda: self._write(asked, message), lambda: self._write(asked, message))
 
-    def _pull(self, asked: Asked) -> None:
+    def _pull(self, asked: Asked, with_common: bool) -> None:
         self._pulled[asked.process] = self._version
-        asked.answer(ServedValues(), self._variables.values())
+        slots, common = self._variables.common() if with_common else ((), [])
+        asked.answer(ServedValues(slots), [*self._variables.values(), *common])
 
     def _push(self, asked: Asked, message: Push) -> None:
         self._variables.update(dict(zip(message.shards, asked.arrays, strict=True)), message.updates)

@@ -46,6 +46,13 @@ class Servers:
         """
         return self._whole([arrays for _, arrays in self._ask_all(Pull(step))])
 
+    def pull_with_common(self, step: int) -> tuple[list[Array], dict[Slot, Array]]:
+        """Return the variables, and the slots that belong to none of them, as the first server has them."""
+        answers = self._ask_all(Pull(step, common=True))
+        values, arrays = answers[0]
+        common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
+        return self._whole([arrays for _, arrays in answers]), common
+
     def push(self, step: int, gradients: Mapping[int, Array], updates: tuple[int, ...] = (0,)) -> int:
         """Let the servers update variables; return the largest staleness.
 

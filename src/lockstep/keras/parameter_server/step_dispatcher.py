@@ -81,7 +81,10 @@ class StepDispatcher(Dispatcher):
         assert self._layers is not None
         named = dict(zip(done.names, asked.arrays, strict=True))
         changes = {name: named.pop(name) for name in self._layers.keys() & named.keys()}
-        if self._complete(asked.process, done.step, done.staleness, changes):
+        if self._complete(asked.process, done.step, done.staleness):
+            for name, change in changes.items():
+                # A new array: the values of an assignment may still be on their way.
+                self._layers[name] = self._layers[name] + change
             self._checks[done.step] = asked.process, done.check
             self._results.append(named)
 

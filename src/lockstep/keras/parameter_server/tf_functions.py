@@ -4,14 +4,20 @@ A `tf.function` returns only what the program lets it return, so its graph assig
 which Python reads afterwards.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from lockstep.errors import ModelError
+from lockstep.keras.assignments import is_assigning
 from lockstep.keras.backends.tf_graphs import natives
+from lockstep.keras.tf_random_ops import is_own
+from lockstep.worker.patch_registry import definer
 
 Array = npt.NDArray[Any]
 
@@ -35,6 +41,36 @@ class VariableTransfers:
             tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(array, own.dtype))
 
 
+@contextmanager
+def refusing_own_variables() -> Iterator[None]:
+    """Within the block, an assignment of a `tf.Variable` that is not one of Keras raises ModelError."""
+    with ExitStack() as stack:
+        for method in ("assign", "assign_add", "assign_sub"):
+            owner = definer(type(tf.Variable(0.0)), method)
+            stack.enter_context(_refusing(owner, method))
+        yield
+
+
+@contextmanager
+def _refusing(owner: Any, method: str) -> Iterator[None]:
+    original = vars(owner)[method]
+
+    @functools.wraps(original)
+    def assign(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_assigning() and not is_own(variable):
+            raise ModelError(
+                f"a scheduled function assigns {variable.name!r}, a tf.Variable: use a keras.Variable that "
+                'is created in the scope of the strategy, with aggregation="sum" if it counts'
+            )
+        return original(variable, *args, **kwargs)
+
+    setattr(owner, method, assign)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
 class OptimizerGradients:
     """The gradients of one optimizer.
 
@@ -56,9 +92,10 @@ class OptimizerGradients:
         """Add operations to the graph that keep gradients, by position."""
         for position, gradient in gradients.items():
             kept = self._kept[position]
-            kept.assign(tf.cast(tf.convert_to_tensor(gradient), kept.dtype))
+            value = tf.cast(tf.convert_to_tensor(gradient), kept.dtype)
+            tf.raw_ops.AssignVariableOp(resource=kept.handle, value=value)
         present = [1, *(int(position in gradients) for position in range(len(self._kept)))]
-        self._counts.assign_add(tf.constant(present, tf.int32))
+        tf.raw_ops.AssignAddVariableOp(resource=self._counts.handle, value=tf.constant(present, tf.int32))
 
     def reset(self) -> None:
         """Forget everything."""
