@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,10 +129,11 @@ def train(batches: Iterator[Any]) -> Any:
     def replica(x: Any, y: Any) -> Any:
         loss, gradients = gradients_of(model.trainable_variables, lambda: loss_of(y, model(x, training=True)))
         accuracy.update_state(y, model(x, training=False))
+        step = optimizer.iterations + 0
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         seen.assign(seen + 20)
         average.assign(average * 0.5 + ops.cast(loss, "float32") * 0.5)
-        return {"loss": loss, "rows": ops.shape(x)[0]}
+        return {"loss": loss, "rows": ops.shape(x)[0], "step": step}
 
     found = strategy.run(replica, args=(x, y))
     return found | {"loss": strategy.reduce("SUM", found["loss"], axis=None)}
@@ -180,13 +182,23 @@ def loop() -> None:
     batches = iter(created)
     for epoch in range(2):
         accuracy.reset_state()
-        values = [coordinator.schedule(train, args=(batches,)) for _ in range(12)]
+        values = [coordinator.schedule(train, args=(batches,)) for _ in range(8)]
+        if KIND == "free":
+            # Changes what functions in work change, too.
+            seen.assign(1)
+            average.assign(np.float32(0.5))
+        values += [coordinator.schedule(train, args=(batches,)) for _ in range(4)]
         if epoch:
+            # A copy, which the script changes before any function trains it.
+            critic.set_weights([weights * 0.5 for weights in critic.get_weights()])
             # Another optimizer, while functions of the first one are in work.
             values.append(coordinator.schedule(train_critic, (batches,), {"scale": 2.0}))
+        while not coordinator.done():
+            time.sleep(0.01)
         coordinator.join()
-        assert coordinator.done()
-        show(f"epoch {epoch}", [float(value["loss"]) for value in coordinator.fetch(values[:12])])
+        fetched = coordinator.fetch(values[:12])
+        steps = [int(value["step"]) for value in fetched]
+        show(f"epoch {epoch}", [float(value["loss"]) for value in fetched], steps)
         optimizer.learning_rate = 0.005
     last = coordinator.schedule(functools.partial(train_critic, scale=0.5), (batches,))
     show("fetched", float(last.fetch()), float(last.get()))

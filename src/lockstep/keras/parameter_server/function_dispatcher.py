@@ -6,9 +6,9 @@ the others wait for it, and learn its result. Workers run functions while they w
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from lockstep.protocol.parameter_server import (
 from lockstep.transport.array_channel import Asked
 
 Array = npt.NDArray[Any]
+Found = TypeVar("Found")
 
 MAX_WAITING = 256
 """Functions of each worker that may wait before `schedule` waits."""
@@ -127,8 +128,7 @@ class FunctionDispatcher(Dispatcher):
         if self._recorded is None or self._recorded.has(Record(Kind.RAISE, 0, call)):
             return False, self._fail(call)
         done = self._recorded.has(Record(Kind.POLL, 1, call))
-        self._take_turn(Kind.POLL, int(done), call)
-        return done, None
+        return self._in_turn(Record(Kind.POLL, int(done), call), lambda: (done, None))
 
     def results(
         self, call: int, steps: Sequence[int]
@@ -174,13 +174,12 @@ class FunctionDispatcher(Dispatcher):
 
     def snapshot(self, call: int) -> dict[str, Array]:
         """Return the variables of the chief that functions, or the program, have changed, as they are now."""
-        if self._recorded is not None:
-            self._take_turn(Kind.READ, 0, call)
-        with self._changed:
-            if self._recorded is None:
-                self._writer.add(Kind.READ, 0, call)
+
+        def changed() -> dict[str, Array]:
             assert self._layers is not None
             return {name: self._layers[name] for name in sorted(self._changed_variables, key=int)}
+
+        return self._in_turn(Record(Kind.READ, 0, call), changed)
 
     def add_variables(self, values: Mapping[str, Array]) -> None:
         """Add variables that no process has changed."""
@@ -197,14 +196,12 @@ class FunctionDispatcher(Dispatcher):
 
     def write(self, call: int, values: Mapping[str, Array]) -> None:
         """Set variables that the program has changed before a call."""
-        if self._recorded is not None:
-            self._take_turn(Kind.WRITE, 0, call)
-        with self._changed:
-            if self._recorded is None:
-                self._writer.add(Kind.WRITE, 0, call)
+
+        def write() -> None:
             self._changed_variables |= values.keys()
             self._layers = {**(self._layers or {}), **values}
-            self._pump()
+
+        self._in_turn(Record(Kind.WRITE, 0, call), write)
 
     def publish(self, call: int, passed: Passed, arrays: Sequence[Array]) -> None:
         """Let the other processes pass a call with a result."""
@@ -235,13 +232,8 @@ class FunctionDispatcher(Dispatcher):
 
     def _fail(self, call: int) -> FunctionFailure:
         """End the functions in work, and drop those that wait; return what has failed."""
-        if self._recorded is None:
-            self._wait(lambda: not self._assignments.in_work())
-            with self._changed:
-                self._writer.add(Kind.RAISE, 0, call)
-        else:
-            self._take_turn(Kind.RAISE, 0, call)
-        with self._changed:
+
+        def fail() -> FunctionFailure:
             failed = self._raised
             if failed is None:
                 raise PeerLostError(
@@ -252,14 +244,23 @@ class FunctionDispatcher(Dispatcher):
             self._assigns = True
             return failed
 
-    def _take_turn(self, kind: Kind, worker: int, call: int) -> None:
-        recorded, record = self._recorded, Record(kind, worker, call)
-        assert recorded is not None
-        self._wait(lambda: recorded.awaited() == record)
+        if self._recorded is None:
+            self._wait(lambda: not self._assignments.in_work())
+        return self._in_turn(Record(Kind.RAISE, 0, call), fail)
+
+    def _in_turn(self, record: Record, act: Callable[[], Found]) -> Found:
+        """Return what `act` returns: at once, or at its turn in the recorded order."""
+        recorded = self._recorded
         with self._changed:
-            recorded.advance()
+            if recorded is not None:
+                self._wait(lambda: recorded.awaited() == record)
             self._writer.add(*record)
+            found = act()
+            if recorded is not None:
+                recorded.advance()
+            # What comes after it sees what it has done.
             self._pump()
+            return found
 
     def _handle(self, asked: Asked) -> None:
         if isinstance(asked.message, FunctionReturned):

@@ -5,6 +5,7 @@ their values from before, and the differences are for the chief, which adds them
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,6 +34,9 @@ from lockstep.parameter_server.partitioners import Partitioner, place_variables
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
+
+_NEAR = 20
+"""Calls between reading a variable and the function of TensorFlow that captures it, at most."""
 
 
 class ScopeVariables:
@@ -379,7 +383,9 @@ class _Watcher:
             return
         graphs = _entered_graphs()
         # TensorFlow may trace a function twice, and then reads the variable again before the update.
-        if not graphs or any(graph is one for graph in graphs for one in where):
+        # It also reads what a graph captures before it runs the graph.
+        captured = where and not graphs and _is_called_by_a_graph_function()
+        if (not graphs and not captured) or any(graph is one for graph in graphs for one in where):
             raise ModelError(
                 "a scheduled function uses weights, or variables of an optimizer, after it has applied the "
                 "optimizer: the servers update them later, so use them before, or in another function"
@@ -521,6 +527,18 @@ def _entered_graphs() -> list[Any]:
         found.append(graph)
         graph = graph.outer_graph
     return found
+
+
+def _is_called_by_a_graph_function() -> bool:
+    """Whether TensorFlow is about to run a graph, at most a few calls from here."""
+    frame = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if "polymorphic_function" in frame.f_code.co_filename:
+            return True
+    return False
 
 
 def _key(function: Any) -> Any:
