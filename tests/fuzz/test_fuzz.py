@@ -20,7 +20,7 @@ ALL = ["jax", "tensorflow", "torch"]
 ASKED = os.environ.get("BACKENDS", "")
 INSTALLED = ALL if find_spec("torch") else ALL[:2]
 BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
-PROGRAMS, QUICK = 36, 21
+PROGRAMS, QUICK = 36, 12
 EAGER = ("run_eagerly=True",)
 WRONG = Loop(loss="replica")
 """Sums gradients of losses that are means over a replica's own rows."""

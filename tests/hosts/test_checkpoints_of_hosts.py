@@ -203,10 +203,9 @@ def test_each_host_has_the_files_of_callbacks_that_a_program_reads(
     ],
 )
 def test_a_worker_lost_while_a_callback_copies(
-    hosts: Sequence[Host], start: Start, lost: str, note: str
+    hosts: Sequence[Host], start: Start, wanted: str, lost: str, note: str
 ) -> None:
     """Worker 0 writes the copy, and worker 1 has the checkpoint: the others continue, with the same bits."""
-    wanted = digest(start(0, "-n", "2", SCRIPT.name))
     script = (SCRIPT.name, "checkpoint:kept")
     failed(start(1, "-n", "2", *script, "fail:3"))
     last = start(0, "--hosts", "node1,node2", *script, lost)
