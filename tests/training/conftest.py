@@ -147,6 +147,18 @@ def thorough_backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name == "tensorflow" else name for name in BACKENDS
+    ],
+)
+def quicker_backend(request: pytest.FixtureRequest) -> str:
+    """Each of the backends that are tested; TensorFlow, which traces graphs for long, in slow tests only."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session")
 def published() -> list[Event]:
     """The events that this process's job has published for its agent."""

@@ -24,10 +24,16 @@ TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 QUICK = {
     "jax": ("cnn", "callbacks", "mixed", "several", "custom"),
-    "tensorflow": ("cnn", "dataset", "nested", "several"),
+    "tensorflow": ("cnn", "dataset", "several"),
     "torch": (*TO_THE_LAST_BIT, "uncompiled", "eager", "tiny", "summed"),
 }
 """What the quick tests compare with plain Keras, each kind on one backend or more; slow tests compare all."""
+ALIKE = {
+    "jax": QUICK["jax"],
+    "tensorflow": ("cnn",),
+    "torch": ("cnn", *(name for name in TRAININGS if name not in QUICK["jax"])),
+}
+"""What the quick tests train on three workers, each kind on one backend or more; slow tests train all."""
 QUICK_OPTIMIZED = ("cnn", "weighted")
 """What the quick tests compare to the last bit on JAX, where optimizing takes most of the time."""
 TOLERANCE = {"mixed": 1e-3}
@@ -174,9 +180,9 @@ def replicas(
 def test_four_replicas_give_the_same_bits_on_any_number_of_workers(
     trained: Trained, replicas: Replicas, backend: str
 ) -> None:
-    # Random numbers may depend on earlier calls: only the first training is compared. On JAX, the run is that
-    # of the next tests.
-    (three,) = trained(backend, 3, f"program {' '.join(names(backend) if backend == 'jax' else ['cnn'])}")
+    # Random numbers may depend on earlier calls: only the first training is compared. On JAX and PyTorch, the
+    # run is that of the next tests.
+    (three,) = trained(backend, 3, f"program {' '.join(ALIKE[backend])}")
     assert three[:1] == replicas.first == results(three, "cnn")
     assert len(replicas.first) == 1
 
@@ -187,12 +193,25 @@ def test_code_that_is_optimized_gives_the_same_bits_on_any_number_of_workers(tra
     assert len(results(found[0][0], "cnn")) == 1
 
 
+@pytest.mark.parametrize(
+    ("backend", "chosen"),
+    [
+        ("jax", ALIKE["jax"]),
+        ("torch", ALIKE["torch"]),
+        *(
+            pytest.param(name, names(name), marks=pytest.mark.slow, id=f"{name}-all")
+            for name in ("jax", "tensorflow", "torch")
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "quick",
+    indirect=["backend"],
+)
 def test_every_training_gives_the_same_bits_on_one_and_three_workers(
-    trained: Trained, thorough_backend: str
+    trained: Trained, backend: str, chosen: Iterable[str]
 ) -> None:
-    backend = thorough_backend
-    ((one,), (three,)) = (trained(backend, n, f"program {' '.join(names(backend))}") for n in (1, 3))
-    assert len(one) == len(names(backend)) + 1
+    pytest.importorskip(backend)
+    ((one,), (three,)) = (trained(backend, n, f"program {' '.join(chosen)}") for n in (1, 3))
+    assert [line.split()[1] for line in results(one)] == [*chosen]
     assert one == three
 
 

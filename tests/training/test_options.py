@@ -72,8 +72,9 @@ def far_from_plain_keras(folder: Path, names: Sequence[str]) -> list[tuple[str, 
     return far
 
 
-def test_replicas_agree_with_plain_keras(one_worker: OneWorker, backend: str) -> None:
-    assert far_from_plain_keras(one_worker(backend, QUICK[backend])[1], QUICK[backend]) == []
+def test_replicas_agree_with_plain_keras(one_worker: OneWorker, quicker_backend: str) -> None:
+    names = QUICK[quicker_backend]
+    assert far_from_plain_keras(one_worker(quicker_backend, names)[1], names) == []
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ Launch = Callable[..., Any]
 IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts")
 """Trainings on TensorFlow only."""
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
-QUICK = (*IN_GRAPHS, "nested", "averaged")
 
 
 @pytest.mark.parametrize(
@@ -25,13 +24,8 @@ QUICK = (*IN_GRAPHS, "nested", "averaged")
     ("backend", "names"),
     [
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
-        pytest.param("tensorflow", QUICK, id="tensorflow"),
-        pytest.param(
-            "tensorflow",
-            [name for name in TRAININGS if name not in QUICK],
-            marks=pytest.mark.slow,
-            id="tensorflow-rest",
-        ),
+        pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
+        pytest.param("tensorflow", TRAININGS, marks=pytest.mark.slow, id="tensorflow-rest"),
         pytest.param("torch", TRAININGS, id="torch"),
     ],
     indirect=["backend"],

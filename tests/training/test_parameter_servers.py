@@ -16,11 +16,13 @@ def results(lines: list[str]) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
 
 
-def test_one_step_at_a_time_is_plain_keras(launch: Launch, plain: Callable[..., str], backend: str) -> None:
-    run = launch("-n 1 --ps 1", "serving.py", "serial", backend=backend)
+def test_one_step_at_a_time_is_plain_keras(
+    launch: Launch, plain: Callable[..., str], quicker_backend: str
+) -> None:
+    run = launch("-n 1 --ps 1", "serving.py", "serial", backend=quicker_backend)
     assert run.status == 0, run.stderr
     found = [results(run.log(worker)) for worker in range(3)]
-    output = plain("serving.py", "serial", backend=backend).splitlines()
+    output = plain("serving.py", "serial", backend=quicker_backend).splitlines()
     expected = results(output)
     (shown,) = (line for line in output if line.startswith("callbacks "))
     assert len(expected) == 5

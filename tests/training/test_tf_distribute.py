@@ -14,7 +14,8 @@ from lockstep.worker.tf_distribute_shim import _STRATEGIES
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 STAND_IN = Path(__file__).parent / "stand_in"
-BACKENDS = ["tensorflow", "jax", pytest.param("torch", marks=pytest.mark.slow)]
+BACKENDS = ["jax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow", "torch"))]
+"""On TensorFlow, the quick tests train in `tf_names.py`."""
 
 
 @pytest.fixture
