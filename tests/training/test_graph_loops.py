@@ -58,7 +58,8 @@ def test_workers_do_not_change_the_bits_and_replicas_only_the_rounding(launch: L
     assert digests(one, 0) == digests(two, 0) == digests(two, 1)
     written = [int(run.marked(worker, "written: ")[0].split()[1]) for run, worker in ((two, 0), (two, 1))]
     assert sum(written) == 4
-    single = launch("-n 1 --threads-per-worker 1", *program, backend="tensorflow")
+    named = (*program, *WITHOUT_PARTS_PER_REPLICA)
+    single = launch("-n 1 --threads-per-worker 1", *named, backend="tensorflow")
     for case in WITHOUT_PARTS_PER_REPLICA:
         np.testing.assert_allclose(figures(one, case), figures(single, case), atol=1e-5)
 
