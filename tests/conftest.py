@@ -25,6 +25,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 _LONG = ("training", "byhand", "notebook", "fuzz")
 """Folders whose files take minutes: they run first, so that the test processes end at the same time."""
+_WAITING = ("hosts", "ray")
+"""Folders whose tests often wait: their files run between those of the former, which use all cores."""
 
 _HERE = Path(__file__).parent
 _EXAMPLES = _HERE.parent / "examples"
@@ -41,7 +43,15 @@ if Version(version("jaxlib")) < Version("0.11"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in _LONG)
+    kinds = {folder: kind for kind in (_LONG, _WAITING) for folder in kind}
+    files: dict[tuple[str, ...], list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        files.setdefault(kinds.get(path.parent.name, ()), []).append(path)
+    places = dict.fromkeys(files.get((), []), 1.0)
+    for kind in (_LONG, _WAITING):
+        found = files.get(kind, [])
+        places |= {path: number / len(found) for number, path in enumerate(found)}
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:
