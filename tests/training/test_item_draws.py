@@ -137,6 +137,18 @@ def test_the_second_of_two_normal_numbers_is_part_of_the_state() -> None:
     assert draws.read(0, (0,), [0], lambda items: [np.random.normal() for _ in items]) == first
 
 
+def test_a_second_normal_number_is_seen_where_the_words_are_known() -> None:
+    np.random.seed(3)
+    np.random.normal()
+    np.random.normal()
+    # The words are those after one number, too.
+    assert current_states()["numpy"][3] == 0
+    np.random.seed(3)
+    np.random.normal()
+    assert current_states()["numpy"][3:] == np.random.get_state()[3:]
+    assert np.random.get_state()[3] == 1
+
+
 def test_states_are_restored_after_an_error() -> None:
     before = random_states()
 

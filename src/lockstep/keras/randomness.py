@@ -263,6 +263,8 @@ def _numpy_state() -> Any:
     global _seen_numpy
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     seen = _seen_numpy
+    if _has_second_number():
+        return np.random.get_state()
     if seen is None or seen.generator is not generator:
         if type(generator) is not np.random.MT19937:
             return np.random.get_state()
@@ -273,6 +275,37 @@ def _numpy_state() -> Any:
         memory = seen.memory
     _seen_numpy = _Seen(generator, memory, memory.raw, np.random.get_state())
     return _seen_numpy.state
+
+
+def _has_second_number() -> bool:
+    """Whether NumPy's global generator may have the second of two normal numbers, which is in its own memory.
+
+    It has none if the memory is that of a generator without one, but for the pointers in it.
+    """
+    where = _second_number()
+    return where is None or any(memory.raw != empty for memory, empty in where)
+
+
+@cache
+def _second_number() -> list[tuple[Any, bytes]] | None:
+    """Return the parts of the memory of NumPy's global generator that change with a second number, and their
+    contents without one; None if they do not show it."""
+    trial = np.random.RandomState(0)
+    size, start = type(trial).__basicsize__, object.__basicsize__
+
+    def contents(one: Any) -> Any:
+        return (ctypes.c_char * (size - start)).from_address(id(one) + start)
+
+    without = contents(trial).raw
+    trial.normal()
+    with_one = contents(trial).raw
+    changed = [i for i, (old, new) in enumerate(zip(without, with_one, strict=True)) if old != new]
+    trial.normal()
+    if not changed or contents(trial).raw != without:
+        return None
+    own = np.random.mtrand._rand
+    base = id(own) + start
+    return [((ctypes.c_char * 1).from_address(base + i), without[i : i + 1]) for i in changed]
 
 
 @cache
