@@ -229,7 +229,7 @@ def test_a_failure_that_was_fetched_is_known(make: Make, connect: Any) -> None:
     assert not dispatcher.was_delivered(FAILURE)
     assert dispatcher.results(1, [0])[1] == FAILURE
     assert dispatcher.was_delivered(FAILURE)
-    assert dispatcher.remaining() == ({}, {0: FAILURE})
+    assert dispatcher.remaining(9) == ({}, {0: FAILURE})
 
 
 @pytest.mark.parametrize(
@@ -335,6 +335,7 @@ def test_results_that_no_program_needs_are_forgotten(make: Make, connect: Any) -
             assert one.receive().step == step + 1
     assert dispatcher.join(3) is None
     assert sorted(dispatcher._results) == [1, 2]
+    assert sorted(dispatcher.remaining(1)[0]) == [2]
 
 
 def test_a_written_variable_travels_with_the_next_function(make: Make, connect: Any) -> None:

@@ -58,6 +58,9 @@ from lockstep.worker.job import Job
 Array = npt.NDArray[Any]
 Kind = Literal["schedule", "join", "done", "fetch", "close"]
 
+MOST_KEPT = 4096
+"""Results that all processes keep when the calls end."""
+
 
 @dataclass(frozen=True)
 class Scheduled:
@@ -225,6 +228,11 @@ class FunctionCalls(ABC):
         assert self._kept_results is not None
         if step in self._kept_failures:
             _raise(self._kept_failures[step])
+        if step not in self._kept_results:
+            raise InputError(
+                f"the result of function {step + 1} of {self.name} is gone: only the last {MOST_KEPT} are "
+                "kept when fit, or the script, ends them; fetch it before"
+            )
         return self._kept_results[step]
 
     def _compared(self, kind: Kind, passed: Passed) -> Passed:
@@ -397,7 +405,7 @@ class ChiefCalls(FunctionCalls):
                 failure = dispatcher.join(number)
                 if failure is not None and dispatcher.was_delivered(failure):
                     failure = None
-                remaining, failures = dispatcher.remaining()
+                remaining, failures = dispatcher.remaining(MOST_KEPT)
                 results = list(remaining.values())
             case "done":
                 done, failure = dispatcher.done(number)

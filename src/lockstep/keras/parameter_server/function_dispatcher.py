@@ -158,12 +158,14 @@ class FunctionDispatcher(Dispatcher):
         return failure.step in self._delivered
 
     def remaining(
-        self,
+        self, most: int
     ) -> tuple[dict[int, tuple[FunctionResult, list[Array]]], dict[int, FunctionFailure]]:
-        """Return the results of all functions that the program may still need, and why others have none."""
+        """Return the last results that the program may still need, and why others have none."""
         with self._changed:
             self._forget()
-            return dict(self._results), self._dropped | self._failures
+            failures = self._dropped | self._failures
+            steps, failed = (sorted(found)[-most:] for found in (self._results, failures))
+            return {step: self._results[step] for step in steps}, {step: failures[step] for step in failed}
 
     def forget(self, step: int) -> None:
         """Forget the result of a function that the program does not need any more.
