@@ -22,7 +22,9 @@ from lockstep.parameter_server.order import (
 RECORD_BYTES = 8
 
 kinds = st.sampled_from([kind for kind in Kind if kind is not Kind.CALL])
-records = st.builds(Record, kinds, st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1))
+records = st.builds(
+    Record, kinds, st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**8 - 1)
+)
 turns = st.lists(st.integers(1, 4), max_size=12)
 """Workers, in the order in which their records are processed."""
 orders_and_arrivals = turns.flatmap(lambda order: st.tuples(st.just(order), st.permutations(order)))
@@ -35,8 +37,8 @@ class Noted(OrderWriter):
         super().__init__(None)
         self.records: list[Record] = []
 
-    def add(self, kind: Kind, worker: int, step: int) -> None:
-        self.records.append(Record(kind, worker, step))
+    def add(self, kind: Kind, worker: int, step: int, part: int = 0) -> None:
+        self.records.append(Record(kind, worker, step, part))
 
 
 def write(path: Path, calls: dict[int, Sequence[Record]]) -> None:

@@ -146,6 +146,27 @@ def train_critic(batches: Iterator[Any], scale: float = 1.0) -> Any:
     return loss
 
 
+@traced
+def train_often(batches: Iterator[Any]) -> Any:
+    """Make several updates, and use the new weights after each."""
+    variables = critic.trainable_variables
+    for _ in several(3):
+        x, _ = next(batches)
+        _, gradients = gradients_of(variables, lambda: ops.mean((critic(x) - 1.0) ** 2))  # noqa: B023
+        slow.apply(gradients, variables)
+        average.assign(ops.mean(critic(x)))
+    return ops.mean(critic(X))
+
+
+def several(count: int) -> Any:
+    """Return what a loop in a graph goes over, or a range."""
+    if BACKEND != "tensorflow":
+        return range(count)
+    import tensorflow as tf
+
+    return tf.range(count)
+
+
 def evaluate(x: Any, y: Any) -> Any:
     accuracy.update_state(y, model(x, training=False))
     return None
@@ -202,6 +223,8 @@ def loop() -> None:
         optimizer.learning_rate = 0.005
     last = coordinator.schedule(functools.partial(train_critic, scale=0.5), (batches,))
     show("fetched", float(last.fetch()), float(last.get()))
+    often = [coordinator.schedule(train_often, (batches,)) for _ in range(2)]
+    show("often", [float(value) for value in coordinator.fetch(often)])
     accuracy.reset_state()
     for start in range(0, 240, 60):
         coordinator.schedule(evaluate, (X[start : start + 60], Y[start : start + 60]))
@@ -268,16 +291,6 @@ def assigns_integer() -> None:
 
 def assigns_outside() -> None:
     outside.assign(outside + 1.0)
-
-
-def applies_twice() -> None:
-    for _ in range(2):
-        slow.apply([ops.zeros(()) for _ in [weight]], [weight])
-
-
-def uses_new_weights() -> Any:
-    slow.apply([ops.ones(())], [weight])
-    return weight * 2.0
 
 
 def returns_object() -> Any:

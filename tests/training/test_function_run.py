@@ -134,16 +134,6 @@ def trains_outside(made: SimpleNamespace) -> None:
     made.sgd.apply([ops.zeros(())], [keras.Variable(0.0)] if made.runner.updates else [made.outside])
 
 
-def applies_twice(made: SimpleNamespace) -> None:
-    for _ in range(2):
-        made.sgd.apply([ops.zeros(())], [made.weight])
-
-
-def uses_new_weights(made: SimpleNamespace) -> Any:
-    made.sgd.apply([ops.ones(())], [made.weight])
-    return made.weight * 2.0
-
-
 def clips(made: SimpleNamespace) -> None:
     keras.optimizers.SGD(global_clipnorm=1.0).apply([ops.zeros(())], [made.weight])
 
@@ -169,8 +159,6 @@ def excludes(made: SimpleNamespace) -> None:
             "'outside' is assigned by a scheduled function and was created outside of the scope",
         ),
         (trains_outside, "'outside' is trained by a scheduled function and was created outside of the scope"),
-        (applies_twice, "applies an optimizer several times"),
-        (uses_new_weights, "uses weights, or variables of an optimizer, after it has applied the optimizer"),
         (clips, "SGD has global_clipnorm=1.0"),
         (trains_a_weight_twice, "apply two optimizers to 'weight'"),
         (excludes, "exclude_from_weight_decay with a list of variables"),
@@ -182,6 +170,49 @@ def test_what_parameter_servers_do_not_support_is_refused(
     with pytest.raises(ModelError) as refused:
         made.runner.try_out(function, lambda: function(made), 1)
     assert reason in str(refused.value)
+
+
+def test_new_weights_come_from_the_servers_where_a_function_needs_them(made: SimpleNamespace) -> None:
+    def twice() -> Any:
+        before = made.weight * 1.0
+        for _ in range(2):
+            made.sgd.apply([made.weight * 0.5], [made.weight])
+        return [before, made.weight * 1.0]
+
+    def once() -> Any:
+        made.sgd.apply([ops.ones(())], [made.weight])
+        return made.weight * 10.0
+
+    given: list[Any] = []
+
+    def exchange(number: int, gradients: Any) -> list[Any]:
+        given.append((number, {i: float(one) for i, one in gradients.items()}))
+        return [np.float32(len(given) + 10)]
+
+    for function, expected, exchanged in (
+        (twice, [2.0, 12.0], [(0, {0: 1.0}), (0, {0: 5.5})]),
+        (once, 110.0, [(0, {0: 1.0})]),
+    ):
+        given.clear()
+        made.runner.try_out(function, function, 1)
+        assert float(made.weight.value) == 2.0
+        made.runner.pulled = [made.weight]
+        found = made.runner.run(function, function, 0, 2, exchange)
+        assert np.array(found.result).tolist() == expected
+        assert (found.gradients, found.updates) == ({}, ())
+        assert given == exchanged
+        made.weight.assign(2.0)
+
+
+def test_a_bound_of_staleness_is_for_functions_that_apply_an_optimizer_once(made: SimpleNamespace) -> None:
+    runner = FunctionRunner(made.scope, adapter().functions(), None, 2)
+
+    def step() -> Any:
+        made.sgd.apply([ops.ones(())], [made.weight])
+        return made.weight * 1.0
+
+    with pytest.raises(ModelError, match="max_staleness=2 is for functions that apply an optimizer once"):
+        runner.try_out(step, step, 1)
 
 
 def test_an_optimizer_that_is_first_applied_later_is_refused(made: SimpleNamespace) -> None:

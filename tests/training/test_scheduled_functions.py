@@ -31,17 +31,19 @@ def test_one_function_at_a_time_is_one_process(
     found = [results(run.log(worker)) for worker in range(3)]
     output = plain("scheduling.py", "serial", backend=backend).splitlines()
     expected = results(output)
-    assert len(expected) == 4
+    assert len(expected) == 5
     # All processes have the same variables, and draw the same.
     assert found[1] == found[2] == found[0]
     for name, values in expected.items():
         for one in (values, found[0][name]):
             del one[DRAWN]
         assert flat(found[0][name]) == pytest.approx(flat(values), rel=1e-4, abs=1e-6), name
-    # Plain SGD computes the same bits on the servers.
     digests = {line.split()[-1] for worker in range(3) for line in run.marked(worker, "digest ")}
-    (shown,) = (line for line in output if line.startswith("digest "))
-    assert digests == {shown.split()[-1]}
+    assert len(digests) == 1
+    if backend != "jax":
+        # The servers make the same operations; XLA compiles them into others.
+        (shown,) = (line for line in output if line.startswith("digest "))
+        assert digests == {shown.split()[-1]}
 
 
 def test_a_run_that_lost_a_worker_within_a_function_can_be_repeated(
@@ -59,7 +61,7 @@ def test_a_run_that_lost_a_worker_within_a_function_can_be_repeated(
     command = [sys.executable, "-m", "lockstep", "rerun", str(run.folder), "--run-dir", str(folder)]
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
-    assert "the states of the runs are equal at 13 recorded points" in again.stdout
+    assert "the states of the runs are equal at 14 recorded points" in again.stdout
     assert "the models at the end are equal to the last bit" in again.stdout
     assert [line for line in (folder / "worker-2.log").read_text().splitlines() if line in digests]
     for name in ("chief", "ps-0", "ps-1"):

@@ -1,8 +1,8 @@
 """The order in which a parameter server, or the chief, processed what arrived: written by a run, followed by
 another.
 
-An asynchronous training is a function of these orders. A record has 8 bytes: its kind, the id of a worker,
-and a step. A file begins with a mark, and each call of `fit`, or of the functions of a
+An asynchronous training is a function of these orders. A record has 8 bytes: its kind, a part of a step, the
+id of a worker, and a step. A file begins with a mark, and each call of `fit`, or of the functions of a
 `ClusterCoordinator`, with a record of its number.
 """
 
@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.system.notes import note
 
 _MARK = b"lockstep order 1\n"
-_RECORD = struct.Struct("<BxHI")
+_RECORD = struct.Struct("<BBHI")
 
 
 class Kind(IntEnum):
@@ -44,11 +44,14 @@ class Record(NamedTuple):
         worker: that sent it; of a `POLL`, whether `done` returned True.
         step: for which; of `READ`, `WRITE`, `RAISE` and `POLL`, the number of completed steps in `fit`, or
             the number of the call of the `ClusterCoordinator`.
+        part: of a function that applies optimizers several times: the number of the time, of which the lower
+            8 bits are recorded.
     """
 
     kind: Kind
     worker: int
     step: int
+    part: int = 0
 
 
 class OrderWriter:
@@ -66,10 +69,10 @@ class OrderWriter:
         if path is not None:
             self._attempt(lambda: self._open(path))
 
-    def add(self, kind: Kind, worker: int, step: int) -> None:
+    def add(self, kind: Kind, worker: int, step: int, part: int = 0) -> None:
         """Add a record, which reaches the file at the latest with `close`."""
         if (file := self._file) is not None:
-            self._attempt(lambda: file.write(_RECORD.pack(kind, worker, step)))
+            self._attempt(lambda: file.write(_RECORD.pack(kind, part & 0xFF, worker, step)))
 
     def end(self) -> None:
         """Mark the end of a call: its order is complete."""
@@ -129,8 +132,8 @@ def read_order(path: Path, call: int) -> list[Record]:
 
 
 def _records(data: memoryview) -> Iterator[Record]:
-    for kind, worker, step in _RECORD.iter_unpack(data):
-        yield Record(Kind(kind), worker, step)
+    for kind, part, worker, step in _RECORD.iter_unpack(data):
+        yield Record(Kind(kind), worker, step, part)
 
 
 def _calls(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:

@@ -23,10 +23,12 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     Attributes:
         step: which it computes.
         common: whether it also asks for the variables of the optimizers that belong to no weight.
+        part: how often the step has applied an optimizer before.
     """
 
     step: int
     common: bool = False
+    part: int = 0
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -36,11 +38,13 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         step: for which they were computed.
         shards: the positions among the server's shards of those that have a gradient, in the arrays' order.
         updates: the numbers of the optimizers that are applied.
+        part: how often the step has applied an optimizer before.
     """
 
     step: int
     shards: tuple[int, ...]
     updates: tuple[int, ...] = (0,)
+    part: int = 0
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):

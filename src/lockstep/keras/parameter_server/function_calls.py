@@ -108,7 +108,8 @@ class FunctionCalls(ABC):
         self._call = program.number()
         self._eager = adapter().functions()
         self._backend = adapter().steps()
-        self._runner = FunctionRunner(program.scope, self._eager, program.options.partitioner)
+        options = program.options
+        self._runner = FunctionRunner(program.scope, self._eager, options.partitioner, options.max_staleness)
         self._calls = self._scheduled = 0
         self._shards: tuple[Shard, ...] = ()
         self._opened = False
@@ -486,7 +487,7 @@ class WorkerCalls(FunctionCalls):
         self._until = 0
         self._kept: dict[int, Scheduled] = {}
         self._shown: dict[int, tuple[Any, Any]] = {}
-        self._common: dict[Slot, Any] = {}
+        self._common: tuple[Slot, ...] = ()
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
@@ -508,7 +509,9 @@ class WorkerCalls(FunctionCalls):
         slots = [slot for one in slots_of_all(self._runner.updates) for slot in one]
         variables = [one for each in self._runner.updates for one in each.optimizer.variables]
         common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
-        self._common = common
+        trained = [variable for each in self._runner.updates for variable in each.variables]
+        self._common = tuple(common)
+        self._runner.pulled = [*trained, *common.values()]
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         self._kept[step] = scheduled
@@ -541,21 +544,36 @@ class WorkerCalls(FunctionCalls):
     ) -> tuple[FunctionReturned, list[Array]]:
         """Run a function; return what the chief gets."""
         assert self._servers is not None
-        step = assigned.step
+        servers, step = self._servers, assigned.step
         complete = [k for k in self._kept if k < step and k not in assigned.incomplete]
         for k in complete:
             del self._kept[k]
         scheduled = self._kept[step]
         scope = self._program.scope.variables
         others = [scope[int(name)] for name in assigned.names]
-        weights, common = self._servers.pull_with_common(step)
-        trained = [variable for update in self._runner.updates for variable in update.variables]
-        changed = [*trained, *(self._common[slot] for slot in common), *others]
-        given = [*weights, *common.values(), *arrays]
+        changed = [*self._runner.pulled, *others]
+        given = [*self._pulled(step, 0), *arrays]
         for variable in changed:
             if id(variable) not in self._shown:
                 self._shown[id(variable)] = variable, self._eager.saved_value(variable)
         self._runner.transfers.assign(changed, given)
+
+        lost: list[PeerError] = []
+        staleness, part = 0, 0
+
+        def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
+            nonlocal staleness, part
+            first = self._runner.first_of(number)
+            whole = {first + position: gradient for position, gradient in gradients.items()}
+            try:
+                found = servers.push(step, whole, (number,), part)
+                part += 1
+                staleness = max(staleness, found)
+                return self._pulled(step, part)
+            except PeerError as error:
+                # TensorFlow raises another error for it.
+                lost.append(error)
+                raise
 
         def run() -> Any:
             args, kwargs = scheduled.own()
@@ -563,18 +581,21 @@ class WorkerCalls(FunctionCalls):
 
         seed = seed_of(self._call.seed, "function", step)
         try:
-            ran = self._runner.run(scheduled.function, run, step, seed)
+            ran = self._runner.run(scheduled.function, run, step, seed, exchange)
             kept, named = _packed(ran.result)
         except PeerError:
             raise
         except Exception as error:
+            if lost:
+                raise lost[0] from None
             print(f"function {step + 1} ({_name(scheduled.function)}) raises an exception:", file=sys.stderr)
             traceback.print_exception(error)
             return FunctionReturned(
                 call, self._scheduled, step, failure=_described(error, step, self._job.worker)
             ), []
         self._job.note_step()
-        staleness = self._servers.push(step, ran.gradients, ran.updates) if ran.updates else 0
+        if ran.updates:
+            staleness = servers.push(step, ran.gradients, ran.updates)
         result = FunctionResult(kept, tuple(named))
         changes = ran.changes.values()
         return FunctionReturned(call, self._scheduled, step, tuple(ran.changes), staleness, result), [
@@ -582,6 +603,12 @@ class WorkerCalls(FunctionCalls):
             *(end for _, end in changes),
             *named.values(),
         ]
+
+    def _pulled(self, step: int, part: int) -> list[Array]:
+        """Return the values of the variables that a function reads from the servers."""
+        assert self._servers is not None
+        weights, common = self._servers.pull_with_common(step, part)
+        return [*weights, *(common[slot] for slot in self._common)]
 
 
 class ServerCalls(FunctionCalls):

@@ -5,7 +5,6 @@ their values from before, and the differences are for the chief, which adds them
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -34,9 +33,9 @@ from lockstep.parameter_server.partitioners import Partitioner, place_variables
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
-
-_NEAR = 20
-"""Calls between reading a variable and the function of TensorFlow that captures it, at most."""
+Exchange = Callable[[int, Mapping[int, Array]], list[Array]]
+"""Gives the gradients of an optimizer, by its number and the positions of its variables, to the servers;
+returns the values of `FunctionRunner.pulled` after that."""
 
 
 class ScopeVariables:
@@ -88,6 +87,8 @@ class _Profile:
     Attributes:
         function: the function.
         complete: whether a trial run has come to its end.
+        exchanges: whether it exchanges gradients for new weights each time that it applies an optimizer,
+            because it does so several times, or uses the new weights.
         assigned: the positions of the variables that it assigns.
         updates: the numbers of the optimizers that it applies.
         draws: what its random operations on TensorFlow draw from.
@@ -95,6 +96,7 @@ class _Profile:
 
     function: Any
     complete: bool = False
+    exchanges: bool = False
     assigned: set[int] = field(default_factory=set)
     updates: set[int] = field(default_factory=set)
     draws: Any = None
@@ -107,19 +109,30 @@ class FunctionRunner:
         scope: the variables that functions may change.
         backend: on which they run.
         partitioner: divides variables among servers.
+        max_staleness: see `ServerOptions`.
 
     Attributes:
         updates: the optimizers that functions have applied in trial runs, with their variables.
+        pulled: the variables that a function reads from the servers: those that optimizers update, and those
+            of optimizers that belong to none of them. Set where functions run.
+        exchange: of the function that runs now.
         only_on_servers: the ids of the variables of optimizers that belong to a weight, such as momentum.
         transfers: reads and assigns variables.
     """
 
     def __init__(
-        self, scope: ScopeVariables, backend: EagerBackend, partitioner: Partitioner | None = None
+        self,
+        scope: ScopeVariables,
+        backend: EagerBackend,
+        partitioner: Partitioner | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         self.updates: list[Update] = []
         self.only_on_servers: set[int] = set()
+        self.pulled: list[Any] = []
+        self.exchange: Exchange | None = None
         self._scope, self._backend, self._partitioner = scope, backend, partitioner
+        self._max_staleness = max_staleness
         self._profiles: dict[Any, _Profile] = {}
         self._on_tensorflow = keras.backend.backend() == "tensorflow"
         self._graph_gradients: dict[int, Any] = {}
@@ -144,10 +157,18 @@ class FunctionRunner:
         profile = self._profiles.setdefault(_key(function), _Profile(function))
         before = {id(one): (one, self._backend.saved_value(one)) for one in self._known()}
         watcher = _Watcher(self, profile)
+        for kept in self._graph_gradients.values():
+            kept.reset()
         try:
             with self._isolated(profile, seed), watcher.watching():
                 call()
             self._refuse_updates(before)
+            for number in profile.updates & self._graph_gradients.keys():
+                profile.exchanges |= self._graph_gradients[number].times() > 1
+            if profile.exchanges:
+                self._refuse_bound()
+                # TensorFlow traces the function again.
+                profile.draws = None
             profile.complete = True
         except ModelError:
             raise
@@ -160,7 +181,14 @@ class FunctionRunner:
                 for variable, start in watcher.created:
                     variable.assign(start)
 
-    def run(self, function: Callable[..., Any], call: Callable[[], Any], step: int, seed: int) -> RanFunction:
+    def run(
+        self,
+        function: Callable[..., Any],
+        call: Callable[[], Any],
+        step: int,
+        seed: int,
+        exchange: Exchange | None = None,
+    ) -> RanFunction:
         """Run a function.
 
         Args:
@@ -168,6 +196,7 @@ class FunctionRunner:
             call: calls it.
             step: its number; random generators draw other numbers for each.
             seed: determines all other random numbers.
+            exchange: gives gradients to the servers while the function runs; None where none does.
 
         Raises:
             Exception: of the function.
@@ -178,7 +207,9 @@ class FunctionRunner:
         assigned = sorted(profile.assigned)
         values = self.transfers.read([*seeds, *(self._scope.variables[i] for i in assigned)])
         keys = values[: len(seeds)]
-        watcher = _Watcher(self, profile, dict(zip(assigned, values[len(seeds) :], strict=True)))
+        starts = dict(zip(assigned, values[len(seeds) :], strict=True))
+        self.exchange = exchange
+        watcher = _Watcher(self, profile, starts, exchange if profile.exchanges else None)
         self.transfers.assign(seeds, [key_of_replica(key, step) for key in keys])
         for number in profile.updates & self._graph_gradients.keys():
             self._graph_gradients[number].reset()
@@ -187,9 +218,8 @@ class FunctionRunner:
                 result = plain(call(), self._backend)
             changes = self._collected(profile, watcher)
         finally:
-            starts = watcher.starts
-            restored = [self._scope.variables[position] for position in starts]
-            self.transfers.assign([*seeds, *restored], [*keys, *starts.values()])
+            restored = [self._scope.variables[position] for position in watcher.starts]
+            self.transfers.assign([*seeds, *restored], [*keys, *watcher.starts.values()])
         return RanFunction(result, watcher.gradients, tuple(sorted(watcher.applied)), changes)
 
     def _collected(self, profile: _Profile, watcher: "_Watcher") -> dict[int, tuple[Array, Array]]:
@@ -228,6 +258,19 @@ class FunctionRunner:
         from lockstep.keras.parameter_server.tf_functions import refusing_own_variables
 
         return refusing_own_variables()
+
+    def exchanged(self, number: int, gradients: Mapping[int, Array]) -> list[Array]:
+        """Return what the exchange of the function that runs now returns: graphs outlive one run."""
+        assert self.exchange is not None
+        return self.exchange(number, gradients)
+
+    def _refuse_bound(self) -> None:
+        """Raise ModelError if the bound of staleness does not count several updates of a function."""
+        if self._max_staleness:
+            raise ModelError(
+                f"max_staleness={self._max_staleness} is for functions that apply an optimizer once; this "
+                "one does so several times, or uses the new weights: use max_staleness=0 or None"
+            )
 
     def first_of(self, number: int) -> int:
         """Return the number of the first variable of an optimizer over all optimizers."""
@@ -336,6 +379,7 @@ class _Watcher:
         runner: which runs it.
         profile: of the function.
         starts: the values of variables that it assigns, by position; None in a trial run.
+        exchange: gives gradients to the servers at once; None to keep them until the function has run.
 
     Attributes:
         gradients: that were applied, by the number of the variable over all optimizers.
@@ -345,8 +389,13 @@ class _Watcher:
     """
 
     def __init__(
-        self, runner: FunctionRunner, profile: _Profile, starts: dict[int, Array] | None = None
+        self,
+        runner: FunctionRunner,
+        profile: _Profile,
+        starts: dict[int, Array] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
+        self._exchange = exchange
         self.gradients: dict[int, Array] = {}
         self.applied: set[int] = set()
         self.created: list[tuple[Any, Any]] = []
@@ -368,10 +417,10 @@ class _Watcher:
             yield
 
     def on_read(self, variable: Any) -> None:
-        """Refuse to read a variable that the function has updated: the servers update it later.
+        """Note that the function reads a variable that it has updated, which the servers update later.
 
         Raises:
-            ModelError: the function does.
+            ModelError: it reads what only the servers have.
         """
         if id(variable) in self._runner.only_on_servers:
             raise ModelError(
@@ -383,13 +432,8 @@ class _Watcher:
             return
         graphs = _entered_graphs()
         # TensorFlow may trace a function twice, and then reads the variable again before the update.
-        # It also reads what a graph captures before it runs the graph.
-        captured = where and not graphs and _is_called_by_a_graph_function()
-        if (not graphs and not captured) or any(graph is one for graph in graphs for one in where):
-            raise ModelError(
-                "a scheduled function uses weights, or variables of an optimizer, after it has applied the "
-                "optimizer: the servers update them later, so use them before, or in another function"
-            )
+        if not graphs or any(graph is one for graph in graphs for one in where):
+            self._profile.exchanges = True
 
     def on_create(self, variable: Any) -> None:
         """Note a variable that the function creates."""
@@ -462,6 +506,9 @@ class _Watcher:
                 "apply it to all of its variables when the function first runs"
             )
         kept = {positions[id(v)]: g for v, g in zip(chosen, gradients, strict=True) if g is not None}
+        if self._exchange is not None:
+            self._exchanged(number, kept, self._exchange)
+            return
         if _entered_graphs():
             self._runner.graph_gradients(number).add(kept)
         else:
@@ -472,13 +519,27 @@ class _Watcher:
     def keep(self, number: int, gradients: Mapping[int, Array]) -> None:
         """Keep the gradients of an optimizer, by the positions of its variables."""
         if number in self.applied:
+            if self._tries:
+                self._profile.exchanges = True
+                return
             raise ModelError(
-                "a scheduled function applies an optimizer several times, which parameter servers do not "
-                "support: schedule the function more often instead"
+                "a scheduled function applies an optimizer more often than when it first ran: let it do so "
+                "equally often in each run"
             )
         self.applied.add(number)
         first = self._runner.first_of(number)
         self.gradients |= {first + i: np.array(one) for i, one in gradients.items()}
+
+    def _exchanged(self, number: int, gradients: Mapping[int, Any], exchange: Exchange) -> None:
+        """Give gradients to the servers, and assign the new weights."""
+        runner = self._runner
+        if _entered_graphs():
+            from lockstep.keras.parameter_server.tf_functions import exchanged_in_graph
+
+            exchanged_in_graph(lambda arrays: runner.exchanged(number, arrays), gradients, runner.pulled)
+            return
+        arrays = {i: np.array(runner._backend.to_numpy(one)) for i, one in gradients.items()}
+        runner.transfers.assign(runner.pulled, exchange(number, arrays))
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the value."""
@@ -527,18 +588,6 @@ def _entered_graphs() -> list[Any]:
         found.append(graph)
         graph = graph.outer_graph
     return found
-
-
-def _is_called_by_a_graph_function() -> bool:
-    """Whether TensorFlow is about to run a graph, at most a few calls from here."""
-    frame = sys._getframe(1)
-    for _ in range(_NEAR):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if "polymorphic_function" in frame.f_code.co_filename:
-            return True
-    return False
 
 
 def _key(function: Any) -> Any:

@@ -44,7 +44,7 @@ class ServerProcess(TaskProcess):
         self._name = f"parameter server {index}"
         self._version = 0
         self._pulled: dict[int, int] = {}
-        self._applied: set[int] = set()
+        self._applied: set[tuple[int, int]] = set()
         self._ended = False
         self._arrivals = OrderedArrivals(self.writer, self.recorded)
 
@@ -102,15 +102,15 @@ class ServerProcess(TaskProcess):
     def _arrive(self, asked: Asked, message: Any) -> None:
         worker, arrivals = asked.process, self._arrivals
         if isinstance(message, Pull):
-            record = Record(Kind.PULL, worker, message.step)
+            record = Record(Kind.PULL, worker, message.step, message.part & 0xFF)
             common = message.common
             arrivals.arrive(record, lambda: self._pull(asked, common), lambda: self._pull(asked, common))
         elif isinstance(message, Push):
-            if message.step in self._applied:
+            if (message.step, message.part) in self._applied:
                 # The step of a lost worker, which had pushed its gradients here, was computed again.
                 asked.answer(Applied(-1))
                 return
-            record = Record(Kind.PUSH, worker, message.step)
+            record = Record(Kind.PUSH, worker, message.step, message.part & 0xFF)
             arrivals.arrive(record, lambda: self._push(asked, message), lambda: asked.answer(Applied(-1)))
         elif isinstance(message, Read):
             record = Record(Kind.READ, 0, message.step)
@@ -126,7 +126,7 @@ class ServerProcess(TaskProcess):
 
     def _push(self, asked: Asked, message: Push) -> None:
         self._variables.update(dict(zip(message.shards, asked.arrays, strict=True)), message.updates)
-        self._applied.add(message.step)
+        self._applied.add((message.step, message.part))
         staleness = self._version - self._pulled.pop(asked.process, self._version)
         self._version += 1
         asked.answer(Applied(staleness))

@@ -46,25 +46,28 @@ class Servers:
         """
         return self._whole([arrays for _, arrays in self._ask_all(Pull(step))])
 
-    def pull_with_common(self, step: int) -> tuple[list[Array], dict[Slot, Array]]:
+    def pull_with_common(self, step: int, part: int = 0) -> tuple[list[Array], dict[Slot, Array]]:
         """Return the variables, and the slots that belong to none of them, as the first server has them."""
-        answers = self._ask_all(Pull(step, common=True))
+        answers = self._ask_all(Pull(step, common=True, part=part))
         values, arrays = answers[0]
         common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
         return self._whole([arrays for _, arrays in answers]), common
 
-    def push(self, step: int, gradients: Mapping[int, Array], updates: tuple[int, ...] = (0,)) -> int:
+    def push(
+        self, step: int, gradients: Mapping[int, Array], updates: tuple[int, ...] = (0,), part: int = 0
+    ) -> int:
         """Let the servers update variables; return the largest staleness.
 
         Args:
             step: for which the gradients were computed.
             gradients: by the number of the variable.
             updates: the numbers of the optimizers that are applied.
+            part: how often the step has applied an optimizer before.
         """
         asked: list[Push] = []
         for channel, shards in zip(self._channels, self._shards, strict=True):
             own = [(k, one) for k, one in enumerate(shards) if one.variable in gradients]
-            asked.append(Push(step, tuple(k for k, _ in own), updates))
+            asked.append(Push(step, tuple(k for k, _ in own), updates, part))
             channel.send(asked[-1], [shard.part_of(gradients[shard.variable]) for _, shard in own])
         answers = [channel.receive(push)[0] for channel, push in zip(self._channels, asked, strict=True)]
         return max((answer.staleness for answer in answers), default=0)

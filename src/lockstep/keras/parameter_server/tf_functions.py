@@ -5,7 +5,7 @@ which Python reads afterwards.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
-from lockstep.keras.backends.tf_graphs import natives
+from lockstep.keras.backends.tf_graphs import call_python, natives
 from lockstep.keras.tf_random_ops import is_own
 from lockstep.worker.patch_registry import definer
 
@@ -71,6 +71,25 @@ def _refusing(owner: Any, method: str) -> Iterator[None]:
         setattr(owner, method, original)
 
 
+def exchanged_in_graph(
+    exchange: Callable[[dict[int, Array]], list[Array]],
+    gradients: Mapping[int, Any],
+    variables: Sequence[Any],
+) -> None:
+    """Add operations to the graph that exchange gradients, by position, for new values of variables."""
+    own = natives(variables)
+
+    def exchanged(*tensors: Any) -> list[Any]:
+        arrays = [np.array(tensor.numpy()) for tensor in tensors]
+        return list(exchange(dict(zip(gradients, arrays, strict=True))))
+
+    dense = [tf.convert_to_tensor(one) for one in gradients.values()]
+    values = call_python(exchanged, dense, [variable.dtype for variable in own])
+    for variable, value in zip(own, values, strict=True):
+        value.set_shape(variable.shape)
+        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+
 class OptimizerGradients:
     """The gradients of one optimizer.
 
@@ -96,6 +115,10 @@ class OptimizerGradients:
             tf.raw_ops.AssignVariableOp(resource=kept.handle, value=value)
         present = [1, *(int(position in gradients) for position in range(len(self._kept)))]
         tf.raw_ops.AssignAddVariableOp(resource=self._counts.handle, value=tf.constant(present, tf.int32))
+
+    def times(self) -> int:
+        """Return how often the optimizer was applied since `reset`."""
+        return int(self._counts.numpy()[0])
 
     def reset(self) -> None:
         """Forget everything."""
