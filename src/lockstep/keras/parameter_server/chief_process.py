@@ -12,6 +12,7 @@ from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
+from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.system.notes import note
 from lockstep.system.prose import count
 
@@ -254,6 +255,15 @@ class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, chief: ChiefProcess) -> None:
         super().__init__()
         self._chief = chief
+        self._states: dict[str, Any] = {}
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Note the random states: workers do not validate, and draw the next order from theirs."""
+        self._states = random_states()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Continue with the random states from before the validation."""
+        set_random_states(self._states)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Prepare to open the epoch."""

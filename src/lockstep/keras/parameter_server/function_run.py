@@ -155,25 +155,32 @@ class FunctionRunner:
         """
         # The function is kept, so that no other one gets the same key.
         profile = self._profiles.setdefault(_key(function), _Profile(function))
+        # What a graph creates has no value yet when the optimizer needs it, but a graph has all branches.
+        ways = (True, False) if self._on_tensorflow else (False,)
+        for eagerly in ways:
+            profile.complete = self._tried(profile, call, seed, eagerly=eagerly)
+        if profile.exchanges:
+            self._refuse_bound()
+            # TensorFlow traces the function again.
+            profile.draws = None
+
+    def _tried(self, profile: _Profile, call: Callable[[], Any], seed: int, *, eagerly: bool) -> bool:
+        """Run a function and undo it; return whether it has come to its end."""
         before = {id(one): (one, self._backend.saved_value(one)) for one in self._known()}
         watcher = _Watcher(self, profile)
         for kept in self._graph_gradients.values():
             kept.reset()
         try:
-            with self._isolated(profile, seed), watcher.watching():
+            with self._isolated(profile, seed), _running_eagerly(eagerly), watcher.watching():
                 call()
             self._refuse_updates(before)
             for number in profile.updates & self._graph_gradients.keys():
                 profile.exchanges |= self._graph_gradients[number].times() > 1
-            if profile.exchanges:
-                self._refuse_bound()
-                # TensorFlow traces the function again.
-                profile.draws = None
-            profile.complete = True
+            return True
         except ModelError:
             raise
         except Exception:
-            pass
+            return False
         finally:
             with observed_by(None):
                 for variable, value in before.values():
@@ -431,8 +438,9 @@ class _Watcher:
         if where is None:
             return
         graphs = _entered_graphs()
-        # TensorFlow may trace a function twice, and then reads the variable again before the update.
-        if not graphs or any(graph is one for graph in graphs for one in where):
+        # TensorFlow may trace a function twice, and then reads the variable again before the update; and it
+        # reads what a graph captures before it runs the graph.
+        if (not graphs and not where) or any(graph is one for graph in graphs for one in where):
             self._profile.exchanges = True
 
     def on_create(self, variable: Any) -> None:
@@ -563,6 +571,22 @@ def _eagerly() -> Iterator[None]:
 
             stack.enter_context(tf.init_scope())
         yield
+
+
+@contextmanager
+def _running_eagerly(eagerly: bool) -> Iterator[None]:
+    """Within the block, if `eagerly`, functions of TensorFlow run eagerly."""
+    if not eagerly:
+        yield
+        return
+    import tensorflow as tf
+
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def outside_of_graphs(act: Callable[[], Result]) -> Result:
