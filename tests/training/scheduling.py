@@ -28,7 +28,7 @@ from lockstep.worker import job
 layers, ops = keras.layers, keras.ops
 BACKEND = keras.backend.backend()
 KIND = sys.argv[1]
-LOSE_AT = 17
+LOSE_AT = 8
 generator = np.random.default_rng(0)
 X = generator.normal(size=(240, 6)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
