@@ -277,6 +277,21 @@ def errors() -> None:
         caught.append(f"{type(error).__name__} {error}")
     value = coordinator.schedule(train_critic, (batches,))
     caught.append(str(np.isfinite(value.fetch())))
+    with strategy.scope():
+        model.compile("sgd", loss_of)
+    for message in ("before fit", ""):
+        if message:
+            coordinator.schedule(fail, (message,))
+        try:
+            model.fit(X[:40], Y[:40], 20, verbose=0)
+        except ValueError as error:
+            caught.append(str(error))
+    other = lockstep.ParameterServerStrategy()
+    values = [
+        one.schedule(lambda: ops.ones(()))
+        for one in (coordinator, lockstep.ClusterCoordinator(other), coordinator)
+    ]
+    caught.append(str([float(value.fetch()) for value in values]))
     print("caught", json.dumps(caught), flush=True)
     coordinator.schedule(fail, ("last",))
 

@@ -74,6 +74,7 @@ def test_an_error_of_a_function_surfaces_at_the_next_call_in_all_processes(launc
     assert run.status == 1, run.stderr
     caught = [run.marked(worker, "caught ") for worker in range(4)]
     expected = ["first before 1000: True", "fetched first", "Custom special", "True"]
+    expected += ["before fit", "[1.0, 1.0, 1.0]"]
     assert caught == [["caught " + json.dumps(expected)]] * 4
     # Nothing joins the last function but the end of the script.
     assert "ValueError: last" in run.stderr

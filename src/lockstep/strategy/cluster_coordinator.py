@@ -25,7 +25,7 @@ class ClusterCoordinator:
 
     All processes of the job make the same calls. A function runs on one worker: it reads the weights from the
     servers, and what it applies with an optimizer of Keras updates them there. Metrics and the state of
-    layers change by the sum of the changes of all functions. Variables that the script itself reads have the
+    layers get the changes of all functions. Variables that the script itself reads have the
     values of the last `join`, `fetch`, or `done` that returned True. In one process without a job, `schedule`
     runs the function.
 
@@ -50,10 +50,11 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let a worker run `fn`; return its result-to-be at once.
+        """Let a worker run `fn`; return a handle of its result without waiting.
 
         A function whose worker is lost runs again on another one. When a function is scheduled for the first
-        time, all processes also run it once, and undo it, to learn what it changes.
+        time, all processes also run it and undo it, to learn what it changes: once, and on TensorFlow both
+        eagerly and as a graph.
 
         Args:
             fn: a function, also a `tf.function`.

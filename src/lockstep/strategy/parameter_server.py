@@ -29,8 +29,8 @@ class ParameterServerStrategy(Strategy):
     `lockstep run --ps 2 -n 3 train.py` starts a chief, three workers and two parameter servers; all run the
     script. A step of `fit` is one batch on one worker: it reads the weights, computes gradients, and the
     servers update the weights with Keras's optimizer as gradients arrive. Outside of `fit`, all processes
-    have the same state, and share the work of `evaluate` and `predict`. Without `--ps`, in one process, `fit`
-    is Keras's own.
+    have the same state, and share the work of `evaluate` and `predict`. `lockstep.ClusterCoordinator` runs
+    custom loops. Without `--ps`, in one process, `fit` is Keras's own.
 
     Args:
         cluster_resolver: returned by the property of this name; does not select the workers.
@@ -68,7 +68,7 @@ class ParameterServerStrategy(Strategy):
         if self.has_servers:
             assignments.install()
             self._job.at_completion(self._close_functions)
-            self._methods.before_fit(self._close_functions)
+            self._methods.on_functions_end(self._close_functions)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -98,11 +98,15 @@ class ParameterServerStrategy(Strategy):
         return seed_of(seed, "dataset", number, self._job.worker), seed_of(seed, "dataset", number)
 
     def function_calls(self) -> Calls:
-        """Return what runs scheduled functions: in a job, until the next `fit` or the end of the script."""
+        """Return what runs scheduled functions.
+
+        In a job, it ends at the next `fit`, with a function of another strategy, and with the script.
+        """
         if not self.has_servers:
             self._local_calls = self._local_calls or LocalCalls()
             return self._local_calls
         if self._calls is None:
+            self._methods.end_functions()
             self._calls = calls_of(
                 ScheduleContext(
                     self._job,

@@ -111,7 +111,7 @@ class ModelMethods:
         self._evaluator_fit = EvaluatorFit()
         self._last = LastModel(job)
         self.step_loops = StepLoops(job, backend, self._calls, self._snapshots, self._checkpoints, self._last)
-        self._before_fit: list[Callable[[], object]] = []
+        self._ends_functions: list[Callable[[], object]] = []
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
@@ -143,9 +143,14 @@ class ModelMethods:
         """Return the number of the call in progress, equal on workers that have skipped earlier calls."""
         return self._calls.current.number
 
-    def before_fit(self, act: Callable[[], object]) -> None:
-        """Call `act` before each `fit` of a job with parameter servers."""
-        self._before_fit.append(act)
+    def on_functions_end(self, act: Callable[[], object]) -> None:
+        """Call `act`, which ends the functions of a strategy, with `end_functions`."""
+        self._ends_functions.append(act)
+
+    def end_functions(self) -> None:
+        """End the functions of all strategies: one call of the servers at a time has an order of arrival."""
+        for act in self._ends_functions:
+            act()
 
     def number_functions(self) -> NumberedCall:
         """Number the functions that a `ClusterCoordinator` schedules from now on."""
@@ -220,8 +225,7 @@ class ModelMethods:
             return self._evaluator_fit.fit(model, given)
         if self._job.context.tasks is not None:
             self._refuse_within_function("fit")
-            for act in self._before_fit:
-                act()
+            self.end_functions()
             return self._fit_on_servers(original, model, bound)
         self._last.trains(model)
         asked = asked_in(given["callbacks"])

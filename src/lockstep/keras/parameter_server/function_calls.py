@@ -184,10 +184,14 @@ class FunctionCalls(ABC):
         if self._opened:
             with observed_by(None):
                 passed, arrays = self._make("close")
-                self._learn("close", passed, arrays)
             self._kept_results = dict(zip(passed.steps, self._results_in(passed, arrays), strict=True))
             self._kept_failures = dict(passed.failures)
-        self._end()
+            try:
+                with observed_by(None):
+                    self._learn("close", passed, arrays)
+            finally:
+                # The script may catch the exception of a function and continue.
+                self._end()
         return self._scheduled
 
     def _leave(self) -> None:  # noqa: B027

@@ -1,7 +1,7 @@
 """Runs a scheduled function in this process: what it would change is measured, and nothing is changed.
 
 The gradients that the function applies are kept instead, for the servers. Other variables that it assigns get
-their values from before, and the differences are for the chief, which adds them to its own values.
+their values from before, and the chief combines the values from before and after with its own.
 """
 
 import functools
