@@ -68,6 +68,8 @@ class ChiefProcess(FitProcess):
             self._servers = self.connect_servers(addresses, self.served.shards)
             self.served.install(self._take)
             keras_fit([*callbacks, _ChiefEnd(self)])
+            # Workers may have been assigned steps beyond the last one: these are part of the order, too.
+            self._dispatcher.drain()
             self._dispatcher.finish()
             self._servers.end_call()
             self.writer.end()
