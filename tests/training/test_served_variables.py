@@ -92,7 +92,7 @@ def test_without_gradients_only_the_iterations_advance() -> None:
     before = served.values()
     served.update({})
     assert [(one == two).all() for one, two in zip(before, served.values(), strict=True)] == [True] * 4
-    assert int(served.slot_values()[0]) == 1
+    assert int(served.changes()[0][4]) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,13 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
         step: which it computes.
         common: whether it also asks for the variables of the optimizers that belong to no weight.
         part: how often the step has applied an optimizer before.
+        tables: the positions of the shards of which it asks for rows, whose numbers are in the arrays.
     """
 
     step: int
     common: bool = False
     part: int = 0
+    tables: tuple[int, ...] = ()
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -39,16 +41,21 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         shards: the positions among the server's shards of those that have a gradient, in the arrays' order.
         updates: the numbers of the optimizers that are applied.
         part: how often the step has applied an optimizer before.
+        tables: the positions of the shards of which some rows have a gradient, whose numbers follow in the
+            arrays.
     """
 
     step: int
     shards: tuple[int, ...]
     updates: tuple[int, ...] = (0,)
     part: int = 0
+    tables: tuple[int, ...] = ()
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
     """The chief asks a server for its shards and its optimizer's variables; the answer is `ServedValues`.
+
+    Of tables, the answer has the rows that were updated since the last question.
 
     Attributes:
         step: the number of steps that were completed.
@@ -191,9 +198,12 @@ class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     Attributes:
         slots: for each variable of an optimizer the position of the shard that it belongs to, or -1 minus the
             number of the optimizer if it belongs to none, and its number among those of the same position.
+        tables: the positions of the shards of which, and of whose slots, some rows are given, whose numbers
+            follow in the arrays.
     """
 
     slots: tuple[tuple[int, int], ...] = ()
+    tables: tuple[int, ...] = ()
 
 
 class Applied(msgspec.Struct, frozen=True, tag="applied"):

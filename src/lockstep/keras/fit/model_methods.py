@@ -41,6 +41,7 @@ from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
+from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
 from lockstep.keras.replica_run.merges import current_replica
@@ -302,6 +303,7 @@ class ModelMethods:
                 call,
                 model,
                 self._served[model],
+                self._tables(call, model, training),
                 lambda step: setattr(model, "train_function", self._backend.function(model, step, "train")),
             )
             plain_steps = self._plain_steps
@@ -317,6 +319,16 @@ class ModelMethods:
             self._calls.taken += call.steps
             self._record_now(f"the end of {call.name}", model)
             return self._finish(history)
+
+    def _tables(self, call: NumberedCall, model: Any, training: GlobalInput) -> EmbeddingTables:
+        """Return the embedding tables of a model of which workers read rows; say which others it has."""
+        tables, others = find_tables(
+            model, lambda: keras.utils.unpack_x_y_sample_weight(training.peek())[0], self._backend.to_numpy
+        )
+        if self._job.is_chief:
+            for path, reason in others.items():
+                note(f"{call.name}: workers read the whole table of layer {path!r}: {reason}")
+        return tables
 
     def _refuse_within_function(self, what: str) -> None:
         """In a function that a `ClusterCoordinator` has scheduled, raise ModelError."""

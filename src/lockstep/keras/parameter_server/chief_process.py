@@ -28,6 +28,7 @@ class ChiefProcess(FitProcess):
         self._program = self.program()
         self._known: tuple[list[Array], list[Array]] | None = None
         self._slots: tuple[Slot, ...] = ()
+        self._written: set[int] = set()
         self._last = False
         self._current = True
         self._opening: int | None = None
@@ -85,6 +86,25 @@ class ChiefProcess(FitProcess):
         if self._dispatcher is not None:
             self._dispatcher.close()
         super().close()
+
+    def updated_rows(self) -> dict[int, tuple[Array, list[Any]]]:
+        """Return the rows of tables that this call has updated, and the variables that have such rows.
+
+        These are a table and its slots, whose other rows have the values from before the call. The key is the
+        position of the table among the trainable variables.
+        """
+        optimizer = list(zip(self._slots, self.model.optimizer.variables, strict=True))
+        return {
+            table: (
+                rows,
+                [
+                    self.model.trainable_variables[table],
+                    *(variable for (position, _), variable in optimizer if position == table),
+                ],
+            )
+            for table, rows in self._servers.updated_rows.items()
+            if table not in self._written
+        }
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the workers begin an epoch once its first step is taken."""
@@ -220,7 +240,7 @@ class ChiefProcess(FitProcess):
 
     def _pulled(self) -> tuple[list[Array], list[Array]]:
         """Read the weights and the optimizer's variables from the servers, while no step is in work."""
-        self._known = self._servers.read(self._steps, self._slots)
+        self._known = self._servers.read(self._steps, self._slots, self._known)
         return self._known
 
     def _write_changes(self, state: Any) -> None:
@@ -243,6 +263,7 @@ class ChiefProcess(FitProcess):
         if not any(changed):
             return
         weights, slots = now
+        self._written |= {*changed[0], *(self._slots[i][0] for i in changed[1])}
         self._servers.write(
             self._steps,
             {i: weights[i] for i in changed[0]},

@@ -7,11 +7,12 @@ one. Between the epochs no step is in work, so the chief evaluates, and calls th
 of that moment.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint import values
@@ -61,9 +62,11 @@ def fit_on_servers(
         given.update(callbacks=list(callbacks))
         return original(*bound.args, **bound.kwargs)
 
+    updated: Mapping[int, tuple[Array, list[Any]]] = {}
     if task == "ps":
         variables = ServedVariables(served.backend)
-        variables.add(served.update, [one for one in served.shards if one.server == index])
+        own = [one for one in served.shards if one.server == index]
+        variables.add(served.update, own, served.tables.variables)
         with ServerProcess(served.job, served.call, variables) as server:
             server.addresses(server.address)
             with served.job.apart():
@@ -71,21 +74,34 @@ def fit_on_servers(
     elif task == "chief":
         with ChiefProcess(served) as chief:
             chief.train(keras_fit, training, callbacks, given["steps_per_epoch"])
+            updated = chief.updated_rows()
     else:
         given.update(validation_data=None, verbose=0)
         with WorkerProcess(served) as worker:
             worker.train(keras_fit, given)
     set_random_states(states)
-    return _shared(served, callbacks)
+    return _shared(served, callbacks, updated)
 
 
-def _shared(served: ServedCall, callbacks: Sequence[Any]) -> Any:
-    """Give the chief's state, and that of its callbacks, to all processes; return the history."""
+def _shared(
+    served: ServedCall, callbacks: Sequence[Any], updated: Mapping[int, tuple[Array, list[Any]]]
+) -> Any:
+    """Give the chief's state, and that of its callbacks, to all processes; return the history.
+
+    Args:
+        served: the call.
+        callbacks: of the program.
+        updated: see `ChiefProcess.updated_rows`.
+    """
     job, model, call = served.job, served.model, served.call
     is_chief = served.tasks.of(job.worker)[0] == "chief"
     blob = b""
     if is_chief:
-        state = [pack(name, served.backend.to_numpy(value)) for name, value in step_state(model).items()]
+        rows = {id(variable): numbers for numbers, variables in updated.values() for variable in variables}
+        state = []
+        for name, variable in step_state(model).items():
+            value, numbers = served.backend.to_numpy(variable.value), rows.get(id(variable))
+            state.append((pack(name, value if numbers is None else value[numbers]), _packed_rows(numbers)))
         kept, arrays = values.pack(
             callback_states(listeners(call.callbacks, model), call.callback_hashes), "callbacks"
         )
@@ -98,12 +114,28 @@ def _shared(served: ServedCall, callbacks: Sequence[Any]) -> Any:
         if given is None:
             raise PeerLostError(f"{what}: the chief was lost before it gave its state to the others")
         state, kept, packed, call.steps, model.stop_training = msgspec.msgpack.decode(
-            given, type=tuple[list[Packed], Any, list[Packed], int, bool]
+            given, type=tuple[list[tuple[Packed, Packed | None]], Any, list[Packed], int, bool]
         )
         own = step_state(model)
         # A server has not created the variables of metrics.
-        assign(model, {name: array for name, array in map(unpack, state) if name in own})
+        arrays = {}
+        for packed_array, of_rows in state:
+            name, array = unpack(packed_array)
+            if name in own:
+                arrays[name] = array if of_rows is None else _with_rows(served, own[name], of_rows, array)
+        assign(model, arrays)
         model.history = keras.callbacks.History()
         model.history.set_model(model)
         set_callback_states(listeners(callbacks, model), values.unpack(kept, dict(map(unpack, packed))))
     return model.history
+
+
+def _packed_rows(numbers: Array | None) -> Packed | None:
+    return None if numbers is None else pack("rows", numbers)
+
+
+def _with_rows(served: ServedCall, variable: Any, numbers: Packed, rows: Array) -> Array:
+    """Return the value of a variable with some of its rows replaced."""
+    value = np.array(served.backend.to_numpy(variable.value))
+    value[unpack(numbers)[1]] = rows
+    return value

@@ -18,6 +18,7 @@ from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.served_variables import place_weights
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.parameter_server.order import Kind, OrderWriter, RecordedOrder, read_order
@@ -57,6 +58,7 @@ class ServedCall:
         call: the call.
         model: built, equal in all processes.
         options: of the strategy.
+        tables: of which workers read rows.
         install: makes Keras's loop call a step.
     """
 
@@ -65,6 +67,7 @@ class ServedCall:
     call: NumberedCall
     model: Any
     options: ServerOptions
+    tables: EmbeddingTables
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
 
     @property

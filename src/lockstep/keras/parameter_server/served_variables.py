@@ -58,11 +58,12 @@ class _ServedOptimizer:
     """What a server has of one optimizer.
 
     Attributes:
-        positions: of its shards among those of the server.
-        variables: the shards.
+        positions: of its whole shards among those of the server.
+        variables: these shards.
         optimizer: a copy that updates them.
         slots: of the copy.
         update: updates the shards from their gradients.
+        tables: the shards of which rows are updated, by their positions.
     """
 
     positions: tuple[int, ...]
@@ -70,6 +71,120 @@ class _ServedOptimizer:
     optimizer: Any
     slots: tuple[Slot, ...]
     update: Callable[[Sequence[Array | None]], None]
+    tables: Mapping[int, "TableShard"]
+
+    def common(self) -> dict[int, Any]:
+        """Return the variables of the optimizer that belong to no shard, by their numbers."""
+        pairs = zip(self.slots, self.optimizer.variables, strict=True)
+        return {number: variable for (position, number), variable in pairs if position < 0}
+
+
+class TableShard:
+    """Rows of an embedding's table, updated lazily: an update touches the rows that have a gradient.
+
+    A block of these rows, filled up to one of a few sizes, and of their slots takes the place of a variable
+    in a copy of the optimizer.
+
+    Args:
+        backend: makes updates.
+        optimizer: of which copies update the rows.
+        make: returns a variable like the table, with the given rows.
+        value: the rows to begin with.
+        slots: their slots, by number.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        optimizer: Any,
+        make: Callable[[Array], Any],
+        value: Array,
+        slots: Mapping[int, Array],
+    ) -> None:
+        self._backend, self._optimizer, self._make = backend, optimizer, make
+        self._transfers = transfers_of(backend)
+        self.value, self.slots = np.array(value), {nth: np.array(slot) for nth, slot in slots.items()}
+        self._blocks: dict[int, _Block] = {}
+        self._changed = np.zeros(len(value), bool)
+
+    def update(self, numbers: Array, gradients: Array, common: Mapping[int, Any]) -> None:
+        """Update rows.
+
+        Args:
+            numbers: of the rows, all different.
+            gradients: of the rows.
+            common: the optimizer's variables that belong to no weight, as they are before the update.
+        """
+        count = len(numbers)
+        if not count:
+            return
+        size = max(_SMALLEST_BLOCK, 1 << (count - 1).bit_length())
+        if size not in self._blocks:
+            self._blocks[size] = self._block(size)
+        block = self._blocks[size]
+        kept = [self.value, *(self.slots[nth] for nth in block.slots)]
+        self._transfers.assign(
+            [*block.variables, *block.common.values()],
+            [
+                *(_padded(array[numbers], size) for array in kept),
+                *self._transfers.read([common[nth] for nth in block.common]),
+            ],
+        )
+        block.update([_padded(gradients, size)])
+        for array, new in zip(kept, self._transfers.read(block.variables), strict=True):
+            array[numbers] = new[:count]
+        self._changed[numbers] = True
+
+    def write(self, value: Array | None, slots: Mapping[int, Array]) -> None:
+        """Replace all rows, and slots by their numbers."""
+        if value is not None:
+            self.value = np.array(value)
+        self.slots |= {nth: np.array(slot) for nth, slot in slots.items()}
+
+    def take_changed(self) -> Array:
+        """Return the numbers of the rows that were updated since the last call."""
+        (numbers,) = np.nonzero(self._changed)
+        self._changed[:] = False
+        return numbers
+
+    def _block(self, size: int) -> "_Block":
+        variable = self._make(np.zeros((size, *self.value.shape[1:]), self.value.dtype))
+        optimizer, slots = built_copy(self._optimizer, [variable])
+        pairs = list(zip(slots, optimizer.variables, strict=True))
+        own = {number: one for (position, number), one in pairs if position == 0}
+        return _Block(
+            tuple(own),
+            [variable, *own.values()],
+            {number: one for (position, number), one in pairs if position < 0},
+            self._backend.updater(Update(optimizer, [variable])),
+        )
+
+
+_SMALLEST_BLOCK = 64
+"""Rows; smaller blocks take as long."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Variables for some rows of a table.
+
+    Attributes:
+        slots: the numbers of the slots.
+        variables: the rows, and the slots of the rows in this order.
+        common: the optimizer's variables that belong to no weight, by their numbers.
+        update: updates all from the gradient of the rows.
+    """
+
+    slots: tuple[int, ...]
+    variables: Sequence[Any]
+    common: Mapping[int, Any]
+    update: Callable[[Sequence[Array | None]], None]
+
+
+def _padded(rows: Array, size: int) -> Array:
+    padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
 
 
 class ServedVariables:
@@ -84,90 +199,131 @@ class ServedVariables:
     def __init__(self, backend: Backend, *, own: bool = False) -> None:
         self._backend, self._own = backend, own
         self._transfers = transfers_of(backend)
-        self._variables: list[Any] = []
+        self._shards: list[Any] = []
         self._served: list[_ServedOptimizer] = []
         self._weights = 0
 
-    def add(self, update: Update, shards: Sequence[Shard]) -> None:
+    def add(self, update: Update, shards: Sequence[Shard], tables: frozenset[int] = frozenset()) -> None:
         """Add the variables of a further optimizer.
 
         Args:
             update: a built optimizer, which has the values to begin with, and the variables that it updates.
             shards: of the server, of all variables.
+            tables: the variables of which workers read and update rows.
         """
         first, weights = self._weights, update.variables
         self._weights += len(weights)
         own = [one for one in shards if first <= one.variable < self._weights]
-        made = [self._variable(weights[one.variable - first], one) for one in own]
-        optimizer, slots = built_copy(update.optimizer, made)
         known = dict(zip(slots_of(update.optimizer, weights), update.optimizer.variables, strict=True))
-        for (position, nth), variable in zip(slots, optimizer.variables, strict=True):
-            shard = own[position] if position >= 0 else None
-            key = (-1 if shard is None else shard.variable - first, nth)
+        before, whole, made = len(self._shards), list[Shard](), dict[int, Any]()
+        for position, shard in enumerate(own, before):
+            variable = weights[shard.variable - first]
+            if shard.variable in tables:
+                made[position] = self._table(update.optimizer, variable, shard, known, shard.variable - first)
+            else:
+                made[position] = self._variable(variable, shard)
+                whole.append(shard)
+        positions = [position for position, one in made.items() if not isinstance(one, TableShard)]
+        variables = [made[position] for position in positions]
+        optimizer, slots = built_copy(update.optimizer, variables)
+        for (at, nth), variable in zip(slots, optimizer.variables, strict=True):
+            part = whole[at] if at >= 0 else None
+            key = (-1 if part is None else part.variable - first, nth)
             value = self._backend.to_numpy(known[key].value)
             # A copy: updates reuse the memory of the server's own variables.
-            variable.assign(np.array(value if shard is None else shard.part_of(value)))
-        number, before = len(self._served), len(self._variables)
-        self._variables += made
+            variable.assign(np.array(value if part is None else part.part_of(value)))
+        number = len(self._served)
+        self._shards += made.values()
         self._served.append(
             _ServedOptimizer(
-                tuple(range(before, len(self._variables))),
-                made,
+                tuple(positions),
+                variables,
                 optimizer,
-                tuple((before + at if at >= 0 else -1 - number, nth) for at, nth in slots),
-                self._backend.updater(Update(optimizer, made)),
+                tuple((positions[at] if at >= 0 else -1 - number, nth) for at, nth in slots),
+                self._backend.updater(Update(optimizer, variables)),
+                {position: one for position, one in made.items() if isinstance(one, TableShard)},
             )
         )
+
+    def _table(
+        self, optimizer: Any, variable: Any, shard: Shard, known: Mapping[Slot, Any], number: int
+    ) -> TableShard:
+        def make(value: Array) -> Any:
+            return _like(variable, value)
+
+        def part(one: Any) -> Array:
+            return shard.part_of(self._backend.to_numpy(one.value))
+
+        slots = {nth: part(slot) for (of, nth), slot in known.items() if of == number}
+        return TableShard(self._backend, optimizer, make, part(variable), slots)
 
     def _variable(self, variable: Any, shard: Shard) -> Any:
         if not shard.whole:
             return _part(variable, shard, f"{variable.name}_{shard.start}")
         if not self._own:
             return variable
-        with ExitStack() as scopes:
-            # Some optimizers choose variables by their paths.
-            for name in variable.path.split("/")[:-1]:
-                scopes.enter_context(keras.name_scope(name))
-            made = _part(variable, shard, variable.name)
+        made = _like(variable, shard.part_of(keras.ops.convert_to_numpy(variable.value)))
         made.constraint = variable.constraint
         return made
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the optimizers, with the positions of the server's shards."""
-        return tuple(slot for served in self._served for slot in served.slots)
+        return tuple(slot for served in self._served for slot in served.slots) + tuple(
+            (position, nth) for position, table in self._tables() for nth in table.slots
+        )
 
-    def values(self) -> list[Array]:
-        """Return copies of the shards."""
-        return self._transfers.read(self._variables)
+    def values(self, rows: Mapping[int, Array] | None = None) -> list[Array]:
+        """Return copies of the shards, of some only these rows, by position."""
+        wanted, whole = rows or {}, [one for one in self._shards if not isinstance(one, TableShard)]
+        read = iter(self._transfers.read(whole))
+        return [
+            (one.value[wanted[k]] if k in wanted else one.value.copy())
+            if isinstance(one, TableShard)
+            else next(read)
+            for k, one in enumerate(self._shards)
+        ]
 
     def common(self) -> tuple[tuple[Slot, ...], list[Array]]:
         """Return the slots that belong to no shard, such as the iterations, and copies of their values."""
         known = [
-            (slot, variable)
-            for served in self._served
-            for slot, variable in zip(served.slots, served.optimizer.variables, strict=True)
-            if slot[0] < 0
+            ((-1 - number, nth), variable)
+            for number, served in enumerate(self._served)
+            for nth, variable in served.common().items()
         ]
         return tuple(slot for slot, _ in known), self._transfers.read([variable for _, variable in known])
 
-    def slot_values(self) -> list[Array]:
-        """Return copies of the variables of the optimizers, in the order of `slots`."""
-        return self._transfers.read(
-            [variable for served in self._served for variable in served.optimizer.variables]
-        )
+    def changes(self) -> tuple[list[Array], dict[int, Array]]:
+        """Return copies of the shards and then of `slots`, and the numbers of rows by position.
 
-    def update(self, gradients: Mapping[int, Array], updates: Sequence[int] = (0,)) -> None:
+        Of a table and its slots, only these rows are returned: those that were updated since the last call.
+        """
+        rows = {position: table.take_changed() for position, table in self._tables()}
+        slots = self._transfers.read([one for served in self._served for one in served.optimizer.variables])
+        slots += [slot[rows[position]] for position, table in self._tables() for slot in table.slots.values()]
+        return [*self.values(rows), *slots], rows
+
+    def update(
+        self,
+        gradients: Mapping[int, Array],
+        updates: Sequence[int] = (0,),
+        rows: Mapping[int, Array] | None = None,
+    ) -> None:
         """Update the shards once, given the gradients by the positions of their shards.
 
         Without any, only the iterations of the optimizers advance, as on the other servers.
 
         Args:
-            gradients: by position.
+            gradients: by position; of a table, those of some rows.
             updates: the numbers of the optimizers that are applied.
+            rows: the numbers of the rows of tables, by position.
         """
         for number in updates:
             served = self._served[number]
+            for position, table in served.tables.items():
+                if position in gradients:
+                    assert rows is not None
+                    table.update(rows[position], gradients[position], served.common())
             given = [gradients.get(position) for position in served.positions]
             if any(gradient is not None for gradient in given):
                 served.update(given)
@@ -178,11 +334,18 @@ class ServedVariables:
     def write(self, shards: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
         """Replace values of shards, and of variables of the optimizers."""
         for position, value in shards.items():
-            self._variables[position].assign(value)
+            if not isinstance(one := self._shards[position], TableShard):
+                one.assign(value)
+        for position, table in self._tables():
+            given = {nth: value for (at, nth), value in slots.items() if at == position}
+            table.write(shards.get(position), given)
         for served in self._served:
             for slot, variable in zip(served.slots, served.optimizer.variables, strict=True):
                 if slot in slots:
                     variable.assign(slots[slot])
+
+    def _tables(self) -> list[tuple[int, TableShard]]:
+        return [(k, one) for k, one in enumerate(self._shards) if isinstance(one, TableShard)]
 
 
 def iterations_of(optimizer: Any) -> Any:
@@ -314,6 +477,19 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
         )
 
 
+def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
+    """Return why an optimizer cannot update some rows of a variable only; empty if it can."""
+    name = type(optimizer).__name__
+    if name not in _BY_ELEMENT or not type(optimizer).__module__.startswith("keras."):
+        return f"{name} may not update each row on its own"
+    if optimizer.use_ema or optimizer.gradient_accumulation_steps:
+        return f"{name} has use_ema or gradient_accumulation_steps, which are for all rows"
+    rate = int(isinstance(optimizer._learning_rate, keras.Variable))
+    if sum(position < 0 for position, _ in slots_of(optimizer, variables)) > 1 + rate:
+        return f"{name} has variables that belong to no weight"
+    return ""
+
+
 def refuse_buffers(state: TrainingState) -> None:
     """Raise ModelError for buffers of PyTorch modules, which only some of the processes would have."""
     buffer = next(
@@ -334,6 +510,15 @@ def shapes_of(variables: Sequence[Any]) -> list[tuple[tuple[int, ...], int]]:
 def _item_bytes(dtype: str) -> int:
     digits = re.search(r"\d+$", dtype)
     return max(1, int(digits[0]) // 8) if digits else 1
+
+
+def _like(variable: Any, value: Array) -> Any:
+    """Return a variable with a value of its own, and the path of another."""
+    with ExitStack() as scopes:
+        # Some optimizers choose variables by their paths.
+        for name in variable.path.split("/")[:-1]:
+            scopes.enter_context(keras.name_scope(name))
+        return keras.Variable(np.array(value), dtype=variable.dtype, trainable=True, name=variable.name)
 
 
 def _part(variable: Any, shard: Shard, name: str) -> Any:

@@ -103,8 +103,7 @@ class ServerProcess(TaskProcess):
         worker, arrivals = asked.process, self._arrivals
         if isinstance(message, Pull):
             record = Record(Kind.PULL, worker, message.step, message.part & 0xFF)
-            common = message.common
-            arrivals.arrive(record, lambda: self._pull(asked, common), lambda: self._pull(asked, common))
+            arrivals.arrive(record, lambda: self._pull(asked, message), lambda: self._pull(asked, message))
         elif isinstance(message, Push):
             if (message.step, message.part) in self._applied:
                 # The step of a lost worker, which had pushed its gradients here, was computed again.
@@ -119,22 +118,25 @@ class ServerProcess(TaskProcess):
             record = Record(Kind.WRITE, 0, message.step)
             arrivals.arrive(record, lambda: self._write(asked, message), lambda: self._write(asked, message))
 
-    def _pull(self, asked: Asked, with_common: bool) -> None:
+    def _pull(self, asked: Asked, message: Pull) -> None:
         self._pulled[asked.process] = self._version
-        slots, common = self._variables.common() if with_common else ((), [])
-        asked.answer(ServedValues(slots), [*self._variables.values(), *common])
+        slots, common = self._variables.common() if message.common else ((), [])
+        rows = dict(zip(message.tables, asked.arrays, strict=True))
+        asked.answer(ServedValues(slots), [*self._variables.values(rows), *common])
 
     def _push(self, asked: Asked, message: Push) -> None:
-        self._variables.update(dict(zip(message.shards, asked.arrays, strict=True)), message.updates)
+        count = len(message.shards)
+        gradients = dict(zip(message.shards, asked.arrays[:count], strict=True))
+        rows = dict(zip(message.tables, asked.arrays[count:], strict=True))
+        self._variables.update(gradients, message.updates, rows)
         self._applied.add((message.step, message.part))
         staleness = self._version - self._pulled.pop(asked.process, self._version)
         self._version += 1
         asked.answer(Applied(staleness))
 
     def _read(self, asked: Asked) -> None:
-        asked.answer(
-            ServedValues(self._variables.slots), [*self._variables.values(), *self._variables.slot_values()]
-        )
+        arrays, rows = self._variables.changes()
+        asked.answer(ServedValues(self._variables.slots, tuple(rows)), [*arrays, *rows.values()])
 
     def _write(self, asked: Asked, message: Write) -> None:
         count = len(message.shards)

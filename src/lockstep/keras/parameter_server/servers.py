@@ -25,10 +25,14 @@ class Servers:
     Args:
         channels: to each server.
         shards: of all variables.
+
+    Attributes:
+        updated_rows: the distinct rows of tables that all reads have returned, in order, by their variables.
     """
 
     def __init__(self, channels: Sequence[AskingChannel], shards: Sequence[Shard]) -> None:
         self._channels = channels
+        self.updated_rows: dict[int, Array] = {}
         self._shards: list[list[Shard]] = [[] for _ in channels]
         self.add(shards)
 
@@ -37,14 +41,25 @@ class Servers:
         for shard in shards:
             self._shards[shard.server].append(shard)
 
-    def pull(self, step: int) -> list[Array]:
+    def pull(self, step: int, rows: Mapping[int, Array]) -> list[Array]:
         """Return the variables, to compute a step with them.
+
+        Args:
+            step: which is computed.
+            rows: the distinct rows, in order, that are needed of tables, by their variables.
 
         Raises:
             PeerLostError: a server has ended.
             PeerStuckError: a server has not answered in time.
         """
-        return self._whole([arrays for _, arrays in self._ask_all(Pull(step))])
+        asked = []
+        for channel, shards in zip(self._channels, self._shards, strict=True):
+            own = {k: one for k, one in enumerate(shards) if one.variable in rows}
+            needed = {k: _rows_in(one, rows[one.variable]) for k, one in own.items()}
+            asked.append(Pull(step, tables=tuple(needed)))
+            channel.send(asked[-1], list(needed.values()))
+        answers = [channel.receive(pull) for channel, pull in zip(self._channels, asked, strict=True)]
+        return self._whole([arrays for _, arrays in answers])
 
     def pull_with_common(self, step: int, part: int = 0) -> tuple[list[Array], dict[Slot, Array]]:
         """Return the variables, and the slots that belong to none of them, as the first server has them."""
@@ -54,7 +69,12 @@ class Servers:
         return self._whole([arrays for _, arrays in answers]), common
 
     def push(
-        self, step: int, gradients: Mapping[int, Array], updates: tuple[int, ...] = (0,), part: int = 0
+        self,
+        step: int,
+        gradients: Mapping[int, Array],
+        updates: tuple[int, ...] = (0,),
+        part: int = 0,
+        rows: Mapping[int, Array] | None = None,
     ) -> int:
         """Let the servers update variables; return the largest staleness.
 
@@ -63,30 +83,61 @@ class Servers:
             gradients: by the number of the variable.
             updates: the numbers of the optimizers that are applied.
             part: how often the step has applied an optimizer before.
+            rows: of which the gradients of tables are, as in `pull`.
         """
         asked: list[Push] = []
         for channel, shards in zip(self._channels, self._shards, strict=True):
-            own = [(k, one) for k, one in enumerate(shards) if one.variable in gradients]
-            asked.append(Push(step, tuple(k for k, _ in own), updates, part))
-            channel.send(asked[-1], [shard.part_of(gradients[shard.variable]) for _, shard in own])
+            own = {k: one for k, one in enumerate(shards) if one.variable in gradients}
+            found = {
+                k: _rows_in(one, rows[one.variable])
+                for k, one in own.items()
+                if rows is not None and one.variable in rows
+            }
+            given = [
+                _part_of(gradients[one.variable], one, rows[one.variable])
+                if rows is not None and k in found
+                else one.part_of(gradients[one.variable])
+                for k, one in own.items()
+            ]
+            asked.append(Push(step, tuple(own), updates, part, tuple(found)))
+            channel.send(asked[-1], [*given, *found.values()])
         answers = [channel.receive(push)[0] for channel, push in zip(self._channels, asked, strict=True)]
         return max((answer.staleness for answer in answers), default=0)
 
-    def read(self, step: int, slots: Sequence[Slot]) -> tuple[list[Array], list[Array]]:
-        """Return the variables and the slots, after a number of steps."""
+    def read(
+        self,
+        step: int,
+        slots: Sequence[Slot],
+        known: tuple[Sequence[Array], Sequence[Array]] | None = None,
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the variables and the slots, after a number of steps.
+
+        Args:
+            step: the number.
+            slots: which to return.
+            known: the variables and the slots at the last read or write, or at the beginning: tables and
+                their slots are these but for the rows that were updated since. None if there are no tables.
+        """
         answers = self._ask_all(Read(step))
-        found: dict[Slot, list[tuple[Shard | None, Array]]] = {}
+        found: dict[Slot, list[tuple[Shard | None, Array, Array | None]]] = {}
         for shards, (values, arrays) in zip(self._shards, answers, strict=True):
-            for (position, number), array in zip(values.slots, arrays[len(shards) :], strict=True):
+            count = len(shards) + len(values.slots)
+            rows = dict(zip(values.tables, arrays[count:], strict=True))
+            keys = [*((k, -1) for k in range(len(shards))), *values.slots]
+            for (position, number), array in zip(keys, arrays[:count], strict=True):
                 shard = shards[position] if position >= 0 else None
                 key = (position if shard is None else shard.variable, number)
-                found.setdefault(key, []).append((shard, array))
-        whole = []
-        for slot in slots:
-            pieces = sorted(found[slot], key=lambda piece: 0 if piece[0] is None else piece[0].start)
-            joined = len(pieces) > 1 and pieces[0][0] is not None and pieces[0][1].ndim > 0
-            whole.append(np.concatenate([array for _, array in pieces]) if joined else pieces[0][1])
-        return self._whole([arrays for _, arrays in answers]), whole
+                found.setdefault(key, []).append((shard, array, rows.get(position)))
+                if number == -1 and shard is not None and position in rows:
+                    before = self.updated_rows.get(shard.variable, rows[position][:0])
+                    self.updated_rows[shard.variable] = np.union1d(before, shard.start + rows[position])
+        weights: Sequence[Array | None] = [None] * sum(number == -1 for _, number in found)
+        others: Sequence[Array | None] = [None] * len(slots)
+        if known is not None:
+            weights, others = known
+        return [_joined(found[i, -1], one) for i, one in enumerate(weights)], [
+            _joined(found[slot], one) for slot, one in zip(slots, others, strict=True)
+        ]
 
     def write(self, step: int, variables: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
         """Replace values of variables and slots, after a number of steps."""
@@ -124,3 +175,31 @@ class Servers:
             pieces = sorted(parts[variable], key=lambda piece: piece[0].start)
             whole.append(pieces[0][1] if len(pieces) == 1 else np.concatenate([array for _, array in pieces]))
         return whole
+
+
+def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], known: Array | None) -> Array:
+    """Return a variable or slot, given its pieces, or what has changed of them, and its last known value."""
+    if any(rows is not None for _, _, rows in pieces):
+        assert known is not None
+        joined = known.copy()
+        for shard, array, rows in pieces:
+            assert shard is not None
+            assert rows is not None
+            joined[shard.start + rows] = array
+        return joined
+    ordered = sorted(pieces, key=lambda piece: 0 if piece[0] is None else piece[0].start)
+    arrays = [array for _, array, _ in ordered]
+    divided = len(arrays) > 1 and ordered[0][0] is not None and arrays[0].ndim > 0
+    return np.concatenate(arrays) if divided else arrays[0]
+
+
+def _rows_in(shard: Shard, rows: Array) -> Array:
+    """Return which of some rows a shard has, as their numbers in it."""
+    first, last = np.searchsorted(rows, (shard.start, shard.stop))
+    return rows[first:last] - shard.start
+
+
+def _part_of(array: Array, shard: Shard, rows: Array) -> Array:
+    """Return a shard's part of an array that has some rows of the variable."""
+    first, last = np.searchsorted(rows, (shard.start, shard.stop))
+    return array[first:last]

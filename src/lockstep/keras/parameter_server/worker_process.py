@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import numpy.typing as npt
 
+from lockstep.keras.backends.contract import ServedProgram
+from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.step_dispatcher import as_arrays
 from lockstep.keras.seeds import key_of_replica
@@ -33,13 +35,13 @@ class WorkerProcess(FitProcess):
 
     def __init__(self, served: ServedCall) -> None:
         super().__init__(served, "")
-        self._program = self.program()
+        self._rows = LookedUpRows(served.tables, self.model)
+        self._program: ServedProgram | None = None
         self._steps = 0
         self._assigned: Assigned | None = None
         self._layers: dict[str, Array] = {}
         self._kept: dict[int, Any] = {}
         self._state: Any = None
-        self._knows = False
 
     def train(self, keras_fit: Callable[[Sequence[Any]], Any], given: dict[str, Any]) -> None:
         """Run Keras's loop until the chief ends the training.
@@ -59,18 +61,17 @@ class WorkerProcess(FitProcess):
             assert isinstance(answer, Begin)
             given.update(initial_epoch=answer.epoch)
             self.served.install(self._take)
-            with contextlib.suppress(_TrainingEnded):
+            with self._rows, contextlib.suppress(_TrainingEnded):
                 keras_fit([_EpochEnd(self._end_epoch)])
 
     def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Compute the step of a batch, or keep the batch while another worker computes it."""
         step, self._steps = self._steps, self._steps + 1
-        if not self._knows:
-            # Compiles, and shows the names of the layers' state.
-            self.computed(self._program, state, step, batch)
-            self._seeds = seeds_in(as_arrays(self._program.layers(state), self.backend.to_numpy))
-            self._knows = True
         self._state = state
+        if self._program is None:
+            self._rows.look_up(self._inputs(batch))
+            self._rows.make_room()
+            self._prepare(step, batch)
         self._kept[step] = batch
         if self._assigned is None:
             self._ask(Next())
@@ -84,11 +85,26 @@ class WorkerProcess(FitProcess):
             step = self._assigned.step
             self._ask(*self._computed(step, self._kept[step]))
 
+    def _prepare(self, step: int, batch: Any) -> ServedProgram:
+        """Compute a step, which compiles it, and shows the names of the layers' state."""
+        self._program = program = self.program()
+        self._state = self._rows.fitted(self._state)
+        self.computed(program, self._state, step, batch)
+        self._seeds = seeds_in(as_arrays(program.layers(self._state), self.backend.to_numpy))
+        return program
+
+    def _inputs(self, batch: Any) -> Any:
+        """Return the inputs of the model in a batch."""
+        return keras.utils.unpack_x_y_sample_weight(self.read(batch).share(0, 1).data())[0]
+
     def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
-        weights = self._servers.pull(step)
+        program, rows = self._program, self._rows.look_up(self._inputs(batch))
+        if program is None or self._rows.make_room():
+            program = self._prepare(step, batch)
+        weights = self._rows.placed(self._servers.pull(step, rows))
         layers = self._layers | {name: key_of_replica(seed, step) for name, seed in self._seeds.items()}
-        self._state = self._program.put(self._state, weights, layers)
-        found = dict(self.computed(self._program, self._state, step, batch))
+        self._state = program.put(self._state, weights, layers)
+        found = dict(self.computed(program, self._state, step, batch))
         found.pop("density", None)
         present = found.pop("present", None)
         gradients = {
@@ -99,7 +115,7 @@ class WorkerProcess(FitProcess):
         if present is not None:
             gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
         self.job.note_step()
-        staleness = self._servers.push(step, gradients)
+        staleness = self._servers.push(step, self._rows.collected(gradients), rows=rows)
         return Done(step, tuple(found), staleness, self.read(batch).check()), list(found.values())
 
     def _ask(self, question: Next | Done, arrays: Sequence[Array] = ()) -> None:

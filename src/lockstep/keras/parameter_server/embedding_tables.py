@@ -1,0 +1,407 @@
+"""Embedding tables of which workers read only the rows that a batch looks up.
+
+A worker computes a step with the looked-up rows in place of the table, in the order of the lookups: so the
+compiled step neither knows the table nor searches in it, and its gradients are those of the rows. The ids are
+computed before the step, by the part of the model that leads from its inputs to its `Embedding` layers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DataError, ModelError
+from lockstep.keras.backends.common import has_own_step, replaced
+from lockstep.keras.parameter_server.served_variables import lazy_hindrance
+from lockstep.keras.randomness import random_states, same_states, set_random_states
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """A table whose rows are read as needed.
+
+    Attributes:
+        layer: that looks up rows.
+        variable: the position of the table among the trainable variables.
+        calls: how often a step calls the layer.
+    """
+
+    layer: Any
+    variable: int
+    calls: int
+
+
+class EmbeddingTables:
+    """The tables of a model, and which rows of them a batch looks up.
+
+    Args:
+        tables: in the order of their variables.
+        ids: computes the ids of all lookups of all tables, in the order of the lookups, from the inputs of
+            the model.
+    """
+
+    def __init__(self, tables: Sequence[EmbeddingTable], ids: Callable[[Any], list[Array]]) -> None:
+        self.tables, self._ids = tuple(tables), ids
+
+    @property
+    def variables(self) -> frozenset[int]:
+        """The positions of the tables among the trainable variables."""
+        return frozenset(table.variable for table in self.tables)
+
+    def lookups(self, x: Any) -> list[list[Array]]:
+        """Return, for each table, the positions of the rows that each call of its layer looks up.
+
+        Raises:
+            DataError: an id is outside of its table.
+        """
+        found = iter(self._ids(x))
+        return [[_within(table.layer, next(found)) for _ in range(table.calls)] for table in self.tables]
+
+
+class LookedUpRows:
+    """The rows that a batch looks up, in place of the tables of a worker's model.
+
+    Within the block, the tables are not in the model. A variable has the rows in the order of the lookups; it
+    is replaced by a larger one where a batch looks up more rows.
+
+    Args:
+        tables: of the model.
+        model: built.
+    """
+
+    def __init__(self, tables: EmbeddingTables, model: Any) -> None:
+        self._tables, self._model = tables, model
+        self._rows: list[Any] = []
+        self._found: list[list[Array]] = []
+        self._distinct: list[tuple[Array, Array]] = []
+        self._calls: list[list[tuple[Any, ...]]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "LookedUpRows":
+        for number, table in enumerate(self._tables.tables):
+            layer = table.layer
+            self._stack.enter_context(unreadable(layer, partial(_read_in_step, layer.path)))
+            self._stack.enter_context(replaced(layer, "call", partial(self._look_up, number)))
+            self._rows.append(layer._embeddings)
+            self._replace(number, _room(layer, 1))
+            self._stack.callback(self._replace, number, layer._embeddings)
+        if self._tables.tables:
+            call = partial(self._call_model, self._model.call)
+            self._stack.enter_context(replaced(self._model, "call", call))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def look_up(self, x: Any) -> dict[int, Array]:
+        """Return the distinct rows that a batch looks up, in order, by the positions of their tables.
+
+        Raises:
+            DataError: an id is outside of its table.
+        """
+        self._found = self._tables.lookups(x)
+        self._distinct = [
+            np.unique(np.concatenate([ids.ravel() for ids in calls]), return_inverse=True)
+            for calls in self._found
+        ]
+        return {
+            table.variable: rows for table, (rows, _) in zip(self._tables.tables, self._distinct, strict=True)
+        }
+
+    def make_room(self) -> bool:
+        """Make room for the rows of the batch; return whether that has changed variables of the model."""
+        changed = False
+        for number, (table, (_, places)) in enumerate(zip(self._tables.tables, self._distinct, strict=True)):
+            old, needed = self._rows[number], len(places)
+            if needed <= old.shape[0]:
+                continue
+            size = needed if old.shape[0] == 1 else 1 << (needed - 1).bit_length()
+            self._replace(number, _room(table.layer, size))
+            changed = True
+        return changed
+
+    def fitted(self, state: Any) -> Any:
+        """Return a state that Keras threads through its steps, with room for the rows of the batch."""
+        if state is None:
+            return None
+        rows = {table.variable: self._rows[i].value for i, table in enumerate(self._tables.tables)}
+        return [rows.get(i, value) for i, value in enumerate(state[0])], *state[1:]
+
+    def placed(self, weights: Sequence[Array]) -> list[Array]:
+        """Return weights, which have distinct rows of the tables, with the rows of all lookups instead."""
+        placed = list(weights)
+        for room, table, (_, places) in zip(self._rows, self._tables.tables, self._distinct, strict=True):
+            rows = placed[table.variable]
+            placed[table.variable] = np.zeros(room.shape, rows.dtype)
+            np.take(rows, places, axis=0, out=placed[table.variable][: len(places)])
+        return placed
+
+    def collected(self, gradients: Mapping[int, Array]) -> dict[int, Array]:
+        """Return gradients with the sums over all lookups of each distinct row."""
+        collected = dict(gradients)
+        for table, (rows, places) in zip(self._tables.tables, self._distinct, strict=True):
+            gradient = collected.get(table.variable)
+            if gradient is not None and len(places):
+                order = np.argsort(places, kind="stable")
+                starts = np.searchsorted(places[order], np.arange(len(rows)))
+                collected[table.variable] = np.add.reduceat(gradient[order], starts, axis=0)
+            elif gradient is not None:
+                collected[table.variable] = gradient[:0]
+        return collected
+
+    def _replace(self, number: int, variable: Any) -> None:
+        """Put another variable in place of the one that a layer has for its rows, or for its table."""
+        old, variables = self._rows[number], self._tables.tables[number].layer._trainable_variables
+        variables[next(i for i, one in enumerate(variables) if one is old)] = variable
+        self._rows[number] = variable
+
+    def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._calls = [[] for _ in self._rows]
+        outputs = call(*args, **kwargs)
+        for table, calls in zip(self._tables.tables, self._calls, strict=True):
+            if len(calls) != table.calls:
+                raise ModelError(
+                    f"a step calls layer {table.layer.path!r} {len(calls)} times, and not {table.calls} "
+                    "times as before: parameter servers compute the ids of all lookups before the step"
+                )
+        return outputs
+
+    def _look_up(self, number: int, ids: Any) -> Any:
+        """Take the place of an `Embedding`'s `call`."""
+        table, calls = self._tables.tables[number], self._calls[number]
+        shape = tuple(keras.ops.shape(ids))
+        known = self._found[number][len(calls)].shape if len(calls) < table.calls else None
+        if known is None or (all(isinstance(size, int) for size in shape) and shape != known):
+            raise ModelError(
+                f"a step looks up ids of the shape {shape} in layer {table.layer.path!r}, which are not "
+                "those that follow from the model's inputs"
+            )
+        first = sum(prod(one) for one in calls)
+        calls.append(shape)
+        rows = keras.ops.convert_to_tensor(self._rows[number])[first : first + prod(shape)]
+        rows = keras.ops.reshape(rows, (*shape, table.layer.output_dim))
+        return keras.ops.cast(rows, table.layer.compute_dtype)
+
+
+def _read_in_step(path: str) -> Exception:
+    return ModelError(
+        f"a step reads the table of layer {path!r} other than by lookups, which it did not do when it was "
+        "called with symbolic inputs"
+    )
+
+
+def _room(layer: Any, size: int) -> Any:
+    """Return a variable for a number of rows of a table."""
+    table = layer._embeddings
+    rows = np.zeros((size, layer.output_dim), np.float32)
+    return keras.Variable(rows, dtype=table.dtype, trainable=True, name=table.name)
+
+
+NO_TABLES = EmbeddingTables((), lambda x: [])
+
+
+def find_tables(
+    model: Any, x: Callable[[], Any], to_numpy: Callable[[Any], Array]
+) -> tuple[EmbeddingTables, dict[str, str]]:
+    """Return the tables of a model, and by the path of each other `Embedding` why its table is none.
+
+    Args:
+        model: built.
+        x: returns inputs of a batch; called only if the model does not know the form of its inputs.
+        to_numpy: reads a tensor.
+    """
+    layers = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.Embedding) and layer.built and layer.trainable
+    ]
+    unfit = lazy_hindrance(model.optimizer, model.trainable_variables)
+    reasons = {layer.path: reason for layer in layers if (reason := unfit or _hindrance(model, layer))}
+    layers = [layer for layer in layers if layer.path not in reasons]
+    positions = {id(one): i for i, one in enumerate(model.trainable_variables)}
+    while layers:
+        try:
+            with _graph_kept(model):
+                calls, inputs = _traced_calls(model, layers, x)
+                ids = [one for layer in layers for one in calls[id(layer)]]
+                reads, hindrance = _reading(inputs, ids, to_numpy)
+        except _TableRead as error:
+            reasons[error.layer.path] = "the model reads it in other ways than by lookups"
+            layers = [layer for layer in layers if layer is not error.layer]
+            continue
+        except Exception as error:
+            hindrance = f"its ids cannot be computed before the step ({type(error).__name__}: {error})"
+        if hindrance:
+            reasons |= {layer.path: hindrance for layer in layers}
+            break
+        tables = [
+            EmbeddingTable(layer, positions[id(layer._embeddings)], len(calls[id(layer)])) for layer in layers
+        ]
+        used = [table for table in tables if table.calls]
+        return EmbeddingTables(used, reads), reasons
+    return NO_TABLES, reasons
+
+
+def _hindrance(model: Any, layer: Any) -> str:
+    """Return why the rows of a layer's table cannot be read as needed; empty if they perhaps can."""
+    if type(layer) is not keras.layers.Embedding:
+        return f"{type(layer).__name__} is a class of its own"
+    if has_own_step(model, "train") or type(model).compute_loss is not keras.Model.compute_loss:
+        return "the model has its own train_step or compute_loss"
+    if layer.quantization_mode or layer.lora_enabled:
+        return "it is quantized, or has LoRA"
+    if layer.embeddings_regularizer is not None or layer.embeddings_constraint is not None:
+        return "it has a regularizer or a constraint, which are for all rows"
+    if layer.activity_regularizer is not None:
+        return "it has an activity_regularizer"
+    table = layer._embeddings
+    owners = [one for one in model._flatten_layers() if any(v is table for v in one._trainable_variables)]
+    return "several layers have it" if len(owners) > 1 else ""
+
+
+class _TableRead(BaseException):
+    """A model reads a table other than by lookups.
+
+    It is no Exception, because Keras replaces those.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer.path)
+        self.layer = layer
+
+
+class _Unreadable:
+    """The value of a table that is on the servers: each use of it raises an error."""
+
+    def __init__(self, error: Callable[[], BaseException]) -> None:
+        self.__dict__["_error"] = error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._error()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._error()
+
+    def __jax_array__(self) -> NoReturn:
+        raise self._error()
+
+
+def _traced_calls(
+    model: Any, layers: Sequence[Any], x: Callable[[], Any]
+) -> tuple[dict[int, list[Any]], list[Any]]:
+    """Call a model with symbolic inputs; return the symbolic ids of each layer's lookups, and the inputs.
+
+    Raises:
+        _TableRead: the model reads a table itself.
+    """
+    calls: dict[int, list[Any]] = {id(layer): [] for layer in layers}
+    parts = model._flatten_layers()
+    inputs = keras.tree.map_structure(_symbolic, x())
+    states = random_states()
+    scope = keras.StatelessScope(collect_losses=True)
+    with ExitStack() as stack:
+        for part in parts:
+            if id(part) in calls:
+                stack.enter_context(
+                    replaced(part, "symbolic_call", partial(_recorded, calls[id(part)], part.symbolic_call))
+                )
+                stack.enter_context(unreadable(part, partial(_TableRead, part)))
+            elif any(id(inner) in calls for inner in part._flatten_layers(include_self=False)):
+                stack.enter_context(replaced(part, "symbolic_call", part.call))
+        stack.enter_context(scope)
+        model(inputs, **({"training": True} if model._call_has_training_arg else {}))
+    if scope.state_mapping or not same_states(random_states(), states):
+        set_random_states(states)
+        raise ModelError("the model draws random numbers, or changes variables, outside of its layers")
+    return calls, keras.tree.flatten(inputs)
+
+
+@contextmanager
+def _graph_kept(model: Any) -> Iterator[None]:
+    """After the block, the layers of a model are only in the graphs of symbolic calls from before it."""
+    nodes = [(one, len(one._inbound_nodes), len(one._outbound_nodes)) for one in model._flatten_layers()]
+    try:
+        yield
+    finally:
+        for layer, inbound, outbound in nodes:
+            del layer._inbound_nodes[inbound:], layer._outbound_nodes[outbound:]
+
+
+def _symbolic(leaf: Any) -> Any:
+    dtype = keras.ops.convert_to_tensor(leaf).dtype
+    return keras.KerasTensor((None, *leaf.shape[1:]), keras.backend.standardize_dtype(dtype))
+
+
+def _recorded(calls: list[Any], symbolic_call: Callable[[Any], Any], ids: Any) -> Any:
+    calls.append(ids)
+    return symbolic_call(ids)
+
+
+def _reading(
+    inputs: Sequence[Any], ids: Sequence[Any], to_numpy: Callable[[Any], Array]
+) -> tuple[Callable[[Any], list[Array]], str]:
+    """Return what computes ids from inputs, and why that may be wrong; empty if it cannot be."""
+    positions = {id(one): i for i, one in enumerate(inputs)}
+    computed = [one for one in ids if id(one) not in positions]
+    function = keras.Function(list(inputs), computed) if computed else None
+    for operation in function.operations if function is not None else ():
+        if not isinstance(operation, keras.layers.Layer) or isinstance(operation, keras.layers.InputLayer):
+            continue
+        if operation.variables or isinstance(operation, keras.layers.Lambda):
+            return lambda x: [], f"its ids depend on the layer {operation.path!r}, which has variables"
+        if not type(operation).__module__.startswith("keras."):
+            return lambda x: [], f"its ids depend on the layer {operation.path!r}, which is not one of Keras"
+
+    def read(x: Any) -> list[Array]:
+        leaves = keras.tree.flatten(x)
+        results = iter(())
+        if function is not None:
+            tensors = [_as_called(leaf, one) for leaf, one in zip(leaves, inputs, strict=True)]
+            results = iter(keras.tree.flatten(function(tensors)))
+        return [
+            to_numpy(_as_called(leaves[positions[id(one)]], one) if id(one) in positions else next(results))
+            for one in ids
+        ]
+
+    return read, ""
+
+
+def _as_called(leaf: Any, symbolic: Any) -> Any:
+    """Return a leaf of the inputs in the precision that the model's call gives it."""
+    if all("float" in keras.backend.standardize_dtype(one.dtype) for one in (leaf, symbolic)):
+        return keras.ops.convert_to_tensor(leaf, symbolic.dtype)
+    return keras.ops.convert_to_tensor(leaf)
+
+
+@contextmanager
+def unreadable(layer: Any, error: Callable[[], BaseException]) -> Iterator[None]:
+    """Within the block, the value of a layer's table is not there: each use of it raises an error."""
+    table = layer._embeddings
+    value = table._value
+    table._value = _Unreadable(error)
+    try:
+        yield
+    finally:
+        table._value = value
+
+
+def _within(layer: Any, ids: Array) -> Array:
+    """Return ids as positions of rows; negative ones count from the end, as in Keras."""
+    rows = layer.input_dim
+    ids = ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int32)
+    ids = ids.astype(np.int64, copy=False)
+    if ids.size and not (-rows <= ids.min() and ids.max() < rows):
+        wrong = int(ids.min()) if ids.min() < -rows else int(ids.max())
+        raise DataError(
+            f"layer {layer.path!r} looks up row {wrong}, but its table has {rows} rows: check the ids of the "
+            "data, or give the layer a larger input_dim"
+        )
+    return np.where(ids < 0, ids + rows, ids)

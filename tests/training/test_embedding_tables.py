@@ -1,0 +1,384 @@
+"""Which tables workers read rows of, and the rows of a batch in place of the tables, in this process."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep.data.batch import GlobalBatch
+from lockstep.errors import DataError, ModelError
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.input.readings import whole_batch
+from lockstep.keras.parameter_server.embedding_tables import LookedUpRows, find_tables
+from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.patches import adapter
+from lockstep.parameter_server.partitioners import FixedShardsPartitioner, Shard, place_variables
+
+layers, ops = keras.layers, keras.ops
+USERS, ITEMS = 40, 20
+generator = np.random.default_rng(0)
+X = {
+    "users": generator.integers(0, USERS, (12,)).astype("int32"),
+    "items": generator.integers(-2, ITEMS, (12, 3)).astype("int32"),
+}
+Y = generator.normal(size=(12, 1)).astype("float32")
+
+
+class Tower(layers.Layer):
+    """Looks up rows within a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.dense = layers.Embedding(USERS, 4, name="of_users"), layers.Dense(3)
+
+    def call(self, users: Any) -> Any:
+        return self.dense(self.table(users))
+
+
+class Recommender(keras.Model):
+    """Looks up rows twice in one table, and once in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.items = Tower(), layers.Embedding(ITEMS, 2, name="of_items")
+        self.score = layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        items, users = inputs["items"], inputs["users"]
+        first = ops.mean(self.items(items), axis=1)
+        return self.score(ops.concatenate([self.tower(users), first, self.items(users % 7)], axis=-1))
+
+
+class Tied(Recommender):
+    """Multiplies by a table that it also looks up rows in."""
+
+    def call(self, inputs: Any) -> Any:
+        return super().call(inputs) + ops.mean(self.items.embeddings)
+
+
+class Drawing(Recommender):
+    """Looks up random rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, inputs: Any) -> Any:
+        shift = keras.random.randint((1,), 0, 2, seed=self.seeds)
+        return super().call({**inputs, "users": inputs["users"] * shift})
+
+
+class OwnLoss(Recommender):
+    """Computes its loss itself."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def functional(**options: Any) -> keras.Model:
+    users, items = (
+        layers.Input((), dtype="int32", name="users"),
+        layers.Input((3,), dtype="int32", name="items"),
+    )
+    table = layers.Embedding(USERS, 4, name="of_users", **options)
+    of_items = layers.Embedding(ITEMS, 2, mask_zero=True, name="of_items")(items)
+    parts = [table(users), layers.GlobalAveragePooling1D()(of_items), table(users // 2)]
+    outputs = layers.Dense(1)(layers.Dropout(0.5)(layers.Concatenate()(parts)))
+    return keras.Model({"users": users, "items": items}, outputs)
+
+
+def behind(layer: Any) -> keras.Model:
+    """Return a model with a layer before a lookup."""
+    users, items = (
+        layers.Input((), dtype="int32", name="users"),
+        layers.Input((3,), dtype="int32", name="items"),
+    )
+    outputs = layers.Dense(1)(layers.Flatten()(layers.Embedding(ITEMS, 2, name="of_items")(layer(items))))
+    return keras.Model({"users": users, "items": items}, outputs)
+
+
+class Shift(layers.Layer):
+    """Shifts ids by a variable."""
+
+    def build(self, shape: Any) -> None:
+        self.shift = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, ids: Any) -> Any:
+        return ids + ops.cast(self.shift, "int32")
+
+
+def compiled(make: Callable[[], keras.Model], optimizer: Any = "sgd") -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = make()
+    model.compile(optimizer, "mse")
+    model(X)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def found(model: keras.Model, x: Any = X) -> tuple[dict[str, list[np.ndarray]], dict[str, str]]:
+    tables, reasons = find_tables(model, lambda: x, adapter().steps().to_numpy)
+    lookups = zip(tables.tables, tables.lookups(x), strict=True)
+    return {table.layer.path: calls for table, calls in lookups}, reasons
+
+
+@pytest.mark.parametrize("make", [functional, Recommender])
+def test_the_ids_of_all_lookups_follow_from_the_inputs(make: Callable[[], keras.Model]) -> None:
+    model = compiled(make)
+    nodes = [len(layer._inbound_nodes) for layer in model._flatten_layers()]
+    calls, reasons = found(model)
+    assert reasons == {}
+    named = {path.rpartition("/")[2]: ids for path, ids in calls.items()}
+    items, users = np.where(X["items"] < 0, X["items"] + ITEMS, X["items"]), X["users"]
+    expected = {"of_users": [users], "of_items": [items, users % 7]}
+    if make is functional:
+        expected = {"of_users": [users, users // 2], "of_items": [items]}
+    for name, ids in expected.items():
+        for one, wanted in zip(named[name], ids, strict=True):
+            np.testing.assert_array_equal(one, wanted)
+    assert [len(layer._inbound_nodes) for layer in model._flatten_layers()] == nodes
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "tables", "said"),
+    [
+        (Tied, "sgd", 1, "reads it in other ways than by lookups"),
+        (Drawing, "sgd", 0, "draws random numbers"),
+        (OwnLoss, "sgd", 0, "its own train_step or compute_loss"),
+        (lambda: functional(embeddings_regularizer="l2"), "sgd", 1, "has a regularizer"),
+        (lambda: functional(embeddings_constraint="non_neg"), "sgd", 1, "a constraint"),
+        (lambda: behind(Shift()), "sgd", 0, "which has variables"),
+        (lambda: behind(layers.Lambda(lambda ids: ids)), "sgd", 0, "which has variables"),
+        (functional, keras.optimizers.Adam(use_ema=True), 0, "use_ema"),
+        (functional, keras.optimizers.Lamb(), 0, "Lamb may not update each row"),
+        (functional, keras.optimizers.Nadam(), 0, "variables that belong to no weight"),
+    ],
+)
+def test_why_workers_read_whole_tables(
+    make: Callable[[], keras.Model], optimizer: Any, tables: int, said: str
+) -> None:
+    calls, reasons = found(compiled(make, optimizer))
+    assert len(calls) == tables
+    assert any(said in reason for reason in reasons.values()), reasons
+
+
+def test_a_frozen_table_is_no_table() -> None:
+    model = functional(trainable=False)
+    model.compile("sgd", "mse")
+    calls, reasons = found(model)
+    assert list(calls) == ["of_items"]
+    assert reasons == {}
+
+
+@pytest.mark.parametrize(("wrong", "row"), [(ITEMS, ITEMS), (-ITEMS - 1, -ITEMS - 1)])
+def test_an_id_outside_of_its_table_is_refused(wrong: int, row: int) -> None:
+    tables, _ = find_tables(compiled(functional), lambda: X, adapter().steps().to_numpy)
+    items = X["items"].copy()
+    items[3, 1] = wrong
+    with pytest.raises(
+        DataError, match=f"layer 'of_items' looks up row {row}, but its table has {ITEMS} rows"
+    ):
+        tables.lookups({**X, "items": items})
+
+
+def test_ids_that_are_floats_are_those_of_the_model() -> None:
+    model = keras.Sequential([layers.Embedding(1 << 25, 1), layers.Flatten(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    ids = np.array([[(1 << 24) + 1.0]])
+    model(ids)
+    calls, _ = found(model, ids)
+    # The model's precision is float32.
+    assert [one.tolist() for one in next(iter(calls.values()))] == [[[1 << 24]]]
+
+
+def gradients_of(model: keras.Model, state: Any, batch: GlobalBatch) -> dict[int, np.ndarray]:
+    backend = adapter().steps()
+    program: Any = backend.program(model, "train")
+    partial = program.compute(state, batch.share(0, 1, 5), ())
+    arrays = program.parts(0, {name: backend.to_numpy(value) for name, value in partial.items()})
+    return {
+        int(name.partition("/")[2]): np.array(array)
+        for name, array in arrays.items()
+        if name.startswith("gradient/")
+    }
+
+
+def state_of(model: keras.Model) -> Any:
+    if keras.backend.backend() != "jax":
+        return None
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    return tuple([variable.value for variable in group] for group in groups)
+
+
+@pytest.mark.parametrize("make", [functional, Recommender])
+def test_the_gradients_of_rows_are_those_of_the_tables(make: Callable[[], keras.Model]) -> None:
+    model, backend = compiled(make), adapter().steps()
+    tables, _ = find_tables(model, lambda: X, backend.to_numpy)
+    batch = whole_batch((X, Y))
+    expected = gradients_of(model, state_of(model), batch)
+    weights = [np.array(backend.to_numpy(variable.value)) for variable in model.trainable_variables]
+    before = [id(variable) for variable in model.trainable_variables]
+    with LookedUpRows(tables, model) as looked_up:
+        rows = looked_up.look_up(X)
+        assert rows.keys() == tables.variables
+        assert looked_up.make_room()
+        assert not looked_up.make_room()
+        pulled = [one[rows[i]] if i in rows else one for i, one in enumerate(weights)]
+        for variable, value in zip(model.trainable_variables, looked_up.placed(pulled), strict=True):
+            variable.assign(value)
+        computed = gradients_of(model, looked_up.fitted(state_of(model)), batch)
+        computed = looked_up.collected(computed)
+    assert [id(variable) for variable in model.trainable_variables] == before
+    for i, gradient in expected.items():
+        if i in rows:
+            whole = np.zeros_like(gradient)
+            whole[rows[i]] = computed[i]
+        else:
+            whole = computed[i]
+        np.testing.assert_allclose(whole, gradient, rtol=1e-5, atol=1e-6)
+    for variable, value in zip(model.trainable_variables, weights, strict=True):
+        np.testing.assert_array_equal(backend.to_numpy(variable.value), value)
+
+
+def test_a_larger_batch_gets_more_room() -> None:
+    model = compiled(functional)
+    tables, _ = find_tables(model, lambda: X, adapter().steps().to_numpy)
+    with LookedUpRows(tables, model) as looked_up:
+        sizes = []
+        for count in (4, 3, 5):
+            looked_up.look_up({name: array[:count] for name, array in X.items()})
+            changed = looked_up.make_room()
+            sizes.append(
+                (changed, [looked_up.fitted([[0] * 4])[0][i].shape[0] for i in sorted(tables.variables)])
+            )
+    assert [changed for changed, _ in sizes] == [True, False, True]
+    assert {tuple(sorted(size)) for _, size in sizes} == {(8, 12), (16, 16)}
+
+
+def test_a_step_that_reads_a_table_in_another_way_is_refused() -> None:
+    model = compiled(Recommender)
+    tables, _ = find_tables(model, lambda: X, adapter().steps().to_numpy)
+    with LookedUpRows(tables, model) as looked_up:
+        looked_up.look_up(X)
+        looked_up.make_room()
+        with pytest.raises(ModelError, match=r"reads the table of layer .* other than by lookups"):
+            ops.mean(model.items.embeddings)
+        model(X)
+        with pytest.raises(ModelError, match="ids of the shape"):
+            model.items(X["users"])
+        with pytest.raises(ModelError, match="which are not those that follow"):
+            model({name: array[:5] for name, array in X.items()})
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), amsgrad=True),
+        lambda: keras.optimizers.AdamW(0.1),
+        lambda: keras.optimizers.Adagrad(0.1, clipvalue=0.5),
+        lambda: keras.optimizers.RMSprop(0.1, momentum=0.5, centered=True),
+        lambda: keras.optimizers.Adadelta(0.5),
+        lambda: keras.optimizers.Adamax(0.1),
+        lambda: keras.optimizers.Ftrl(0.1),
+        lambda: keras.optimizers.Lion(0.1),
+    ],
+)
+def test_rows_are_updated_as_by_the_optimizer_and_others_are_kept(
+    make: Callable[[], Any], divided: bool
+) -> None:
+    """The twin is an update of the whole table, after which the other rows get their values from before."""
+    model, backend = compiled(functional, make()), adapter().steps()
+    variables, optimizer = model.trainable_variables, model.optimizer
+    shapes = [(tuple(one.shape), 4) for one in variables]
+    shards = place_variables(shapes, 1, FixedShardsPartitioner(2) if divided else None)
+    tables = find_tables(model, lambda: X, backend.to_numpy)[0].variables
+    served = ServedVariables(backend)
+    twin = ServedVariables(backend, own=True)
+    served.add(Update(optimizer, variables), shards, tables)
+    twin.add(Update(optimizer, variables), shards)
+
+    def state(of: ServedVariables) -> dict[Any, np.ndarray]:
+        keys = [*((k, -1) for k in range(len(shards))), *of.slots]
+        return dict(zip(keys, [np.array(one) for one in of.changes()[0]], strict=False))
+
+    known = state(twin)
+    changed: dict[int, set[int]] = {}
+    for step in range(4):
+        gradients, rows = _draw(shards, shapes, tables, step)
+        before = state(twin)
+        twin.update(_whole(gradients, rows, shards))
+        _keep_other_rows(twin, before, rows, shards)
+        served.update(gradients, (0,), rows)
+        for k, numbers in rows.items():
+            changed.setdefault(k, set()).update(numbers.tolist())
+    arrays, of_rows = served.changes()
+    assert {k: set(numbers.tolist()) for k, numbers in of_rows.items()} == changed
+    keys = [*((k, -1) for k in range(len(shards))), *served.slots]
+    expected = state(twin)
+    assert set(keys) == set(expected) == set(known)
+    for key, array in zip(keys, arrays, strict=True):
+        wanted = expected[key]
+        if key[0] in of_rows:
+            others = np.setdiff1d(np.arange(len(wanted)), of_rows[key[0]])
+            np.testing.assert_array_equal(wanted[others], known[key][others])
+            wanted = wanted[of_rows[key[0]]]
+        np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-6, err_msg=str(key))
+    assert all(len(numbers) == 0 for numbers in served.changes()[1].values())
+
+
+def _draw(
+    shards: tuple[Shard, ...], shapes: Any, tables: frozenset[int], step: int
+) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+    """Return gradients of all shards, and of which rows of tables, none of one table in one step."""
+    drawn = np.random.default_rng(step)
+    gradients, rows = dict[int, np.ndarray](), dict[int, np.ndarray]()
+    for k, shard in enumerate(shards):
+        size = shard.stop - shard.start if shapes[shard.variable][0] else 0
+        numbers = np.arange(size)
+        if shard.variable in tables:
+            count = 0 if step == 2 and not rows else 3
+            rows[k] = numbers = np.sort(drawn.choice(size, count, replace=False))
+        gradients[k] = drawn.normal(size=(len(numbers), *shapes[shard.variable][0][1:])).astype("float32")
+    return gradients, rows
+
+
+def _whole(
+    gradients: Mapping[int, np.ndarray], rows: Mapping[int, np.ndarray], shards: tuple[Shard, ...]
+) -> dict[int, np.ndarray]:
+    found = dict(gradients)
+    for k, numbers in rows.items():
+        found[k] = np.zeros((shards[k].stop - shards[k].start, *gradients[k].shape[1:]), "float32")
+        found[k][numbers] = gradients[k]
+    return found
+
+
+def _keep_other_rows(
+    twin: ServedVariables, before: Any, rows: Mapping[int, np.ndarray], shards: tuple[Shard, ...]
+) -> None:
+    keys = [*((k, -1) for k in range(len(shards))), *twin.slots]
+    kept: dict[Any, np.ndarray] = {}
+    for key, array in zip(keys, twin.changes()[0], strict=True):
+        if key[0] in rows:
+            kept[key] = before[key].copy()
+            kept[key][rows[key[0]]] = array[rows[key[0]]]
+    values = {key[0]: array for key, array in kept.items() if key[1] == -1}
+    twin.write(values, {key: array for key, array in kept.items() if key[1] != -1})
+
+
+def test_nothing_is_replaced_in_a_model_without_tables() -> None:
+    model = compiled(OwnLoss)
+    tables, _ = find_tables(model, lambda: X, adapter().steps().to_numpy)
+    with LookedUpRows(tables, model) as looked_up, nullcontext():
+        assert looked_up.look_up(X) == {}
+        assert not looked_up.make_room()
+        assert "call" not in vars(model)
