@@ -5,7 +5,8 @@
 Each row compares whole jobs, which run one after the other in alternating order; a job reports the speed of
 its epochs after the first two. No process is pinned; those of Lockstep have one thread. tf_keras trains the
 same model with the same numbers of workers and servers. In the rows with a slow worker, one of three sleeps
-nine times as long in each step as its fastest step has taken.
+nine times as long in each step as its fastest step has taken. In those of tables, each step looks up 1,280
+rows of 8 values; the bytes are those of the arrays between a worker, the server and the chief.
 """
 
 import argparse
@@ -25,18 +26,28 @@ from turns import FailedError
 HERE = Path(__file__).parent
 TURNS = 4
 SECONDS = 240.0
+TABLES = (10**4, 10**5, 10**6, 10**7)
+LARGEST_OF_TF_KERAS = 10**6
+"""Rows; with more, its epochs take minutes."""
 SCRIPT = str(HERE / "parameter_server_training.py")
 LOCKSTEP = [sys.executable, "-m", "lockstep", "run", "--threads-per-worker", "1"]
 
 
 def lockstep(options: str, backend: str, *arguments: str) -> float:
     """Run a job; return the batches per second that its chief prints."""
+    return lockstep_with_log(options, backend, *arguments)[0]
+
+
+def lockstep_with_log(options: str, backend: str, *arguments: str) -> tuple[float, str]:
+    """Run a job; return the batches per second that its chief prints, and the log of worker 1."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         command = [*LOCKSTEP, *options.split(), "--run-dir", str(Path(name) / "run"), SCRIPT, *arguments]
         done = subprocess.run(
             command, env=environment(backend, 1), capture_output=True, text=True, timeout=SECONDS
         )
-    return speed(done.stdout, done.returncode, done.stderr)
+        log = Path(name) / "run" / "worker-1.log"
+        text = log.read_text() if log.exists() else ""
+    return speed(done.stdout, done.returncode, done.stderr), text
 
 
 def speed(output: str, status: int, errors: str) -> float:
@@ -94,6 +105,21 @@ def main(turns: int = TURNS) -> None:
             print_row(
                 "lockstep / tf_keras", [a / b for a, b in zip(ours, others, strict=True)], "times", "3.00"
             )
+        for rows_of_table in TABLES:
+            model, ours, others, sizes = f"table-{rows_of_table}", [], [], []
+            for _ in range(turns):
+                found, log = lockstep_with_log("-n 2 --ps 1", "tensorflow", model, "servers")
+                (line,) = (line for line in log.splitlines() if line.startswith("bytes "))
+                ours.append(found)
+                sizes.append(float(line.split()[1]) / 1000)
+                if rows_of_table <= LARGEST_OF_TF_KERAS:
+                    others.append(tf_keras(model, 2, 1))
+            print(f"table of {rows_of_table:,} rows on tensorflow, 2 workers and 1 server, {turns} jobs each")
+            print_row("lockstep", ours, "batches/s")
+            if others:
+                print_row("tf_keras, ParameterServerStrategy", others, "batches/s")
+                print_row("lockstep / tf_keras", [a / b for a, b in zip(ours, others, strict=True)], "times")
+            print_row("lockstep, a worker and a step", sizes, "kB")
         asynchronous, without, synchronous = [], [], []
         for _ in range(turns):
             asynchronous.append(lockstep("-n 3 --ps 1", "jax", "mlp", "servers", "slow"))

@@ -2,10 +2,13 @@
 
     parameter_server_training.py MODEL servers | mirrored | tf_keras [slow]
     parameter_server_training.py embedding loop | tf_keras_loop
+    parameter_server_training.py table-ROWS servers | tf_keras
 
 MODEL is `tutorial`, the model of TensorFlow's tutorial on parameter servers (one dense layer of 10 units,
 batches of 2 examples), or `mlp`, batches of 64. With `slow`, the last worker sleeps in each step of a batch.
 `embedding` is the custom loop of that tutorial: 7 words with an embedding of 16 values, batches of 32.
+`table-ROWS` looks up 20 rows of 8 values for each of 64 examples in a table; each worker of Lockstep also
+prints the bytes of the arrays that it exchanges in a step.
 """
 
 import os
@@ -20,6 +23,8 @@ SLOW = sys.argv[3:] == ["slow"]
 STEPS, BATCH = (200, 2) if MODEL == "tutorial" else (200, 64)
 EPOCHS = 6
 SLOWDOWN = 9
+ROWS = int(MODEL.removeprefix("table-")) if MODEL.startswith("table-") else 0
+LOOKUPS = 20
 WIDTH, CLASSES = (10, 1) if MODEL == "tutorial" else (784, 10)
 
 
@@ -30,6 +35,12 @@ def model_of(keras: Any) -> Any:
         model.compile(keras.optimizers.SGD(), "mse", steps_per_execution=10)
         return model
     dense = layers.Dense
+    if ROWS:
+        table = layers.Embedding(ROWS, 8, embeddings_initializer="zeros")
+        mean = layers.GlobalAveragePooling1D()
+        model = keras.Sequential([layers.Input((LOOKUPS,), dtype="int32"), table, mean, dense(1)])
+        model.compile(keras.optimizers.Adagrad(0.1), "mse")
+        return model
     model = keras.Sequential([layers.Input((WIDTH,)), dense(64, "relu"), dense(64, "relu"), dense(CLASSES)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(), loss, metrics=["accuracy"])
@@ -38,6 +49,9 @@ def model_of(keras: Any) -> Any:
 
 def examples(count: int) -> tuple[Any, Any]:
     generator = np.random.default_rng(0)
+    if ROWS:
+        x = generator.integers(0, ROWS, (count, LOOKUPS)).astype("int32")
+        return x, (x % 7).mean(axis=1, dtype="float32")
     x = generator.random((count, WIDTH), dtype=np.float32)
     return x, generator.random((count, 10), dtype=np.float32) if MODEL == "tutorial" else np.arange(
         count
@@ -107,6 +121,28 @@ def slow_down(keras: Any, model: Any, worker: int, slow: int) -> None:
     JaxProgram.compute = slowly  # type: ignore[method-assign]
 
 
+def count_bytes() -> list[int]:
+    """Return a list of the bytes of arrays in all messages of this process, and of its steps so far."""
+    from lockstep.protocol.parameter_server import Push
+    from lockstep.transport.array_channel import AskingChannel
+
+    counted = [0, 0]
+    send, receive = AskingChannel.send, AskingChannel.receive
+
+    def sent(self: Any, message: Any, arrays: Any = ()) -> None:
+        counted[0] += sum(array.nbytes for array in arrays)
+        counted[1] += isinstance(message, Push)
+        send(self, message, arrays)
+
+    def received(self: Any, asked: Any) -> Any:
+        answer, arrays = receive(self, asked)
+        counted[0] += sum(array.nbytes for array in arrays)
+        return answer, arrays
+
+    AskingChannel.send, AskingChannel.receive = sent, received  # type: ignore[method-assign]
+    return counted
+
+
 def loop(keras: Any, strategy: Any, coordinator: Any) -> float:
     """Train with a custom loop on TensorFlow; return functions per second."""
     import tensorflow as tf
@@ -173,10 +209,12 @@ def train_in_lockstep() -> None:
         slow_down(keras, model, own.worker, 3 if servers else 2)
     replicas = strategy.num_replicas_in_sync
     x, y = examples(STEPS * BATCH * replicas)
-    timer = callback_of(keras)
+    timer, counted = callback_of(keras), count_bytes() if ROWS else []
     model.fit(x, y, BATCH * replicas, EPOCHS, verbose=0, callbacks=[timer])
     if lockstep.is_chief():
         print("speed", STEPS * replicas * (EPOCHS - 2) / timer.seconds, flush=True)
+    elif ROWS and own.worker == 1:
+        print("bytes", counted[0] / counted[1], flush=True)
 
 
 train_in_tf_keras() if KIND.startswith("tf_keras") else train_in_lockstep()

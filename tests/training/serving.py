@@ -72,6 +72,18 @@ def tagger(scope: Any) -> keras.Model:
     return model
 
 
+def recommender(scope: Any) -> keras.Model:
+    """Return a model that looks up rows of a table that is divided over two servers, twice in each step."""
+    keras.utils.set_random_seed(5)
+    with scope:
+        words = layers.Input((5,), dtype="int32")
+        table = layers.Embedding(20, 4)
+        means = [layers.GlobalAveragePooling1D()(table(ids)) for ids in (words, (words + 1) % 20)]
+        model = keras.Model(words, layers.Dense(1)(layers.Concatenate()(means)))
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
 def endless() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     while True:
         for start in range(0, 200, 25):
@@ -183,6 +195,8 @@ def free() -> None:
     show("first", model, model.fit(X, Y, 20, 2, verbose=0, validation_data=(X[:50], Y[:50])))
     show("second", model, model.fit(X, Y, 20, 2, verbose=0))
     print("evaluated", model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0).sum(), flush=True)
+    model = recommender(scope())
+    show("rows", model, model.fit(WORDS, TAGS.mean(1), 7, 2, verbose=0))
     print("digest", lockstep.digest(model), flush=True)
 
 

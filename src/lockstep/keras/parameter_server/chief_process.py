@@ -250,14 +250,14 @@ class ChiefProcess(FitProcess):
         others, metrics = self._others(state), {id(variable) for variable in self.model.metrics_variables}
         given = {}
         for i, (old, new) in enumerate(zip(self._known_others, others, strict=True)):
-            if old.tobytes() != new.tobytes() and id(self.model.non_trainable_variables[i]) not in metrics:
+            if not _same_bits(old, new) and id(self.model.non_trainable_variables[i]) not in metrics:
                 given[self._program.layer_of(i) or f"{VARIABLE}/{i}"] = new
         if given:
             self._dispatcher.set_layers(given)
         self._known_others = others
         now = self._values(state)
         changed = [
-            {i for i, (old, new) in enumerate(zip(*pair, strict=True)) if old.tobytes() != new.tobytes()}
+            {i for i, (old, new) in enumerate(zip(*pair, strict=True)) if not _same_bits(old, new)}
             for pair in zip(self._known, now, strict=True)
         ]
         if not any(changed):
@@ -270,6 +270,11 @@ class ChiefProcess(FitProcess):
             {self._slots[i]: slots[i] for i in sorted(changed[1])},
         )
         self._known = now
+
+
+def _same_bits(one: Array, other: Array) -> bool:
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    return np.array_equal(first, second)
 
 
 class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]
