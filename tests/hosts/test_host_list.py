@@ -36,7 +36,7 @@ def test_hosts_and_their_workers(text: str, workers: int | None, hosts: list[tup
         ("node1:0", None, "each host needs at least one worker"),
         ("node1,node1:2", None, "names node1 twice; write node1:2 for two workers there"),
         ("node1,node2", 1, "1 worker cannot run on 2 hosts; name fewer hosts, or ask for 2 workers or more"),
-        ("node1:2,node2:2", 3, "has 4 workers, but -n asks for 3"),
+        ("node1:2,node2:2", 3, "has 4 workers, but the job has 3"),
     ],
 )
 def test_invalid_lists_are_refused_with_the_reason(text: str, workers: int | None, reason: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.function_dispatcher import MAX_WAITING, FunctionDispatcher, combined
 from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder, read_order
 from lockstep.parameter_server.tasks import Tasks
@@ -39,7 +40,7 @@ class Asking:
     """A worker or server that asks what a test tells it to."""
 
     def __init__(self, dispatcher: FunctionDispatcher, process: int) -> None:
-        self._channel = AskingChannel(dispatcher.address, process, "the chief", PATIENCE)
+        self._channel = AskingChannel(dispatcher.end.address, process, "the chief", PATIENCE)
         self.arrays: list[float] = []
 
     def send(self, question: Question, *arrays: float) -> None:
@@ -73,7 +74,7 @@ def make() -> Iterator[Make]:
             writer.add(Kind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
             dispatcher = FunctionDispatcher(
-                TASKS, WORKERS, "functions 1", max_staleness, writer, order, timeout
+                DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout)
             )
             stack.callback(lambda: dispatcher._thread.is_alive() and dispatcher.close())
             dispatcher.add_variables({"0": np.array(10.0), "7": np.array(1.0)})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
 from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder, read_order
 from lockstep.parameter_server.tasks import Tasks
@@ -39,7 +40,7 @@ class Worker:
     """A worker that asks what a test tells it to."""
 
     def __init__(self, coordinator: StepDispatcher, process: int) -> None:
-        self._channel = AskingChannel(coordinator.address, process, "the chief", PATIENCE)
+        self._channel = AskingChannel(coordinator.end.address, process, "the chief", PATIENCE)
         self.layers: list[float] = []
 
     def send(self, question: Question, *arrays: float) -> None:
@@ -73,7 +74,10 @@ def make() -> Iterator[Make]:
             writer = OrderWriter(path)
             writer.add(Kind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
-            coordinator = StepDispatcher(TASKS, workers, "fit 1", max_staleness, writer, order, timeout)
+            coordinator = StepDispatcher(
+                DispatchedCall(TASKS, "fit 1", max_staleness, writer, order, timeout)
+            )
+            coordinator.keep(workers)
             stack.callback(close, coordinator)
             return coordinator
 
@@ -444,7 +448,7 @@ def test_a_turn_that_does_not_come_is_named(make: Make, enter: Any) -> None:
 
 
 def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> None:
-    coordinator = StepDispatcher(TASKS, WORKERS, "fit 1", None, OrderWriter(None), None, PATIENCE)
+    coordinator = StepDispatcher(DispatchedCall(TASKS, "fit 1", None, OrderWriter(None), None, PATIENCE))
     workers = [Worker(coordinator, process) for process in WORKERS]
     for worker in workers:
         worker.send(Enter())

@@ -59,6 +59,7 @@ from lockstep.protocol.host import (
     WorkerSaid,
 )
 from lockstep.protocol.worker import (
+    AnswersAt,
     Endpoint,
     Failed,
     Finished,
@@ -143,6 +144,8 @@ class Agent:
         # With a hold, calls wait for the first answer too.
         self._permitted = math.inf if self.hold is None else 0.0
         self._states = HeldStates(self.host, self.network, self.loop, self._tell_of_arriving)
+        if self.network is not None:
+            self.network.connections.pass_questions = self._pass_questions
         self.loop.before_each_wait(self._watch_output)
         self.loop.before_each_wait(self._reap)
         self.loop.before_each_wait(self._measure)
@@ -333,6 +336,24 @@ class Agent:
             self._connected.append((receiver, connected))
         return None
 
+    def _pass_questions(self, greeting: Greeting, connection: socket.socket) -> str | None:
+        """Give a connection to the worker that answers the questions that arrive over it."""
+        worker = self._workers.get(greeting.lane)
+        if greeting.receiver != self.host:
+            return "its greeting is a copy of one for another host"
+        if worker is None:
+            return f"worker {greeting.lane} does not run on this host"
+        # It may have said where it takes connections just before the other worker learned that it does.
+        self._hear(worker)
+        try:
+            with connection, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as passing:
+                passing.setblocking(False)
+                passing.connect(worker.entrance)
+                socket.send_fds(passing, [b"\0"], [connection.fileno()])
+        except OSError:
+            return f"worker {greeting.lane} answers no questions"
+        return None
+
     def _end_exchange(self, reason: str) -> None:
         for worker in self._workers.values():
             if not worker.exited:
@@ -356,6 +377,8 @@ class Agent:
                     self._tell(NotUnderstood(worker.worker, error))
                 case StateReply():
                     self._take_state(message)
+                case AnswersAt(entrance):
+                    worker.entrance = entrance
                 case _:
                     self._note(worker, message)
                     self._tell(WorkerSaid(worker.worker, message))

@@ -23,9 +23,11 @@ class LaneConnections:
 
     Attributes:
         give_state: takes the connections that ask for a state.
+        pass_questions: takes the connections for the questions of a worker.
     """
 
     give_state: Deliver = _refuse
+    pass_questions: Deliver = _refuse
 
     _view: int = 0
     _deliver: Deliver = _refuse
@@ -35,6 +37,8 @@ class LaneConnections:
         """Take a connection, or return why it is refused; see `lockstep.transport.listener.Admit`."""
         if greeting.kind is ConnectionKind.STATE:
             return self.give_state(greeting, connection)
+        if greeting.kind is ConnectionKind.QUESTIONS:
+            return self.pass_questions(greeting, connection)
         if greeting.kind is not ConnectionKind.LANE:
             return "this process does not coordinate a job"
         if greeting.view > self._view:

@@ -63,6 +63,7 @@ class WorkerHandle:
         ready: whether it has reached its script.
         exited: whether its process has ended.
         said: the exit status that it has announced; `UNKNOWN_STATUS` if none.
+        entrance: where it takes connections of workers of other hosts that ask; empty if it takes none.
     """
 
     worker: int
@@ -74,6 +75,7 @@ class WorkerHandle:
     ready: bool = False
     exited: bool = False
     said: int = UNKNOWN_STATUS
+    entrance: bytes = b""
     _stack_start: int | None = None
 
     @property

@@ -32,7 +32,7 @@ from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
-from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
+from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobHost, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -48,6 +48,7 @@ from lockstep.system.environment import (
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.process_limits import check_limits
+from lockstep.system.prose import count
 from lockstep.system.run_folder import (
     check_writable,
     claim_folder,
@@ -550,7 +551,10 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
 def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> None:
     """Raise ConfigError for options that jobs with parameter servers do not support."""
     names = ("replicas", "checkpoint", "devices", "verify_every")
-    given = [*ways, *(f"--{name.replace('_', '-')}" for name in names if options[name] is not None)]
+    given = [
+        *(way for way in ways if way != "--hosts"),
+        *(f"--{name.replace('_', '-')}" for name in names if options[name] is not None),
+    ]
     given += ["--min-workers"] if options["min_workers"] > 1 else []
     reasons = {
         "--replicas": "a step is one batch on one worker",
@@ -560,7 +564,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
         "--min-workers": "lost workers are not replaced",
     }
     if given:
-        reason = reasons.get(given[0], "it runs on one machine")
+        reason = reasons.get(given[0], "use --hosts, or one machine")
         raise ConfigError(f"--ps cannot be combined with {given[0]}: {reason}")
 
 
@@ -679,16 +683,23 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
     checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
-    hosts = parse_hosts(options["hosts"], options["workers"]) if options["hosts"] is not None else ()
+    servers = options["servers"] or 0
+    # The chief and the servers are processes like the workers; outside of `fit`, each has a replica.
+    others = servers + 1 if servers else 0
+    hosts: tuple[JobHost, ...] = ()
+    if options["hosts"] is not None:
+        hosts = parse_hosts(options["hosts"], options["workers"] and options["workers"] + others)
     several = bool(hosts or options["listen"])
     gpus = visible_gpus() if not several else ()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
     replicas = options["replicas"] or past.get("replicas")
     workers = options["workers"] or min(wanted, replicas or wanted)
-    workers = sum(host.workers for host in hosts) or workers
-    servers = options["servers"] or 0
-    # The chief and the servers are processes like the workers; outside of `fit`, each has a replica.
-    workers += servers + 1 if servers else 0
+    workers = sum(host.workers for host in hosts) or workers + others
+    if servers and workers <= others:
+        raise ConfigError(
+            f"--hosts has room for {workers}, but a job with --ps {servers} has a chief, "
+            f"{count(servers, 'parameter server')} and at least one worker: {others + 1} processes in all"
+        )
     replicas = replicas or workers
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0

@@ -47,5 +47,5 @@ def parse_hosts(text: str, workers: int | None = None) -> tuple[JobHost, ...]:
         raise ConfigError(f"--hosts {text!r}: each host needs at least one worker")
     total = sum(host.workers for host in hosts)
     if workers is not None and workers != total:
-        raise ConfigError(f"--hosts {text!r} has {count(total, 'worker')}, but -n asks for {workers}")
+        raise ConfigError(f"--hosts {text!r} has {count(total, 'worker')}, but the job has {workers}")
     return hosts

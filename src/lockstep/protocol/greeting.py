@@ -36,6 +36,9 @@ class ConnectionKind(IntEnum):
     """Data from a worker of the sender's host to the worker that has the same lane on the receiver's host."""
     STATE = 3
     """A state from the receiver's host, for joiners on the sender's host."""
+    QUESTIONS = 4
+    """Questions from a worker of the sender's host to the worker `lane` of the receiver's host; see
+    `lockstep.transport.array_channel`."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -48,7 +51,7 @@ class Greeting(msgspec.Struct, frozen=True):
         view: the number of the view; 0 if the connection belongs to no view.
         incarnation: of the agent of the sender's host.
         host: the index of the sender's host in the view.
-        lane: the number of the lane, or of the state.
+        lane: the number of the lane, of the state, or of the worker that answers questions.
         nonce: random bytes, which `connect` chooses.
         receiver: the index of the host that accepts the connection, so that no other host takes a copy.
     """

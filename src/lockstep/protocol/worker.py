@@ -100,6 +100,16 @@ class StateReply(msgspec.Struct, frozen=True, tag="given"):
     failure: str = ""
 
 
+class AnswersAt(msgspec.Struct, frozen=True, tag="answers"):
+    """This worker answers questions of workers of other hosts.
+
+    Attributes:
+        entrance: the address of a Unix socket at which it takes their connections.
+    """
+
+    entrance: bytes
+
+
 class SharedMemoryEndpoint(msgspec.Struct, frozen=True, tag="shared memory"):
     """An exchange in memory, for members that are processes of one host.
 
@@ -229,5 +239,5 @@ RelayedMessage = (
 )
 """The messages that an agent forwards to the coordinator unchanged."""
 
-WorkerMessage = RelayedMessage | StateReply
+WorkerMessage = RelayedMessage | StateReply | AnswersAt
 AgentMessage = Welcome | NewView | PeerConnected | Position | Leave | JobOver

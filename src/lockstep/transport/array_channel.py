@@ -1,8 +1,9 @@
-"""Questions and answers with arrays, between processes of one user on one host.
+"""Questions and answers with arrays, between processes of one job.
 
-A connection is a Unix socket in the abstract namespace: it leaves no file, and both ends check that the other
-process belongs to the same user. A frame is the length of its header in 4 bytes, the header, a message and
-the dtypes and shapes of the arrays, and the bytes of the arrays.
+On one host a connection is a Unix socket in the abstract namespace: it leaves no file, and both ends check
+that the other process belongs to the same user. A connection from another host has been accepted by the agent
+of this host, which passes it on over such a socket, before encryption. A frame is the length of its header in
+4 bytes, the header, a message and the dtypes and shapes of the arrays, and the bytes of the arrays.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import PeerError, PeerLostError, PeerStuckError
+from lockstep.errors import NetworkError, PeerError, PeerLostError, PeerStuckError
 from lockstep.protocol.parameter_server import Alive, Answer, Applied, Introduction, Question
 from lockstep.system.notes import note
 from lockstep.system.socket_owners import is_of_this_user
@@ -37,6 +38,8 @@ _REPORT_AFTER = 10.0
 _REPORT_AT_LEAST = 60.0
 _ALIVE_WITHIN = 30.0
 """Seconds in which a process answers that it runs."""
+_PASSED_WITHIN = 30.0
+"""Seconds in which the agent passes a connection."""
 _BACKLOG = 1024
 _Described = tuple[str, tuple[int, ...]]
 _questions = msgspec.msgpack.Decoder(tuple[Question, list[_Described]])
@@ -110,28 +113,29 @@ class AskingChannel:
     """The end of a connection that asks.
 
     Args:
-        address: of the other end.
+        address: of the other end, if it is on this host.
         process: the id of this process.
         peer: names the other end in messages.
         timeout: seconds after which an answer counts as missing.
+        dial: connects to the other end, if that is on another host.
 
     Raises:
-        PeerLostError: the other end has ended.
+        PeerLostError: the other end has ended, or cannot be reached.
     """
 
-    def __init__(self, address: bytes, process: int, peer: str, timeout: float) -> None:
-        self._address, self._peer, self._timeout = address, peer, timeout
+    def __init__(
+        self,
+        address: bytes,
+        process: int,
+        peer: str,
+        timeout: float,
+        dial: Callable[[], socket.socket] | None = None,
+    ) -> None:
+        self._address, self._peer, self._timeout, self._dial = address, peer, timeout, dial
         self._patient = False
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.settimeout(timeout)
+        self._connection = self._connected(timeout)
         try:
-            self._connection.connect(address)
-            if not is_of_this_user(self._connection):
-                self._raise_lost()
             self.send(Introduction(process))
-        except OSError:
-            self._connection.close()
-            self._raise_lost()
         except PeerError:
             self._connection.close()
             raise
@@ -198,11 +202,30 @@ class AskingChannel:
 
     def _check_alive(self) -> None:
         """Check over a separate connection that the other process runs."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(min(self._timeout, _ALIVE_WITHIN))
-            connection.connect(self._address)
+        with self._connected(min(self._timeout, _ALIVE_WITHIN)) as connection:
             _send(connection, Alive(), ())
             _receive(connection, _answers)
+
+    def _connected(self, timeout: float) -> socket.socket:
+        """Return a connection to the other end, whose operations end after a time."""
+        if self._dial is not None:
+            try:
+                connection = self._dial()
+            except NetworkError as error:
+                raise PeerLostError(f"{self._peer} cannot be reached: {error}") from None
+            connection.settimeout(timeout)
+            return connection
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout)
+        try:
+            connection.connect(self._address)
+            trusted = is_of_this_user(connection)
+        except OSError:
+            trusted = False
+        if not trusted:
+            connection.close()
+            self._raise_lost()
+        return connection
 
     def _raise_lost(self) -> NoReturn:
         raise PeerLostError(f"{self._peer} has ended; its log says why") from None
@@ -249,22 +272,26 @@ class AnsweringEnd:
 
     Args:
         put: takes each question, in the thread of its connection.
+        accept: completes a connection from another host; None in a job on one host.
 
     Attributes:
         address: where it listens.
+        entrance: where the agent passes connections from other hosts; empty in a job on one host.
     """
 
-    def __init__(self, put: Callable[[Asked], object]) -> None:
-        self._put = put
+    def __init__(
+        self,
+        put: Callable[[Asked], object],
+        accept: Callable[[socket.socket], socket.socket] | None = None,
+    ) -> None:
+        self._put, self._complete = put, accept
         self._open: set[socket.socket] = set()
         self._unanswered: set[Asked] = set()
         self._closed = False
         self._lock = threading.Lock()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.address = b"\0lockstep-" + secrets.token_hex(16).encode()
-        self._listener.bind(self.address)
-        self._listener.listen(_BACKLOG)
-        threading.Thread(target=self._accept, name="lockstep-accept", daemon=True).start()
+        self._listeners: list[socket.socket] = []
+        self.address = self._listen(self._serve)
+        self.entrance = self._listen(self._serve_passed) if accept is not None else b""
 
     def close(self) -> None:
         """Close all connections; their threads end."""
@@ -273,18 +300,32 @@ class AnsweringEnd:
                 return
             self._closed = True
             # Wakes the threads, which close their ends.
-            self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+            for listener in self._listeners:
+                listener.shutdown(socket.SHUT_RDWR)
+                listener.close()
             for connection in self._open:
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # That of an encrypted connection would change what its thread uses.
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
             for asked in self._unanswered:
                 asked.abandon()
 
-    def _accept(self) -> None:
+    def _listen(self, serve: Callable[[socket.socket], None]) -> bytes:
+        """Serve connections in threads; return where they are accepted."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address = b"\0lockstep-" + secrets.token_hex(16).encode()
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        self._listeners.append(listener)
+        threading.Thread(
+            target=self._accept, args=(listener, serve), name="lockstep-accept", daemon=True
+        ).start()
+        return address
+
+    def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
             with self._lock:
@@ -292,15 +333,52 @@ class AnsweringEnd:
                     connection.close()
                     return
                 self._open.add(connection)
-            threading.Thread(
-                target=self._serve, args=(connection,), name="lockstep-serve", daemon=True
-            ).start()
+            threading.Thread(target=serve, args=(connection,), name="lockstep-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        """Serve a connection of this host."""
+        if is_of_this_user(connection):
+            self._answer_all(connection)
+        else:
+            self._forget(connection)
+
+    def _serve_passed(self, passing: socket.socket) -> None:
+        """Serve a connection from another host, which the agent passes on."""
+        assert self._complete is not None
+        descriptors: list[int] = []
+        try:
+            passing.settimeout(_PASSED_WITHIN)
+            if is_of_this_user(passing):
+                _, descriptors, _, _ = socket.recv_fds(passing, 1, 1)
+        except OSError:
+            pass
+        finally:
+            self._forget(passing)
+        if not descriptors:
+            return
+        try:
+            connection = self._complete(socket.socket(fileno=descriptors[0]))
+        except (NetworkError, OSError) as error:
+            note(f"a process of another host could not connect to ask this one: {error}")
+            return
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._open.add(connection)
+        if closed:
+            connection.close()
+        else:
+            self._answer_all(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+            connection.close()
+
+    def _answer_all(self, connection: socket.socket) -> None:
+        """Answer the questions of a connection until it ends."""
         process = -1
         try:
-            if not is_of_this_user(connection):
-                return
             hello, _ = _receive(connection, _questions)
             if isinstance(hello, Alive):
                 _send(connection, Applied(), ())
@@ -324,8 +402,6 @@ class AnsweringEnd:
         except (_Ended, OSError):
             pass
         finally:
-            with self._lock:
-                self._open.discard(connection)
-                connection.close()
+            self._forget(connection)
             if process >= 0:
                 self._put(Asked(process, None))

@@ -267,7 +267,8 @@ class Listener:
         view, in_view = (greeting.term, greeting.view), greeting.kind is not ConnectionKind.CONTROL
         if in_view and self._job is not None and greeting.job != self._job:
             raise ValueError("it belongs to another job with the same key")
-        late = in_view and view < self._view
+        # Questions are asked within a call of the script, in which views may end.
+        late = in_view and view < self._view and greeting.kind is not ConnectionKind.QUESTIONS
         if late or greeting.kind is not ConnectionKind.LANE:
             if greeting.nonce in self._nonces:
                 raise ValueError("its greeting is a copy of an earlier one")

@@ -10,6 +10,7 @@ from lockstep.observability.events import WorkerDigest, WorkerEvent, WorkerMeasu
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AgentMessage,
+    AnswersAt,
     BrokenView,
     EventReport,
     Failed,
@@ -85,6 +86,10 @@ class AgentClient:
         poll = select.poll()
         poll.register(self._channel.fileno(), 0)
         poll.poll()
+
+    def answers_at(self, entrance: bytes) -> None:
+        """Tell where this worker takes connections of workers of other hosts that ask."""
+        self._channel.send(AnswersAt(entrance), _PATIENCE)
 
     def request_to_join(self, *, whole: bool) -> None:
         """Request the position of the training or, if `whole`, admission with the whole state."""

@@ -1,5 +1,6 @@
 """One worker in its job: what it knows of the job, and the commands that move it from view to view."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,6 +81,23 @@ class Membership(Protocol):
             PeerLostError: the job is over.
         """
 
+    def answers_at(self, entrance: bytes) -> None:
+        """Let the agent pass connections from other hosts to an address of this process."""
+
+    def dial(self, worker: int) -> Callable[[], socket.socket] | None:
+        """Return what connects to a worker that has called `answers_at`; None if it is on this host.
+
+        Raises:
+            NetworkError: by what is returned: the other worker cannot be reached.
+        """
+
+    @property
+    def accept(self) -> Callable[[socket.socket], socket.socket] | None:
+        """What completes a connection from another host; None in a job on one host.
+
+        It raises NetworkError if that fails.
+        """
+
 
 class Alone:
     """The `Membership` of a process without an agent."""
@@ -105,6 +123,18 @@ class Alone:
     def join(self) -> tuple[Contents, Place]:
         """Raise InternalError: there is no job to join."""
         raise InternalError("a process on its own has no job to join")
+
+    def answers_at(self, entrance: bytes) -> None:
+        """Do nothing: there is no other host."""
+
+    def dial(self, worker: int) -> Callable[[], socket.socket] | None:
+        """Return None: there is no other host."""
+        return None
+
+    @property
+    def accept(self) -> Callable[[socket.socket], socket.socket] | None:
+        """None: there is no other host."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """How a worker enters views: the exchange of the first one, and of each one that follows."""
 
 import os
+import socket
 import sys
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.checkpoint.checkpoint_files import Contents
@@ -176,6 +178,19 @@ class AgentMembership:
         if not isinstance(message, NewView) or message.state is None:
             raise InternalError("the agent admitted a worker without the state")
         return self._states.fetch(message.state), admitted
+
+    def answers_at(self, entrance: bytes) -> None:
+        """Tell the agent; see `Membership`."""
+        self._client.answers_at(entrance)
+
+    def dial(self, worker: int) -> Callable[[], socket.socket] | None:
+        """Return what connects to a worker on another host; see `Membership`."""
+        return None if self._entrance is None else self._entrance.dial(worker)
+
+    @property
+    def accept(self) -> Callable[[socket.socket], socket.socket] | None:
+        """What completes a connection from another host; see `Membership`."""
+        return None if self._entrance is None else self._entrance.accept
 
     def _receive(self) -> AgentMessage:
         # The agent says when the job is over, and if it dies, this process dies too.

@@ -67,6 +67,7 @@ class NetworkEntrance:
         if not config.joins:
             self._last.number = 0
         self._current: NetworkCommunicator | None = None
+        self._endpoint: NetworkEndpoint | None = None
         # Never closed: a thread that connects for an earlier view may still write to it.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The others may still receive the last bytes of a call that is complete here.
@@ -84,7 +85,7 @@ class NetworkEntrance:
             NetworkError: another host cannot be reached.
             PeerStuckError: a worker on another host has not connected in time.
         """
-        plan = HostPlan.of(view, endpoint.here)
+        plan, self._endpoint = HostPlan.of(view, endpoint.here), endpoint
         position = plan.own.index(self._config.worker)
         links: Mapping[int, Link] = {}
         if position < plan.lanes:
@@ -114,6 +115,32 @@ class NetworkEntrance:
             segment, self._buffers, self._last, position, plan, of_job, links, self._policy, observe
         )
         return self._current
+
+    def dial(self, worker: int) -> Callable[[], socket.socket] | None:
+        """Return what connects to a worker of the current view; see `lockstep.worker.job.Membership`."""
+        assert self._endpoint is not None
+        hosts, here = self._endpoint.hosts, self._endpoint.here
+        host = next(one for one in hosts if worker in one.workers)
+        if host is hosts[here]:
+            return None
+        greeting = Greeting(
+            ConnectionKind.QUESTIONS,
+            self._job,
+            incarnation=hosts[here].incarnation,
+            host=hosts[here].host,
+            lane=worker,
+            receiver=host.host,
+        )
+        address = join_address((host.address, host.port))
+        return lambda: dial(address, greeting, self._credentials, self._policy.timeout)
+
+    def accept(self, connection: socket.socket) -> socket.socket:
+        """Complete a connection of a worker of another host that has called what `dial` returns.
+
+        Raises:
+            NetworkError: it is not of this job, or does not respond in time.
+        """
+        return accept(connection, self._credentials, self._policy.timeout)
 
     def _leave(self, pid: int) -> None:
         # A child that the script has forked has copies of the connections.

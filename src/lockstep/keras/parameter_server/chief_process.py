@@ -49,17 +49,8 @@ class ChiefProcess(FitProcess):
             PeerLostError: a server or all workers have ended.
         """
         self._steps_per_epoch = steps_per_epoch
-        expected = tuple(self.tasks.workers)
-        self._dispatcher = StepDispatcher(
-            self.tasks,
-            expected,
-            self.call.name,
-            self.served.options.max_staleness,
-            self.writer,
-            self.recorded,
-            self.timeout,
-        )
-        addresses = self.addresses(self._dispatcher.address)
+        self._dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
+        addresses = self.addresses(self._dispatcher.end)
         self._dispatcher.keep(self.live)
         self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
         self._known, self._known_others = self._values(None), self._others(None)

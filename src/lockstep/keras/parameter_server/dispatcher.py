@@ -5,10 +5,12 @@ each assignment carries its present values, and each completed step adds its cha
 """
 
 import queue
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -30,43 +32,49 @@ _REPORT_EVERY = 5.0
 _SHOWN = "`w` in lockstep top shows what a worker does"
 
 
-class Dispatcher(ABC):
-    """Answers the workers of one call: what `fit` and scheduled functions have in common.
+@dataclass(frozen=True)
+class DispatchedCall:
+    """A call whose steps the chief hands out.
 
-    Args:
+    Attributes:
         tasks: of the job.
-        workers: the ids of the workers that are alive.
-        what: names the call in messages.
-        unit: names a step in messages.
+        name: of the call in messages.
         max_staleness: see `Assignments`.
         writer: records the order.
         recorded: the order to follow; None for the order of arrival.
         timeout: seconds without a completed step after which a worker counts as stuck.
+        accept: completes connections from other hosts; None in a job on one host.
+    """
+
+    tasks: Tasks
+    name: str
+    max_staleness: int | None
+    writer: OrderWriter
+    recorded: RecordedOrder | None
+    timeout: float
+    accept: Callable[[socket.socket], socket.socket] | None = None
+
+
+class Dispatcher(ABC):
+    """Answers the workers of one call: what `fit` and scheduled functions have in common.
+
+    Args:
+        call: to answer them in.
+        unit: names a step in messages.
 
     Attributes:
         staleness: of the completed steps, in their order.
-        address: where it listens.
+        end: answers the workers.
     """
 
-    def __init__(
-        self,
-        tasks: Tasks,
-        workers: tuple[int, ...],
-        what: str,
-        unit: str,
-        max_staleness: int | None,
-        writer: OrderWriter,
-        recorded: RecordedOrder | None,
-        timeout: float,
-    ) -> None:
+    def __init__(self, call: DispatchedCall, unit: str) -> None:
         self.staleness: list[int] = []
-        self._tasks, self._what, self._unit, self._timeout = tasks, what, unit, timeout
-        self._live = set(workers)
-        self._assignments = Assignments(max_staleness)
-        self._writer, self._recorded = writer, recorded
+        self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
+        self._live = set(call.tasks.workers)
+        self._assignments = Assignments(call.max_staleness)
+        self._writer, self._recorded = call.writer, call.recorded
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._end = AnsweringEnd(self._inbox.put)
-        self.address = self._end.address
+        self.end = AnsweringEnd(self._inbox.put, call.accept)
         self._changed = threading.Condition()
         self._parked: dict[int, Asked] = {}
         self._arrived: dict[Record, Asked] = {}
@@ -103,7 +111,7 @@ class Dispatcher(ABC):
 
     def close(self) -> None:
         """Close the connections and end the thread."""
-        self._end.close()
+        self.end.close()
         self._inbox.put(None)
         self._thread.join()
         self._writer.close()

@@ -68,7 +68,7 @@ def fit_on_servers(
         own = [one for one in served.shards if one.server == index]
         variables.add(served.update, own, served.tables.variables)
         with ServerProcess(served.job, served.call, variables) as server:
-            server.addresses(server.address)
+            server.addresses(server.end)
             with served.job.apart():
                 server.serve()
     elif task == "chief":

@@ -355,16 +355,8 @@ class ChiefCalls(FunctionCalls):
 
     def _open(self) -> None:
         process = self._process
-        self._dispatcher = FunctionDispatcher(
-            process.tasks,
-            tuple(process.tasks.workers),
-            self._call.name,
-            self._program.options.max_staleness,
-            process.writer,
-            process.recorded,
-            process.timeout,
-        )
-        addresses = process.addresses(self._dispatcher.address)
+        self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
+        addresses = process.addresses(self._dispatcher.end)
         self._dispatcher.keep(process.live)
         self._servers = process.connect_servers(addresses, ())
 
@@ -499,7 +491,7 @@ class WorkerCalls(FunctionCalls):
 
     def _open(self) -> None:
         process = self._process
-        addresses = process.addresses(b"")
+        addresses = process.addresses()
         self._chief = process.connect(addresses, 0)
         # The chief does what the program does between two calls, while workers wait.
         self._chief.be_patient()
@@ -633,7 +625,7 @@ class ServerCalls(FunctionCalls):
         self._process.close()
 
     def _open(self) -> None:
-        addresses = self._process.addresses(self._process.address)
+        addresses = self._process.addresses(self._process.end)
         self._chief = self._process.connect(addresses, 0)
         self._chief.be_patient()
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import PeerLostError
-from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
-from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
-from lockstep.parameter_server.tasks import Tasks
+from lockstep.keras.parameter_server.dispatcher import Answered, DispatchedCall, Dispatcher
+from lockstep.parameter_server.order import Kind, Record
 from lockstep.protocol.parameter_server import (
     AtCall,
     FunctionFailure,
@@ -65,16 +64,7 @@ class _CallResult:
 class FunctionDispatcher(Dispatcher):
     """Answers the workers and the servers between calls of the `ClusterCoordinator`; see `Dispatcher`."""
 
-    def __init__(
-        self,
-        tasks: Tasks,
-        workers: tuple[int, ...],
-        what: str,
-        max_staleness: int | None,
-        writer: OrderWriter,
-        recorded: RecordedOrder | None,
-        timeout: float,
-    ) -> None:
+    def __init__(self, call: DispatchedCall) -> None:
         self._passed = 0
         self._calls: dict[int, _CallResult] = {}
         self._results: dict[int, tuple[FunctionResult, list[Array]]] = {}
@@ -85,8 +75,8 @@ class FunctionDispatcher(Dispatcher):
         self._delivered: set[int] = set()
         self._raised: FunctionFailure | None = None
         self._changed_variables: set[str] = set()
-        self._servers = frozenset(map(tasks.id_of_server, range(tasks.servers)))
-        super().__init__(tasks, workers, what, "function", max_staleness, writer, recorded, timeout)
+        self._servers = frozenset(map(call.tasks.id_of_server, range(call.tasks.servers)))
+        super().__init__(call, "function")
         self._assignments.stop = 0
 
     def schedule(self, call: int) -> FunctionFailure | None:

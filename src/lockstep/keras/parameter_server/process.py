@@ -18,13 +18,14 @@ from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.served_variables import place_weights
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.parameter_server.order import Kind, OrderWriter, RecordedOrder, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
 from lockstep.parameter_server.tasks import Tasks
-from lockstep.transport.array_channel import AskingChannel
+from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
@@ -129,12 +130,27 @@ class TaskProcess:
             if followed is not None:
                 self.recorded = RecordedOrder(read_order(followed / ORDERS / order, call.number))
 
-    def addresses(self, own: bytes) -> dict[int, bytes]:
+    def dispatched(self, max_staleness: int | None) -> DispatchedCall:
+        """Return the call as the chief hands out its steps."""
+        accept = self.job.membership.accept
+        return DispatchedCall(
+            self.tasks, self.call.name, max_staleness, self.writer, self.recorded, self.timeout, accept
+        )
+
+    def addresses(self, end: AnsweringEnd | None = None) -> dict[int, bytes]:
         """Exchange addresses with the other processes; return those of the chief and the servers by process.
+
+        Args:
+            end: answers at this process; None if it only asks.
 
         Raises:
             PeerLostError: one of these has ended.
         """
+        own = b""
+        if end is not None:
+            own = end.address
+            if end.entrance:
+                self.job.membership.answers_at(end.entrance)
         what = f"the addresses of {self.call.name}"
         known = self.job.exchange(
             lambda view, communicator: dict(
@@ -151,7 +167,9 @@ class TaskProcess:
 
     def connect(self, addresses: Mapping[int, bytes], process: int) -> AskingChannel:
         """Connect to the chief or a server."""
-        made = AskingChannel(addresses[process], self.job.worker, self.tasks.name(process), self.timeout)
+        dial = self.job.membership.dial(process)
+        name = self.tasks.name(process)
+        made = AskingChannel(addresses[process], self.job.worker, name, self.timeout, dial)
         self._asking.append(made)
         return made
 

@@ -32,6 +32,9 @@ class ServerProcess(TaskProcess):
         job: of the process.
         call: the call of `fit`, or the calls of a `ClusterCoordinator`.
         variables: of the server.
+
+    Attributes:
+        end: answers the workers and the chief.
     """
 
     def __init__(self, job: Job, call: NumberedCall, variables: ServedVariables) -> None:
@@ -39,7 +42,7 @@ class ServerProcess(TaskProcess):
         index = job.context.tasks.of(job.worker)[1]
         super().__init__(job, call, f"ps-{index}")
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._end = AnsweringEnd(self._inbox.put)
+        self.end = AnsweringEnd(self._inbox.put, job.membership.accept)
         self._variables = variables
         self._name = f"parameter server {index}"
         self._version = 0
@@ -47,11 +50,6 @@ class ServerProcess(TaskProcess):
         self._applied: set[tuple[int, int]] = set()
         self._ended = False
         self._arrivals = OrderedArrivals(self.writer, self.recorded)
-
-    @property
-    def address(self) -> bytes:
-        """Where the server listens."""
-        return self._end.address
 
     def interrupt(self) -> None:
         """Let `serve` return; called in another thread."""
@@ -84,7 +82,7 @@ class ServerProcess(TaskProcess):
 
     def close(self) -> None:
         """Close all connections."""
-        self._end.close()
+        self.end.close()
         super().close()
 
     def _next(self) -> Asked | None:

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
-from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
-from lockstep.parameter_server.tasks import Tasks
+from lockstep.keras.parameter_server.dispatcher import Answered, DispatchedCall, Dispatcher
+from lockstep.parameter_server.order import Kind, Record
 from lockstep.protocol.parameter_server import Begin, Done, Ended, Enter, EpochDone, Next, Opened
 from lockstep.transport.array_channel import Asked
 
@@ -18,21 +17,12 @@ Array = npt.NDArray[Any]
 class StepDispatcher(Dispatcher):
     """Answers the workers of one call of `fit`; see `Dispatcher`."""
 
-    def __init__(
-        self,
-        tasks: Tasks,
-        workers: tuple[int, ...],
-        what: str,
-        max_staleness: int | None,
-        writer: OrderWriter,
-        recorded: RecordedOrder | None,
-        timeout: float,
-    ) -> None:
+    def __init__(self, call: DispatchedCall) -> None:
         self._results: list[Mapping[str, Array]] = []
         self._checks: dict[int, tuple[int, bytes]] = {}
         self._first: int | None = None
         self._opened = -1
-        super().__init__(tasks, workers, what, "step", max_staleness, writer, recorded, timeout)
+        super().__init__(call, "step")
 
     def open(self, epoch: int) -> None:
         """Let workers begin an epoch."""

@@ -49,7 +49,7 @@ class WorkerProcess(FitProcess):
         Raises:
             PeerLostError: the chief or a server has ended.
         """
-        addresses = self.addresses(b"")
+        addresses = self.addresses()
         with self.job.apart():
             self._servers = self.connect_servers(addresses, self.served.shards)
             self._chief = self.connect(addresses, 0)
