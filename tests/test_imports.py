@@ -60,7 +60,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "hosts": {
         *("agent", "checkpoint", "cluster", "collectives", "coordinator", "errors", "launcher", "local_job"),
-        *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
+        *("observability", "parameter_server", "protocol", "supervisor", "system", "topology", "transport"),
+        "worker",
     },
     "rendezvous": {
         *("agent", "cluster", "errors", "hosts", "launcher", "local_job", "observability", "protocol"),

@@ -13,7 +13,9 @@ from lockstep.errors import ConfigError
 from lockstep.parameter_server.order import (
     Kind,
     OrderedArrivals,
+    OrderFile,
     OrderWriter,
+    ReceivedOrders,
     Record,
     RecordedOrder,
     read_order,
@@ -42,7 +44,7 @@ class Noted(OrderWriter):
 
 
 def write(path: Path, calls: dict[int, Sequence[Record]]) -> None:
-    writer = OrderWriter(path)
+    writer = OrderWriter(OrderFile(path).write)
     for call, order in calls.items():
         writer.add(Kind.CALL, 0, call)
         for record in order:
@@ -116,12 +118,55 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_does_not_end_the_training(capfd: pytest.CaptureFixture[str]) -> None:
-    writer = OrderWriter(Path("/dev/full"))
+    writer = OrderWriter(OrderFile(Path("/dev/full")).write)
     for step in range(10**4):
         writer.add(Kind.PULL, 1, step)
     writer.close()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith("(No space left on device): lockstep rerun cannot repeat this run")
+
+
+@given(order=st.lists(records, max_size=40), size=st.integers(1, 40))
+def test_an_order_that_arrives_in_parts_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, order: list[Record], size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("orders")
+    parts: list[bytes] = []
+    writer = OrderWriter(parts.append)
+    writer.add(Kind.CALL, 0, 1)
+    for number, record in enumerate(order):
+        writer.add(*record)
+        if number % size == 0:
+            writer.close()
+    writer.end()
+    writer.close()
+    received = ReceivedOrders(folder)
+    for number, part in enumerate(parts):
+        received.take("ps-1", number, part)
+    assert read_order(folder / "ps-1", 1) == order
+
+
+def test_a_call_of_which_a_part_is_lost_is_refused_and_the_next_one_is_read(tmp_path: Path) -> None:
+    received = ReceivedOrders(tmp_path)
+    for call in (1, 2):
+        parts: list[bytes] = []
+        writer = OrderWriter(parts.append)
+        for record in (Record(Kind.CALL, 0, call), *in_turn([1, 2])):
+            writer.add(*record)
+            writer.close()
+        writer.end()
+        writer.close()
+        for number, part in enumerate(parts):
+            if (call, number) != (1, 2):
+                received.take("chief", number, part)
+    assert "only the beginning of the order of fit 1" in refused(tmp_path / "chief")
+    assert read_order(tmp_path / "chief", 2) == in_turn([1, 2])
+
+
+@pytest.mark.parametrize("name", ["../chief", "ps-", "ps-1/x", "", "chief\n"])
+def test_only_orders_of_tasks_are_received(tmp_path: Path, name: str) -> None:
+    ReceivedOrders(tmp_path / "order").take(name, 0, b"")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_writer_without_a_file_writes_nothing(tmp_path: Path) -> None:
@@ -149,7 +194,7 @@ def test_a_file_of_another_kind_or_version_is_refused(tmp_path: Path, data: byte
     assert "this version of Lockstep can read" in refused(path)
 
 
-@pytest.mark.parametrize("calls", [(), (1,), (1, 3)])
+@pytest.mark.parametrize("calls", [(1,), (1, 3)])
 def test_a_call_that_was_not_recorded_is_refused(tmp_path: Path, calls: tuple[int, ...]) -> None:
     path = tmp_path / "order.0"
     write(path, {call: in_turn([1]) for call in calls})
@@ -247,7 +292,7 @@ def test_an_arrival_that_is_recorded_twice_is_processed_at_both_turns() -> None:
 def test_following_writes_the_order_that_it_follows(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     write(old, {1: in_turn([1, 2, 3, 1, 2])})
-    writer = OrderWriter(new)
+    writer = OrderWriter(OrderFile(new).write)
     writer.add(Kind.CALL, 0, 1)
     arrivals = OrderedArrivals(writer, RecordedOrder(read_order(old, 1)))
     for record in in_turn([3, 2, 2, 1, 1]):

@@ -12,7 +12,7 @@ import pytest
 from lockstep.errors import PeerLostError, PeerStuckError
 from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
-from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder, read_order
+from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record, RecordedOrder, read_order
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import (
     Assigned,
@@ -71,7 +71,7 @@ def make() -> Iterator[Make]:
             timeout: float = PATIENCE,
             workers: tuple[int, ...] = WORKERS,
         ) -> StepDispatcher:
-            writer = OrderWriter(path)
+            writer = OrderWriter(OrderFile(path).write if path is not None else None)
             writer.add(Kind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
             coordinator = StepDispatcher(

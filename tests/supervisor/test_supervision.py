@@ -648,6 +648,23 @@ def test_a_job_with_parameter_servers_continues_without_a_worker_and_starts_no_o
     ]
 
 
+def test_a_job_with_parameter_servers_continues_without_a_host_of_workers_only() -> None:
+    hosts = place_on_hosts(5, ((0, 1), (2,), (3, 4)))
+    state = State.of(hosts, TimeLimits(), JobSize.of(5, 1, 3), vital=frozenset({0, 3, 4}))
+    state = replace(state, elastic=True)
+    decision = decide(state, HostLost(1, "host b has been silent for 5 s"), 9.0)
+    assert decision.state.stage is Stage.RUNNING
+    assert [action for action in decision.actions if isinstance(action, StartWorker)] == []
+    assert "lost workers are not replaced" in decision.reason
+    decision = decide(state, HostLost(2, "host c has been silent for 5 s"), 9.0)
+    assert decision.state.stage is Stage.ENDING
+    assert decision.state.shutdown.outcome is not None
+    assert decision.state.shutdown.outcome.message == (
+        "host c has been silent for 5 s; lost workers 3 and 4; the job cannot continue without workers 3 "
+        "and 4"
+    )
+
+
 @pytest.mark.parametrize("worker", [0, 3, 4])
 def test_a_job_with_parameter_servers_ends_with_its_chief_or_a_server(worker: int) -> None:
     state = decide(SERVED, WorkerExited(worker, -9), 9.0).state

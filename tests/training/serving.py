@@ -1,7 +1,7 @@
 """Trains models asynchronously on parameter servers; prints exact results and rounded ones.
 
-    serving.py serial | free | alone | lost-server | lost-chief | raising | faster | differing | again |
-        unscoped | mirrored
+    serving.py serial | free | long | alone | lost-server | lost-chief | raising | faster | differing |
+        again | unscoped | mirrored
 
 `serial` lets one step be in work at a time, as plain Keras does; without Lockstep, it prints what plain Keras
 computes. `free` has no bound; unless it follows a recorded order, a worker ends between its pushes to two
@@ -216,6 +216,11 @@ match KIND:
         serial(strategy().scope if job.is_worker() else nullcontext)
     case "free":
         free()
+    case "long":
+        model = dense(strategy().scope(), "adam")
+        shown = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", flush=True))
+        model.fit(X, Y, 20, int(sys.argv[2]), verbose=0, callbacks=[shown])
+        print("digest", lockstep.digest(model), flush=True)
     case "alone":
         models = [tagger(scope) for scope in (nullcontext(), strategy().scope())]
         for name, model in zip(("plain", "scoped"), models, strict=True):

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.errors import NetworkError, PeerLostError, PeerStuckError
 from lockstep.protocol.parameter_server import (
     Alive,
     Applied,
@@ -500,3 +500,83 @@ def test_every_end_has_an_address_of_its_own_without_a_file(closes_descriptors: 
     for end in ends:
         end.close()
     join_threads()
+
+
+@pytest.fixture
+def remote(inbox: Inbox) -> Iterator[tuple[AnsweringEnd, Callable[[], socket.socket]]]:
+    """An end with an entrance, and what connects over TCP as an agent passes such connections on."""
+    with contextlib.ExitStack() as stack:
+        end = AnsweringEnd(inbox.put, lambda connection: connection)
+        stack.callback(join_threads)
+        stack.callback(end.close)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def dial() -> socket.socket:
+            connection = socket.create_connection(listener.getsockname())
+            accepted, _ = listener.accept()
+            with accepted, socket.socket(socket.AF_UNIX) as passing:
+                passing.connect(end.entrance)
+                socket.send_fds(passing, [b"\0"], [accepted.fileno()])
+            return connection
+
+        yield end, dial
+
+
+def test_a_connection_from_another_host_is_passed_on(
+    inbox: Inbox, remote: tuple[AnsweringEnd, Callable[[], socket.socket]]
+) -> None:
+    end, dial = remote
+    with contextlib.closing(AskingChannel(b"", 3, "the chief", PATIENCE, dial)) as channel:
+        sent = np.arange(MANY, dtype=np.uint8)
+        channel.send(Push(1, (0,)), [sent])
+        asked = inbox.get(timeout=PATIENCE)
+        assert (asked.process, asked.message) == (3, Push(1, (0,)))
+        np.testing.assert_array_equal(asked.arrays[0], sent)
+        asked.answer(Applied(2), [sent])
+        answer, (received,) = channel.receive(Push(1, (0,)))
+        assert answer == Applied(2)
+        np.testing.assert_array_equal(received, sent)
+        # The host of the process is lost: the network does not tell.
+        end.drop(2)
+        end.drop(3)
+        assert inbox.get(timeout=PATIENCE).message is None
+
+
+def test_nothing_but_a_connection_is_passed_on(remote: tuple[AnsweringEnd, Any], inbox: Inbox) -> None:
+    end, _ = remote
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(end.entrance)
+        stranger.sendall(b"\0")
+        stranger.settimeout(PATIENCE)
+        assert stranger.recv(1) == b""
+    assert inbox.empty()
+
+
+def test_a_connection_that_cannot_be_completed_is_told(
+    capfd: pytest.CaptureFixture[str], remote: tuple[AnsweringEnd, Callable[[], socket.socket]]
+) -> None:
+    end, dial = remote
+
+    def refuse(connection: socket.socket) -> socket.socket:
+        connection.close()
+        raise NetworkError("it is not of this job")
+
+    end._complete = refuse
+    with (
+        contextlib.closing(AskingChannel(b"", 3, "the chief", PATIENCE, dial)) as channel,
+        pytest.raises(PeerLostError, match="the chief has ended"),
+    ):
+        channel.ask(Enter())
+    assert "a process of another host could not connect to ask this one: it is not of this job" in (
+        capfd.readouterr().err
+    )
+
+
+def test_another_host_that_cannot_be_reached_is_named() -> None:
+    def dial() -> socket.socket:
+        raise NetworkError("10.0.0.2:5000 did not answer within 3 s")
+
+    with pytest.raises(
+        PeerLostError, match=r"parameter server 1 cannot be reached: 10\.0\.0\.2:5000 did not"
+    ):
+        AskingChannel(b"", 1, "parameter server 1", PATIENCE, dial)

@@ -772,7 +772,9 @@ class Coordinator:
                 self.events.publish(event, worker)
                 if isinstance(event, run_events.StepsMeasured):
                     self._call_times.measured(worker, event)
-                elif not isinstance(event, run_events.MetricsRecorded | run_events.WorkerDigest):
+                elif not isinstance(
+                    event, run_events.MetricsRecorded | run_events.WorkerDigest | run_events.OrderRecorded
+                ):
                     self._take_event(worker, event)
             case JoinRequest(whole):
                 self._publish_and_decide(run_events.JoinRequested(worker, whole))

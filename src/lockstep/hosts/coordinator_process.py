@@ -21,10 +21,12 @@ from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
 from lockstep.errors import LockstepError, UnfitError
-from lockstep.observability.bus import Bus
+from lockstep.observability.bus import Bus, PublishedEvent, Subscriber
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
+from lockstep.observability.events import OrderRecorded
 from lockstep.observability.exports import Exports, JobDescription, exported
+from lockstep.parameter_server.order import ReceivedOrders
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -206,6 +208,7 @@ class CoordinatorProcess:
         console = Console(Sink(1), Sink(2), spec.tee, record.state.view.chief)
         user, command = LocalChannel.pair()
         events = Bus(clock, complain=console.say)
+        events.subscribe(_taken_into(ReceivedOrders(paths.orders)), OrderRecorded)
         described = JobDescription(spec.labels, len(record.state.view.workers))
         with recorded(events, paths, console.say), exported(events, _exports(first), described, note):
             coordinator = Coordinator(
@@ -312,6 +315,16 @@ def main(descriptor: int) -> int:
             ended = JobEnded(2, str(error))
     keeper.send(ended)
     return ended.status
+
+
+def _taken_into(orders: ReceivedOrders) -> Subscriber:
+    """Return what writes parts of orders as they arrive."""
+
+    def take(published: PublishedEvent) -> None:
+        assert isinstance(published.event, OrderRecorded)
+        orders.take(published.event.name, published.event.number, published.event.data)
+
+    return take
 
 
 if __name__ == "__main__":

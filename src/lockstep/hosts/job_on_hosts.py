@@ -280,6 +280,7 @@ class JobOnHosts:
             JobSize(spec.workers, by_hand=True) if self.by_hand is not None else size,
             keeps=spec.checkpoints is not None,
             cores=tuple(one.cores for one in _in_order(spec, facts)),
+            vital=spec.vital,
         )
         return replace(state, size=replace(state.size, wanted=self.wanted or spec.workers))
 

@@ -21,6 +21,7 @@ from lockstep.observability.events import (
     WORKER_EVENTS,
     WORKER_MEASUREMENTS,
     ImportStarted,
+    OrderRecorded,
     SourceChanged,
 )
 from lockstep.observability.step_recorder import StepRecorder
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     # Before the client: the measurements of a call precede the event of its end.
     recorder = StepRecorder(events, clock, _is_chief)
     events.subscribe(client.report, *WORKER_EVENTS, *WORKER_MEASUREMENTS)
-    events.subscribe(client.report, *WORKER_DIGESTS)
+    events.subscribe(client.report, *WORKER_DIGESTS, OrderRecorded)
     try:
         _enter_job(config, client, events).at_exit(recorder.flush)
     except PeerLostError as over:

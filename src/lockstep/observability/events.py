@@ -725,6 +725,20 @@ class DigestsRecorded(_Event, frozen=True, kw_only=True, tag="digests"):
     steps: tuple[StepDigests, ...]
 
 
+class OrderRecorded(_Event, frozen=True, kw_only=True, tag="order"):
+    """A part of an order of arrival, from a process whose host may not be that of the run folder.
+
+    Attributes:
+        name: of the order, such as `chief` or `ps-0`.
+        number: of this part among those of a call, from 0: a missing one was lost.
+        data: the records.
+    """
+
+    name: str
+    number: int
+    data: bytes
+
+
 CoordinatorEvent = (
     JobStarted
     | WorkerStarted
@@ -786,7 +800,7 @@ Measurement = WorkerMeasurement | LoadMeasured
 WorkerDigest = ProgramRecorded | SettingsRecorded | NamesRecorded | DigestsRecorded
 """What a worker records of the bits of a training; the coordinator publishes it again."""
 
-Event = CoordinatorEvent | WorkerEvent | Measurement | WorkerDigest | StepEnded
+Event = CoordinatorEvent | WorkerEvent | Measurement | WorkerDigest | OrderRecorded | StepEnded
 """All events. `StepEnded` stays in its worker."""
 
 WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)

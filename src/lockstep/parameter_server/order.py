@@ -6,18 +6,21 @@ id of a worker, and a step. A file begins with a mark, and each call of `fit`, o
 `ClusterCoordinator`, with a record of its number.
 """
 
-import contextlib
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from lockstep.errors import ConfigError
 from lockstep.system.notes import note
 
 _MARK = b"lockstep order 1\n"
 _RECORD = struct.Struct("<BBHI")
+_TOGETHER = 32 << 10
+"""Bytes of records that are written at once."""
+_NAME = re.compile(r"chief|ps-[0-9]{1,6}")
 
 
 class Kind(IntEnum):
@@ -54,55 +57,93 @@ class Record(NamedTuple):
     part: int = 0
 
 
-class OrderWriter:
-    """Writes the order of one process to a file.
+class OrderFile:
+    """A file with the order of one process, which the first records create.
 
-    Where that fails, the training continues, and a note says that the run cannot be repeated.
+    Where it cannot be written, the training continues, and a note says that the run cannot be repeated.
 
     Args:
-        path: of the file, which is created. None to write nothing.
+        path: of the file.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
-        if path is not None:
-            self._attempt(lambda: self._open(path))
+        self._lost = False
+
+    def write(self, records: bytes) -> None:
+        """Append encoded records."""
+        if self._lost:
+            return
+        try:
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            with self._path.open("ab") as file:
+                size = file.tell()
+                # An earlier run in the folder may have ended within a record.
+                whole = size - (size - len(_MARK)) % _RECORD.size if size >= len(_MARK) else 0
+                if whole < size:
+                    file.truncate(whole)
+                file.write(records if whole else _MARK + records)
+        except OSError as error:
+            self._lost = True
+            note(f"{self._path} cannot be written ({error.strerror}): lockstep rerun cannot repeat this run")
+
+
+class ReceivedOrders:
+    """Writes orders that arrive in parts from the processes of a job over hosts.
+
+    Args:
+        folder: for the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, OrderFile] = {}
+        self._next: dict[str, int] = {}
+
+    def take(self, name: str, number: int, records: bytes) -> None:
+        """Append a part to an order; the rest of a call of which a part is missing is lost.
+
+        Args:
+            name: of the order.
+            number: of the part in its call, from 0.
+            records: encoded.
+        """
+        if _NAME.fullmatch(name) is None or number not in (0, self._next.get(name)):
+            self._next.pop(name, None)
+            return
+        self._next[name] = number + 1
+        if name not in self._files:
+            self._files[name] = OrderFile(self._folder / name)
+        self._files[name].write(records)
+
+
+class OrderWriter:
+    """Writes the order of one process.
+
+    Args:
+        write: takes encoded records; called for many at a time. None to write nothing.
+    """
+
+    def __init__(self, write: Callable[[bytes], object] | None) -> None:
+        self._write = write
+        self._records = bytearray()
 
     def add(self, kind: Kind, worker: int, step: int, part: int = 0) -> None:
-        """Add a record, which reaches the file at the latest with `close`."""
-        if (file := self._file) is not None:
-            self._attempt(lambda: file.write(_RECORD.pack(kind, part & 0xFF, worker, step)))
+        """Add a record, which is written at the latest with `close`."""
+        if self._write is not None:
+            self._records += _RECORD.pack(kind, part & 0xFF, worker, step)
+            if len(self._records) >= _TOGETHER:
+                self.close()
 
     def end(self) -> None:
         """Mark the end of a call: its order is complete."""
         self.add(Kind.END, 0, 0)
 
     def close(self) -> None:
-        """Write everything and close the file."""
-        if self._file is not None:
-            self._attempt(self._file.close)
-
-    def _open(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        self._file = path.open("ab")
-        size = self._file.tell()
-        # An earlier run in the folder may have ended within a record.
-        whole = size - (size - len(_MARK)) % _RECORD.size if size >= len(_MARK) else 0
-        if whole < size:
-            self._file.truncate(whole)
-        if not whole:
-            self._file.write(_MARK)
-
-    def _attempt(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except OSError as error:
-            file, self._file = self._file, None
-            note(f"{self._path} cannot be written ({error.strerror}): lockstep rerun cannot repeat this run")
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
+        """Write everything."""
+        if self._write is not None and self._records:
+            records, self._records = bytes(self._records), bytearray()
+            self._write(records)
 
 
 def read_order(path: Path, call: int) -> list[Record]:

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import msgspec
 
-from lockstep.observability.events import WorkerDigest, WorkerEvent, WorkerMeasurement
+from lockstep.observability.events import OrderRecorded, WorkerDigest, WorkerEvent, WorkerMeasurement
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.credentials import Credentials
 
@@ -16,7 +16,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 class EventReport(msgspec.Struct, frozen=True, tag="report"):
     """The worker published an event, a measurement, or digests."""
 
-    event: WorkerEvent | WorkerMeasurement | WorkerDigest
+    event: WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded
 
 
 class WaitReport(msgspec.Struct, frozen=True, tag="waiting"):

@@ -312,6 +312,9 @@ def _host_lost(state: State, event: HostLost, now: float) -> Decision:
     if not state.active:
         return Decision(state, reason=f"{how}; the job is already ending")
     state = _unstuck(state)
+    if (vital := state.vital.intersection(gone)) and state.stage is Stage.RUNNING:
+        reason = f"{how}; the job cannot continue without {name_workers(tuple(sorted(vital)))}"
+        return _end(state, JobOutcome(1, reason), now)
     if waits or members.intersection(state.members):
         return _next_view(state, how, now)
     return _loss_noted(state, how, reported=False)
@@ -324,6 +327,8 @@ def _with_missing(state: State, lost: int) -> State:
     there, then = state.filled + len(arrivals), ""
     if size.by_hand and there < size.wanted:
         size, then = replace(size, wanted=max(there, 1)), _no_more(size)
+    elif state.vital and there < size.wanted:
+        then = "lost workers are not replaced"
     elif there < size.wanted and state.roomiest_host() is None:
         then = "others start when a host joins"
     if lost in admission.holders:

@@ -35,6 +35,11 @@ class RunPaths:
         return self.root / "digests"
 
     @property
+    def orders(self) -> Path:
+        """The folder with the orders of arrival of a job with parameter servers."""
+        return self.root / "order"
+
+    @property
     def sources(self) -> Path:
         """The source files of the script and its modules that the workers run."""
         return self.root / "sources"

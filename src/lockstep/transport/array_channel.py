@@ -286,6 +286,7 @@ class AnsweringEnd:
     ) -> None:
         self._put, self._complete = put, accept
         self._open: set[socket.socket] = set()
+        self._processes: dict[socket.socket, int] = {}
         self._unanswered: set[Asked] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -304,11 +305,16 @@ class AnsweringEnd:
                 listener.shutdown(socket.SHUT_RDWR)
                 listener.close()
             for connection in self._open:
-                with contextlib.suppress(OSError):
-                    # That of an encrypted connection would change what its thread uses.
-                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
+                _end(connection)
             for asked in self._unanswered:
                 asked.abandon()
+
+    def drop(self, process: int) -> None:
+        """End the connections of a process: it is lost, which the network may tell only much later."""
+        with self._lock:
+            for connection, own in self._processes.items():
+                if own == process:
+                    _end(connection)
 
     def _listen(self, serve: Callable[[socket.socket], None]) -> bytes:
         """Serve connections in threads; return where they are accepted."""
@@ -373,6 +379,7 @@ class AnsweringEnd:
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
             self._open.discard(connection)
+            self._processes.pop(connection, None)
             connection.close()
 
     def _answer_all(self, connection: socket.socket) -> None:
@@ -385,6 +392,8 @@ class AnsweringEnd:
             if not isinstance(hello, Introduction):
                 return
             process = hello.process
+            with self._lock:
+                self._processes[connection] = process
             while True:
                 message, arrays = _receive(connection, _questions)
                 asked = Asked(process, message, arrays)
@@ -405,3 +414,10 @@ class AnsweringEnd:
             self._forget(connection)
             if process >= 0:
                 self._put(Asked(process, None))
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection that a thread uses, which then closes it."""
+    with contextlib.suppress(OSError):
+        # The method of an encrypted connection would change what its thread uses.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -2,11 +2,12 @@
 
 import select
 import time
+from collections import deque
 from pathlib import Path
 
 from lockstep.errors import InternalError
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import WorkerDigest, WorkerEvent, WorkerMeasurement
+from lockstep.observability.events import OrderRecorded, WorkerDigest, WorkerEvent, WorkerMeasurement
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AgentMessage,
@@ -41,6 +42,7 @@ class AgentClient:
     def __init__(self, channel: Channel[WorkerMessage, AgentMessage]) -> None:
         self._channel = channel
         self._connected: list[PeerConnected] = []
+        self._kept: deque[AgentMessage] = deque()
 
     def started(self) -> None:
         """Report that the script is about to run."""
@@ -53,7 +55,7 @@ class AgentClient:
         may follow each other, wait shortly.
         """
         event = published.event
-        assert isinstance(event, WorkerEvent | WorkerMeasurement | WorkerDigest)
+        assert isinstance(event, WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded)
         patience = _PATIENCE
         if isinstance(event, WorkerMeasurement):
             patience = 0.0
@@ -125,6 +127,14 @@ class AgentClient:
             seconds = None if until is None else max(0.0, until - time.monotonic())
         return message
 
+    def newest_view(self) -> NewView | None:
+        """Return the newest announced view, if any, and leave it to `receive`; for the main thread."""
+        while not (self._kept and isinstance(self._kept[-1], JobOver)):
+            if (message := self._take(0.0)) is None:
+                break
+            self._kept.append(message)
+        return next((one for one in reversed(self._kept) if isinstance(one, NewView)), None)
+
     def connections(self, view: int) -> list[PeerConnected]:
         """Return the connections of a view that were kept, and close those of earlier ones."""
         kept, self._connected = self._connected, []
@@ -135,6 +145,9 @@ class AgentClient:
 
         It also returns None once one of the descriptors `wakes` is readable.
         """
+        return self._kept.popleft() if self._kept else self._take(seconds, *wakes)
+
+    def _take(self, seconds: float | None, *wakes: int) -> AgentMessage | None:
         channel = self._channel.fileno()
         if channel not in wait_for([channel, *wakes], seconds):
             return None

@@ -91,6 +91,12 @@ class Membership(Protocol):
             NetworkError: by what is returned: the other worker cannot be reached.
         """
 
+    def lost_workers(self) -> frozenset[int]:
+        """Return the workers of this view that are not in the next one, if that is announced.
+
+        In a job on one host, the ends of their connections tell. For the main thread.
+        """
+
     @property
     def accept(self) -> Callable[[socket.socket], socket.socket] | None:
         """What completes a connection from another host; None in a job on one host.
@@ -130,6 +136,10 @@ class Alone:
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:
         """Return None: there is no other host."""
         return None
+
+    def lost_workers(self) -> frozenset[int]:
+        """Return none."""
+        return frozenset()
 
     @property
     def accept(self) -> Callable[[socket.socket], socket.socket] | None:

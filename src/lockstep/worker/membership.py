@@ -187,6 +187,12 @@ class AgentMembership:
         """Return what connects to a worker on another host; see `Membership`."""
         return None if self._entrance is None else self._entrance.dial(worker)
 
+    def lost_workers(self) -> frozenset[int]:
+        """Return the workers of this view that are not in the next one; see `Membership`."""
+        if not self.over_hosts or (newest := self._client.newest_view()) is None:
+            return frozenset()
+        return frozenset(self._view.workers).difference(*newest.hosts)
+
     @property
     def accept(self) -> Callable[[socket.socket], socket.socket] | None:
         """What completes a connection from another host; see `Membership`."""

@@ -29,6 +29,9 @@ Answered = tuple[Any, list[Array]]
 _REPORT_EVERY = 5.0
 """Seconds between two notes on what the chief waits for."""
 
+_LOOK_EVERY = 1.0
+"""Seconds between two looks whether hosts are lost."""
+
 _SHOWN = "`w` in lockstep top shows what a worker does"
 
 
@@ -44,6 +47,7 @@ class DispatchedCall:
         recorded: the order to follow; None for the order of arrival.
         timeout: seconds without a completed step after which a worker counts as stuck.
         accept: completes connections from other hosts; None in a job on one host.
+        lost: returns the processes that are lost with their hosts.
     """
 
     tasks: Tasks
@@ -53,6 +57,7 @@ class DispatchedCall:
     recorded: RecordedOrder | None
     timeout: float
     accept: Callable[[socket.socket], socket.socket] | None = None
+    lost: Callable[[], frozenset[int]] = frozenset
 
 
 class Dispatcher(ABC):
@@ -70,7 +75,7 @@ class Dispatcher(ABC):
     def __init__(self, call: DispatchedCall, unit: str) -> None:
         self.staleness: list[int] = []
         self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
-        self._live = set(call.tasks.workers)
+        self._live, self._lost = set(call.tasks.workers), call.lost
         self._assignments = Assignments(call.max_staleness)
         self._writer, self._recorded = call.writer, call.recorded
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
@@ -161,7 +166,9 @@ class Dispatcher(ABC):
                     reported = now + (now - begun)
                     late = self._left() if leaving else f"no {self._unit} completed; {self._in_work()}"
                     note(f"{self._what}, after {now - begun:.0f} s: {late}")
-                self._changed.wait(min(_REPORT_EVERY, self._timeout))
+                for worker in self._lost() & self._live:
+                    self.end.drop(worker)
+                self._changed.wait(min(_LOOK_EVERY, self._timeout))
 
     def _left(self) -> str:
         return f"{', '.join(self._tasks.name(worker) for worker in sorted(self._live))} did not leave it"

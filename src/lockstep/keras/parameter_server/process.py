@@ -1,5 +1,6 @@
 """What the chief, the workers and the parameter servers have in common."""
 
+import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,17 +23,15 @@ from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.served_variables import place_weights
 from lockstep.keras.parameter_server.servers import Servers
-from lockstep.parameter_server.order import Kind, OrderWriter, RecordedOrder, read_order
+from lockstep.observability.events import OrderRecorded
+from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, RecordedOrder, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
 from lockstep.parameter_server.tasks import Tasks
+from lockstep.system.paths import RunPaths
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
-
-
-ORDERS = "order"
-"""The folder in a run folder with the orders of arrival."""
 
 
 @dataclass(frozen=True)
@@ -123,18 +122,28 @@ class TaskProcess:
         self.timeout = job.policy.timeout
         self._asking: list[AskingChannel] = []
         folder, followed = job.context.folder, job.context.order
-        self.writer = OrderWriter(folder / ORDERS / order if folder is not None and order else None)
+        self.writer = OrderWriter(None)
+        if folder is not None and order:
+            file = OrderFile(RunPaths(folder).orders / order)
+            self.writer = OrderWriter(self._publisher(order) if job.context.over_hosts else file.write)
         self.recorded: RecordedOrder | None = None
         if order:
             self.writer.add(Kind.CALL, 0, call.number)
             if followed is not None:
-                self.recorded = RecordedOrder(read_order(followed / ORDERS / order, call.number))
+                self.recorded = RecordedOrder(read_order(RunPaths(followed).orders / order, call.number))
 
     def dispatched(self, max_staleness: int | None) -> DispatchedCall:
         """Return the call as the chief hands out its steps."""
-        accept = self.job.membership.accept
+        membership = self.job.membership
         return DispatchedCall(
-            self.tasks, self.call.name, max_staleness, self.writer, self.recorded, self.timeout, accept
+            self.tasks,
+            self.call.name,
+            max_staleness,
+            self.writer,
+            self.recorded,
+            self.timeout,
+            membership.accept,
+            membership.lost_workers,
         )
 
     def addresses(self, end: AnsweringEnd | None = None) -> dict[int, bytes]:
@@ -183,6 +192,11 @@ class TaskProcess:
         for channel in self._asking:
             channel.close()
         self.writer.close()
+
+    def _publisher(self, order: str) -> Callable[[bytes], object]:
+        """Return what publishes parts of an order: this host may not be that of the run folder."""
+        numbers, events = itertools.count(), self.job.events
+        return lambda records: events.publish(OrderRecorded(name=order, number=next(numbers), data=records))
 
     def __enter__(self) -> Any:
         return self

@@ -1,6 +1,7 @@
 """A parameter server: has shards, and updates them as gradients arrive."""
 
 import queue
+import time
 from typing import Any
 
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from lockstep.transport.array_channel import AnsweringEnd, Asked
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
+
+_LOOK_EVERY = 1.0
+"""Seconds between two looks whether hosts are lost."""
 
 
 class ServerProcess(TaskProcess):
@@ -86,11 +90,15 @@ class ServerProcess(TaskProcess):
         super().close()
 
     def _next(self) -> Asked | None:
+        begun = time.monotonic()
         while True:
             try:
-                return self._inbox.get(timeout=self.timeout)
+                return self._inbox.get(timeout=min(_LOOK_EVERY, self.timeout))
             except queue.Empty:
-                if (turn := self._arrivals.awaited()) is not None:
+                for process in self.job.membership.lost_workers():
+                    self.end.drop(process)
+                late = time.monotonic() - begun >= self.timeout
+                if late and (turn := self._arrivals.awaited()) is not None:
                     raise PeerStuckError(
                         f"{self._name} follows a recorded order in which step {turn.step + 1} of worker "
                         f"{turn.worker} comes next ({turn.kind.name.lower()}), which has not arrived for "
