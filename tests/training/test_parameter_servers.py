@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ def test_one_step_at_a_time_is_plain_keras(
                 assert found[0][name][key] == pytest.approx(values, rel=2e-3, abs=2e-4), (name, key)
     # All processes have the state of the chief's callbacks.
     assert [run.marked(worker, "callbacks ") for worker in range(3)] == [[shown]] * 3
+    # The worker computes all steps that the chief takes; the server computes none.
+    measured = map(json.loads, (run.folder / "measurements.jsonl").read_text().splitlines())
+    steps = Counter[int]()
+    for event in measured:
+        if event["event"] == "steps" and event["call"].startswith("fit"):
+            steps[event["worker"]] += event["count"]
+    assert dict(steps) == {0: steps[0], 1: steps[0]}
     # The script draws the same after `fit` in all processes.
     assert len({one["again"]["drawn"] for one in found}) == 1
 

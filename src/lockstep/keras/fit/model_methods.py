@@ -304,6 +304,7 @@ class ModelMethods:
                 model,
                 self._served[model],
                 self._tables(call, model, training),
+                self._calls.taken,
                 lambda step: setattr(model, "train_function", self._backend.function(model, step, "train")),
             )
             plain_steps = self._plain_steps

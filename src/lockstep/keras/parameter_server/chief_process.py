@@ -150,6 +150,8 @@ class ChiefProcess(FitProcess):
         """Return (logs, state) of the next completed step."""
         assert self._dispatcher is not None
         step, self._steps = self._steps, self._steps + 1
+        timer = self.job.timer
+        timer.begin(self.call.name)
         if step == 0:
             self.computed(self._program, state, step, batch)
             self._dispatcher.set_layers(as_arrays(self._program.layers(state), self.backend.to_numpy))
@@ -159,9 +161,13 @@ class ChiefProcess(FitProcess):
             self._write_changes(state)
             self._dispatcher.open(self._opening)
             self._opening = None
-        self._checks[step] = self.read(batch).check()
+        data = self.read(batch)
+        self._checks[step] = data.check()
+        timer.lap("input")
         result = self._dispatcher.result(step)
+        timer.lap("wait")
         logs, state = self._program.finish(state, result)
+        timer.lap("update")
         self.job.note_step()
         self._compare_batches()
         self._current = self._last
@@ -169,6 +175,8 @@ class ChiefProcess(FitProcess):
             weights, slots = self._pulled()
             state = self._with(state, weights, slots, self._dispatcher.layers)
             self._known_others = self._others(state)
+            timer.lap("exchange")
+        timer.end(step + 1, logs, trained=self.served.trained + step + 1, examples=data.examples)
         return logs, state
 
     def _compare_batches(self) -> None:
@@ -279,6 +287,8 @@ class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]
     def on_test_begin(self, logs: Any = None) -> None:
         """Note the random states: workers do not validate, and draw the next order from theirs."""
         self._states = random_states()
+        # The time of the validation belongs to no step.
+        self._chief.job.timer.stop()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Continue with the random states from before the validation."""

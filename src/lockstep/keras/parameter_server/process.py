@@ -59,6 +59,7 @@ class ServedCall:
         model: built, equal in all processes.
         options: of the strategy.
         tables: of which workers read rows.
+        trained: number of training steps of the job before the call.
         install: makes Keras's loop call a step.
     """
 
@@ -68,6 +69,7 @@ class ServedCall:
     model: Any
     options: ServerOptions
     tables: EmbeddingTables
+    trained: int
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
 
     @property

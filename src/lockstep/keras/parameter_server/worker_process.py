@@ -37,7 +37,7 @@ class WorkerProcess(FitProcess):
         super().__init__(served, "")
         self._rows = LookedUpRows(served.tables, self.model)
         self._program: ServedProgram | None = None
-        self._steps = 0
+        self._steps, self._measured = 0, 0
         self._assigned: Assigned | None = None
         self._layers: dict[str, Array] = {}
         self._kept: dict[int, Any] = {}
@@ -98,10 +98,15 @@ class WorkerProcess(FitProcess):
         return keras.utils.unpack_x_y_sample_weight(self.read(batch).share(0, 1).data())[0]
 
     def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
+        timer = self.job.timer
+        timer.begin(self.call.name)
         program, rows = self._program, self._rows.look_up(self._inputs(batch))
+        timer.lap("input")
         if program is None or self._rows.make_room():
             program = self._prepare(step, batch)
+            timer.lap("compute")
         weights = self._rows.placed(self._servers.pull(step, rows))
+        timer.lap("exchange")
         layers = self._layers | {name: key_of_replica(seed, step) for name, seed in self._seeds.items()}
         self._state = program.put(self._state, weights, layers)
         found = dict(self.computed(program, self._state, step, batch))
@@ -115,12 +120,19 @@ class WorkerProcess(FitProcess):
         if present is not None:
             gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
         self.job.note_step()
+        timer.lap("compute")
         staleness = self._servers.push(step, self._rows.collected(gradients), rows=rows)
-        return Done(step, tuple(found), staleness, self.read(batch).check()), list(found.values())
+        timer.lap("exchange")
+        data = self.read(batch)
+        self._measured += 1
+        trained = self.served.trained + step + 1
+        timer.end(self._measured, trained=trained, examples=data.examples, replicas=1)
+        return Done(step, tuple(found), staleness, data.check()), list(found.values())
 
     def _ask(self, question: Next | Done, arrays: Sequence[Array] = ()) -> None:
         """Ask the chief for the next step."""
         answer, values = self._chief.ask(question, arrays)
+        self.job.timer.lap("wait")
         if isinstance(answer, Ended):
             raise _TrainingEnded
         self._accept(answer, values)
@@ -135,6 +147,8 @@ class WorkerProcess(FitProcess):
         """Wait until the next epoch begins; compute steps that lost workers have left."""
         while True:
             answer, values = self._chief.ask(EpochDone(epoch, self._steps))
+            # Workers wait while the chief evaluates: that time belongs to no step.
+            self.job.timer.stop()
             self._assigned = None
             if isinstance(answer, Ended):
                 self.model.stop_training = True
