@@ -362,6 +362,26 @@ def test_no_command_loads_a_framework(module: str) -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            "--ps 2 --hosts a:2,b",
+            "--hosts has room for 3, but a job with --ps 2 has a chief, 2 parameter servers",
+        ),
+        ("--ps 1 -n 2 --hosts a:2,b:3", "has 5 workers, but the job has 4"),
+        ("--ps 1 -n 2 --slurm", "--ps cannot be combined with --slurm: use --hosts or --listen"),
+        ("--ps 1 --checkpoint c", "use keras.callbacks.BackupAndRestore or ModelCheckpoint"),
+    ],
+)
+def test_parameter_servers_that_a_job_cannot_have_are_refused(lockstep: Any, options: str, said: str) -> None:
+    done = lockstep.run(*options.split(), lockstep.script(""))
+    assert (done.status, done.out) == (2, "")
+    (line,) = done.err.splitlines()
+    assert said in line
+    assert not (lockstep.folder / "runs").exists()
+
+
 def test_a_run_loads_no_framework(lockstep: Any) -> None:
     note = lockstep.folder / "loaded"
     (lockstep.folder / "sitecustomize.py").write_text(

@@ -66,6 +66,27 @@ def test_the_loss_of_a_host(
     hosts[lost].reconnect()
 
 
+@pytest.mark.slow
+def test_hosts_join_a_job_with_parameter_servers(
+    nodes: Sequence[Host], lean: Callable[..., dict[str, str]]
+) -> None:
+    environment = {**lean(TRAINING / "together.py", "jax"), "LOCKSTEP_KEY_FILE": "job.key"}
+    for host in nodes:
+        shutil.copy(TRAINING / "serving.py", host.work)
+    address = f"{nodes[0].address}:7000"
+    options = f"--backend jax --ps 2 -n 2 --workers-here 2 --threads-per-worker 1 --listen {address}"
+    job = nodes[0].lockstep(
+        "run", *options.split(), "--run-dir", "run", "serving.py", "long", "10", **environment
+    )
+    agents = [
+        host.lockstep("agent", "--join", address, "-n", count, **environment)
+        for host, count in zip(nodes[1:3], ("1", "2"), strict=True)
+    ]
+    assert [one.end() for one in (job, *agents)] == [0, 0, 0], job.err
+    logs = [(nodes[0].work / "run" / f"worker-{worker}.log").read_text() for worker in range(5)]
+    assert len({_digest(log) for log in logs}) == 1
+
+
 def _digest(log: str) -> str:
     *_, last = (line for line in log.splitlines() if line.startswith("digest "))
     return last

@@ -142,6 +142,33 @@ def test_the_ids_of_all_lookups_follow_from_the_inputs(make: Callable[[], keras.
     assert [len(layer._inbound_nodes) for layer in model._flatten_layers()] == nodes
 
 
+class Positions(layers.Layer):
+    """Adds an embedding of the positions of words, which do not depend on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = (
+            layers.Embedding(ITEMS, 2, name="words"),
+            layers.Embedding(3, 2, name="places"),
+        )
+
+    def call(self, words: Any) -> Any:
+        return self.words(words) + self.places(ops.arange(3))
+
+
+def with_positions() -> keras.Model:
+    items = layers.Input((3,), dtype="int32", name="items")
+    return keras.Model(items, layers.Dense(1)(layers.Flatten()(Positions()(items))))
+
+
+def test_other_tables_of_a_model_do_not_matter_for_a_table() -> None:
+    model = with_positions()
+    model.compile("sgd", "mse")
+    calls, reasons = found(model, X["items"])
+    assert [path.rpartition("/")[2] for path in calls] == ["words"]
+    assert [path.rpartition("/")[2] for path in reasons] == ["places"]
+
+
 @pytest.mark.parametrize(
     ("make", "optimizer", "tables", "said"),
     [
@@ -227,7 +254,7 @@ def test_the_gradients_of_rows_are_those_of_the_tables(make: Callable[[], keras.
     weights = [np.array(backend.to_numpy(variable.value)) for variable in model.trainable_variables]
     before = [id(variable) for variable in model.trainable_variables]
     with LookedUpRows(tables, model) as looked_up:
-        rows = looked_up.look_up(X)
+        rows = looked_up.look_up(lambda: X)
         assert rows.keys() == tables.variables
         assert looked_up.make_room()
         assert not looked_up.make_room()
@@ -254,7 +281,8 @@ def test_a_larger_batch_gets_more_room() -> None:
     with LookedUpRows(tables, model) as looked_up:
         sizes = []
         for count in (4, 3, 5):
-            looked_up.look_up({name: array[:count] for name, array in X.items()})
+            first = {name: array[:count] for name, array in X.items()}
+            looked_up.look_up(lambda first=first: first)
             changed = looked_up.make_room()
             sizes.append(
                 (changed, [looked_up.fitted([[0] * 4])[0][i].shape[0] for i in sorted(tables.variables)])
@@ -267,7 +295,7 @@ def test_a_step_that_reads_a_table_in_another_way_is_refused() -> None:
     model = compiled(Recommender)
     tables, _ = find_tables(model, lambda: X, adapter().steps().to_numpy)
     with LookedUpRows(tables, model) as looked_up:
-        looked_up.look_up(X)
+        looked_up.look_up(lambda: X)
         looked_up.make_room()
         with pytest.raises(ModelError, match=r"reads the table of layer .* other than by lookups"):
             ops.mean(model.items.embeddings)
@@ -379,6 +407,6 @@ def test_nothing_is_replaced_in_a_model_without_tables() -> None:
     model = compiled(OwnLoss)
     tables, _ = find_tables(model, lambda: X, adapter().steps().to_numpy)
     with LookedUpRows(tables, model) as looked_up, nullcontext():
-        assert looked_up.look_up(X) == {}
+        assert looked_up.look_up(lambda: X) == {}
         assert not looked_up.make_room()
         assert "call" not in vars(model)

@@ -552,7 +552,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
     """Raise ConfigError for options that jobs with parameter servers do not support."""
     names = ("replicas", "checkpoint", "devices", "verify_every")
     given = [
-        *(way for way in ways if way != "--hosts"),
+        *(way for way in ways if way not in ("--hosts", "--listen")),
         *(f"--{name.replace('_', '-')}" for name in names if options[name] is not None),
     ]
     given += ["--min-workers"] if options["min_workers"] > 1 else []
@@ -564,7 +564,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
         "--min-workers": "lost workers are not replaced",
     }
     if given:
-        reason = reasons.get(given[0], "use --hosts, or one machine")
+        reason = reasons.get(given[0], "use --hosts or --listen, or one machine")
         raise ConfigError(f"--ps cannot be combined with {given[0]}: {reason}")
 
 

@@ -5,6 +5,7 @@ compiled step neither knows the table nor searches in it, and its gradients are 
 computed before the step, by the part of the model that leads from its inputs to its `Embedding` layers.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from lockstep.keras.parameter_server.served_variables import lazy_hindrance
 from lockstep.keras.randomness import random_states, same_states, set_random_states
 
 Array = npt.NDArray[Any]
+
+_STYLE = re.compile("\x1b\\[[0-9;]*m")
+"""What Keras highlights parts of messages with."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,16 @@ class LookedUpRows:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def look_up(self, x: Any) -> dict[int, Array]:
+    def look_up(self, x: Callable[[], Any]) -> dict[int, Array]:
         """Return the distinct rows that a batch looks up, in order, by the positions of their tables.
+
+        Args:
+            x: returns the inputs of the batch; not called if there are no tables.
 
         Raises:
             DataError: an id is outside of its table.
         """
-        self._found = self._tables.lookups(x)
+        self._found = self._tables.lookups(x()) if self._tables.tables else []
         self._distinct = [
             np.unique(np.concatenate([ids.ravel() for ids in calls]), return_inverse=True)
             for calls in self._found
@@ -218,36 +225,42 @@ def find_tables(
         x: returns inputs of a batch; called only if the model does not know the form of its inputs.
         to_numpy: reads a tensor.
     """
+    positions = {id(one): i for i, one in enumerate(model.trainable_variables)}
     layers = [
         layer
         for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.Embedding) and layer.built and layer.trainable
+        if isinstance(layer, keras.layers.Embedding) and id(getattr(layer, "_embeddings", None)) in positions
     ]
-    unfit = lazy_hindrance(model.optimizer, model.trainable_variables)
+    unfit = layers and lazy_hindrance(model.optimizer, model.trainable_variables)
     reasons = {layer.path: reason for layer in layers if (reason := unfit or _hindrance(model, layer))}
     layers = [layer for layer in layers if layer.path not in reasons]
-    positions = {id(one): i for i, one in enumerate(model.trainable_variables)}
     while layers:
         try:
             with _graph_kept(model):
                 calls, inputs = _traced_calls(model, layers, x)
-                ids = [one for layer in layers for one in calls[id(layer)]]
-                reads, hindrance = _reading(inputs, ids, to_numpy)
+                found = {layer.path: _reading(inputs, calls[id(layer)], to_numpy)[1] for layer in layers}
+                reasons |= {path: hindrance for path, hindrance in found.items() if hindrance}
+                layers = [layer for layer in layers if layer.path not in reasons]
+                reads, _ = _reading(inputs, [ids for layer in layers for ids in calls[id(layer)]], to_numpy)
         except _TableRead as error:
             reasons[error.layer.path] = "the model reads it in other ways than by lookups"
             layers = [layer for layer in layers if layer is not error.layer]
             continue
         except Exception as error:
-            hindrance = f"its ids cannot be computed before the step ({type(error).__name__}: {error})"
-        if hindrance:
-            reasons |= {layer.path: hindrance for layer in layers}
-            break
+            cause = f"its ids cannot be computed before the step ({type(error).__name__}: {_line_of(error)})"
+            return NO_TABLES, reasons | {layer.path: cause for layer in layers}
         tables = [
             EmbeddingTable(layer, positions[id(layer._embeddings)], len(calls[id(layer)])) for layer in layers
         ]
-        used = [table for table in tables if table.calls]
-        return EmbeddingTables(used, reads), reasons
+        return EmbeddingTables([table for table in tables if table.calls], reads), reasons
     return NO_TABLES, reasons
+
+
+def _line_of(error: Exception) -> str:
+    """Return the first line of a message that says something."""
+    lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith("Exception encountered when calling")]
+    return next(iter(telling or lines), "")
 
 
 def _hindrance(model: Any, layer: Any) -> str:
@@ -313,6 +326,8 @@ def _traced_calls(
                 stack.enter_context(
                     replaced(part, "symbolic_call", partial(_recorded, calls[id(part)], part.symbolic_call))
                 )
+                # With ids that do not depend on the inputs, the table is read at once.
+                stack.enter_context(replaced(part, "call", partial(_read_at_once, part)))
                 stack.enter_context(unreadable(part, partial(_TableRead, part)))
             elif any(id(inner) in calls for inner in part._flatten_layers(include_self=False)):
                 stack.enter_context(replaced(part, "symbolic_call", part.call))
@@ -343,6 +358,10 @@ def _symbolic(leaf: Any) -> Any:
 def _recorded(calls: list[Any], symbolic_call: Callable[[Any], Any], ids: Any) -> Any:
     calls.append(ids)
     return symbolic_call(ids)
+
+
+def _read_at_once(layer: Any, *_: Any, **__: Any) -> NoReturn:
+    raise _TableRead(layer)
 
 
 def _reading(

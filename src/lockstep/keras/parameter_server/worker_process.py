@@ -69,7 +69,7 @@ class WorkerProcess(FitProcess):
         step, self._steps = self._steps, self._steps + 1
         self._state = state
         if self._program is None:
-            self._rows.look_up(self._inputs(batch))
+            self._rows.look_up(lambda: self._inputs(batch))
             self._rows.make_room()
             self._prepare(step, batch)
         self._kept[step] = batch
@@ -100,7 +100,7 @@ class WorkerProcess(FitProcess):
     def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
         timer = self.job.timer
         timer.begin(self.call.name)
-        program, rows = self._program, self._rows.look_up(self._inputs(batch))
+        program, rows = self._program, self._rows.look_up(lambda: self._inputs(batch))
         timer.lap("input")
         if program is None or self._rows.make_room():
             program = self._prepare(step, batch)
