@@ -63,6 +63,21 @@ def test_the_tasks_of_a_step(nodes: Sequence[Host], task: Task) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_with_parameter_servers(nodes: Sequence[Host], task: Task, lean: Any) -> None:
+    """A chief and a worker on node1, a worker on node2, and two servers on node3."""
+    training = Path(__file__).parents[1] / "training"
+    for node in nodes[:3]:
+        shutil.copy(training / "serving.py", node.work)
+    given = lean(training / "together.py", "jax")
+    command = "--ps 2 -n 2 --threads-per-worker 1 --run-dir run serving.py long 3"
+    tasks = [task(node, 3, command, given=given) for node in range(3)]
+    assert [one.end() for one in tasks] == [0, 0, 0], [one.err for one in tasks]
+    assert "a chief (worker 0), 2 workers, 2 parameter servers (from worker 3)" in tasks[0].err
+    logs = [(nodes[0].work / f"run/worker-{worker}.log").read_text() for worker in range(5)]
+    assert len({line for log in logs for line in log.splitlines() if line.startswith("digest ")}) == 1
+
+
+@pytest.mark.slow
 def test_a_requeued_node(nodes: Sequence[Host], task: Task) -> None:
     """Its task joins the job again."""
     command = "--run-dir run stepping.py 150"

@@ -537,9 +537,10 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         with_port(options["listen"])
     if options["listen"] and options["workers"] is None:
         raise ConfigError("--listen needs the number of all workers; give -n too")
-    if options["listen"] and (options["here"] or 1) > options["workers"]:
+    if options["listen"] and (options["here"] or 1) > options["workers"] + _others(options):
         raise ConfigError(
-            f"--workers-here {options['here']} is more than the {options['workers']} workers of the job"
+            f"--workers-here {options['here']} is more than the {options['workers'] + _others(options)} "
+            "workers of the job"
         )
     if options["tf_config"] and options["workers"] is not None:
         raise ConfigError(
@@ -552,7 +553,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
     """Raise ConfigError for options that jobs with parameter servers do not support."""
     names = ("replicas", "checkpoint", "devices", "verify_every")
     given = [
-        *(way for way in ways if way not in ("--hosts", "--listen")),
+        *(way for way in ways if way not in ("--hosts", "--listen", "--slurm")),
         *(f"--{name.replace('_', '-')}" for name in names if options[name] is not None),
     ]
     given += ["--min-workers"] if options["min_workers"] > 1 else []
@@ -564,7 +565,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
         "--min-workers": "lost workers are not replaced",
     }
     if given:
-        reason = reasons.get(given[0], "use --hosts or --listen, or one machine")
+        reason = reasons.get(given[0], "use --hosts, --listen or --slurm, or one machine")
         raise ConfigError(f"--ps cannot be combined with {given[0]}: {reason}")
 
 
@@ -576,7 +577,8 @@ def _take_place(script: Script, options: dict[str, Any]) -> str:
     from lockstep.hosts.tf_config_role import find_place
 
     slurm, here = options["slurm"], options["here"] or 1
-    place = own_place(options["workers"]) if slurm else find_place(tf_config_given(), here)
+    others, asked = _others(options), options["workers"]
+    place = own_place(asked and asked + others) if slurm else find_place(tf_config_given(), here)
     match place.role:
         case TaskRole.SERVER:
             note("a parameter server has nothing to do: the workers hold the whole state")
@@ -596,7 +598,7 @@ def _take_place(script: Script, options: dict[str, Any]) -> str:
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
             options["listen"], options["here"] = place.address, place.here
-    options["workers"] = place.workers
+    options["workers"] = _without_others(place.workers, options)
     return place.name
 
 
@@ -683,9 +685,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
     checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
-    servers = options["servers"] or 0
-    # The chief and the servers are processes like the workers; outside of `fit`, each has a replica.
-    others = servers + 1 if servers else 0
+    others = _others(options)
     hosts: tuple[JobHost, ...] = ()
     if options["hosts"] is not None:
         hosts = parse_hosts(options["hosts"], options["workers"] and options["workers"] + others)
@@ -695,11 +695,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
     replicas = options["replicas"] or past.get("replicas")
     workers = options["workers"] or min(wanted, replicas or wanted)
     workers = sum(host.workers for host in hosts) or workers + others
-    if servers and workers <= others:
-        raise ConfigError(
-            f"--hosts has room for {workers}, but a job with --ps {servers} has a chief, "
-            f"{count(servers, 'parameter server')} and at least one worker: {others + 1} processes in all"
-        )
+    _without_others(workers, options)
     replicas = replicas or workers
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0
@@ -717,10 +713,10 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         replicas=replicas,
         threads=threads,
         seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
-        joint_input=(options["reading"] or _past_reading(past)) == "joint" or bool(servers),
+        joint_input=(options["reading"] or _past_reading(past)) == "joint" or bool(others),
         timeout=options["timeout"],
         min_workers=options["min_workers"],
-        max_restarts=0 if servers else options["max_restarts"],
+        max_restarts=0 if others else options["max_restarts"],
         grace=parse_seconds(options["grace"], "--grace"),
         accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
@@ -736,8 +732,28 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         verify_every=_verify_every(options, replicas),
         verify_all=options["verify_replicas"] == "all",
         allow_unlike=options["allow_unlike"],
-        parameter_servers=servers,
+        parameter_servers=options["servers"] or 0,
     )
+
+
+def _others(options: Mapping[str, Any]) -> int:
+    """Return how many processes of a job are no workers to the user: a chief and parameter servers.
+
+    They are processes like the workers; outside of `fit`, each has a replica.
+    """
+    return options["servers"] + 1 if options["servers"] else 0
+
+
+def _without_others(processes: int, options: Mapping[str, Any]) -> int:
+    """Return the number of workers of a job with a number of processes; raise ConfigError if it has none."""
+    workers = processes - _others(options)
+    if workers < 1:
+        servers = options["servers"]
+        raise ConfigError(
+            f"there is room for {processes}, but a job with --ps {servers} has a chief, "
+            f"{count(servers, 'parameter server')} and at least one worker: {servers + 2} processes in all"
+        )
+    return workers
 
 
 def _verify_every(options: dict[str, Any], replicas: int) -> int:

@@ -243,7 +243,7 @@ def find_tables(
                 layers = [layer for layer in layers if layer.path not in reasons]
                 reads, _ = _reading(inputs, [ids for layer in layers for ids in calls[id(layer)]], to_numpy)
         except _TableRead as error:
-            reasons[error.layer.path] = "the model reads it in other ways than by lookups"
+            reasons[error.layer.path] = str(error)
             layers = [layer for layer in layers if layer is not error.layer]
             continue
         except Exception as error:
@@ -281,13 +281,13 @@ def _hindrance(model: Any, layer: Any) -> str:
 
 
 class _TableRead(BaseException):
-    """A model reads a table other than by lookups.
+    """A model reads a table other than by lookups of ids that depend on its inputs.
 
     It is no Exception, because Keras replaces those.
     """
 
-    def __init__(self, layer: Any) -> None:
-        super().__init__(layer.path)
+    def __init__(self, layer: Any, reason: str = "the model reads it in other ways than by lookups") -> None:
+        super().__init__(reason)
         self.layer = layer
 
 
@@ -361,7 +361,7 @@ def _recorded(calls: list[Any], symbolic_call: Callable[[Any], Any], ids: Any) -
 
 
 def _read_at_once(layer: Any, *_: Any, **__: Any) -> NoReturn:
-    raise _TableRead(layer)
+    raise _TableRead(layer, "its ids do not depend on the inputs of the model")
 
 
 def _reading(
