@@ -1,5 +1,6 @@
 """Contents to write, and exact comparison."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def same(first: Any, second: Any) -> bool:
         return same(list(first.items()), list(second.items()))
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, float):
+        return struct.pack(">d", first) == struct.pack(">d", second)
     return repr(first) == repr(second)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,9 @@ leaves = (
     | st.integers()
     | st.integers(-(2**70), 2**70)
     | st.floats()
+    | st.sampled_from(
+        [math.copysign(math.nan, -1.0), struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0]]
+    )
     | texts
     | st.binary(max_size=5)
     | arrays

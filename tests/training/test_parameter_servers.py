@@ -76,6 +76,16 @@ def test_a_run_that_lost_a_worker_between_two_servers_can_be_repeated(
         assert orders[0] == orders[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow"], indirect=True)
+def test_the_models_of_the_tests_of_tf_keras(launch: Launch, tmp_path: Path, backend: str) -> None:
+    run = launch("-n 3 --ps 2", "served_models.py", str(tmp_path / "board"), backend=backend)
+    assert run.status == 0, run.stderr
+    found = [run.marked(worker, "result ") for worker in range(6)]
+    assert len(found[0]) == 8
+    assert found == [found[0]] * 6
+
+
 @pytest.mark.parametrize("backend", ["tensorflow"], indirect=True)
 def test_one_process_with_the_strategy_trains_several_outputs(
     plain: Callable[..., str], backend: str

@@ -5,6 +5,7 @@ integers of up to 63 bits and a sign. Everything else is an object with one key,
 
     {"$tuple": [...]}                    {"$dict": [[key, value], ...]}     other keys than plain strings
     {"$int": "-0x1f"}                    {"$float": "nan" | "inf" | "-inf"}
+    {"$nan": "<hex>"}                    another nan than that of "$float"
     {"$bytes": "<base64>"}               {"$str": "<base64 of UTF-8>"}      with lone surrogates
     {"$scalar": ["float32", "<hex>"]}    {"$array": "<name>"}
 """
@@ -12,6 +13,7 @@ integers of up to 63 bits and a sign. Everything else is an object with one key,
 import base64
 import binascii
 import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +24,8 @@ import numpy.typing as npt
 from lockstep.errors import CheckpointError
 
 Array = npt.NDArray[Any]
+
+_NAN = struct.pack(">d", math.nan)
 
 
 def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
@@ -81,6 +85,8 @@ class _Packer:
         return value if value.bit_length() <= 63 else {"$int": hex(value)}
 
     def _float(self, value: float, where: str) -> Any:
+        if math.isnan(value) and (bits := struct.pack(">d", value)) != _NAN:
+            return {"$nan": bits.hex()}
         return value if math.isfinite(value) else {"$float": repr(value)}
 
     def _str(self, value: str, where: str) -> Any:
@@ -183,6 +189,7 @@ def _scalar(content: Any) -> Any:
 _LEAVES: Mapping[str, Callable[[Any], Any]] = {
     "$int": lambda content: int(content, 16),
     "$float": float,
+    "$nan": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
     "$bytes": lambda content: base64.b64decode(content, validate=True),
     "$str": lambda content: base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass"),
     "$scalar": _scalar,

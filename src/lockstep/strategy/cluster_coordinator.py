@@ -4,7 +4,7 @@ The names are those of `tf.distribute.coordinator`.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import InputError
@@ -29,15 +29,28 @@ class ClusterCoordinator:
     values of the last `join`, `fetch`, or `done` that returned True. In one process without a job, `schedule`
     runs the function.
 
+    A strategy has one coordinator: a second call returns the same object.
+
     Args:
         strategy: in whose scope models, optimizers and metrics were created.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    _strategy: ParameterServerStrategy
+    _datasets: Iterator[int]
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
+        """Return the only coordinator of a strategy.
+
+        Raises:
+            InputError: it is no `ParameterServerStrategy`.
+        """
         if not isinstance(strategy, ParameterServerStrategy):
             raise InputError("ClusterCoordinator needs a lockstep.ParameterServerStrategy")
-        self._strategy = strategy
-        self._datasets = itertools.count()
+        known: ClusterCoordinator | None = strategy._coordinator
+        if known is None:
+            strategy._coordinator = known = super().__new__(cls)
+            known._strategy, known._datasets = strategy, itertools.count()
+        return known
 
     @property
     def strategy(self) -> ParameterServerStrategy:

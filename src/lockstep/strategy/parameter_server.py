@@ -65,6 +65,7 @@ class ParameterServerStrategy(Strategy):
         self._variables = ScopeVariables()
         self._calls: FunctionCalls | None = None
         self._local_calls: LocalCalls | None = None
+        self._coordinator: Any = None
         if self.has_servers:
             assignments.install()
             self._job.at_completion(self._close_functions)
