@@ -110,6 +110,13 @@ class Shift(layers.Layer):
         return ids + ops.cast(self.shift, "int32")
 
 
+class Same(layers.Layer):
+    """Returns its inputs."""
+
+    def call(self, ids: Any) -> Any:
+        return ids
+
+
 def compiled(make: Callable[[], keras.Model], optimizer: Any = "sgd") -> keras.Model:
     keras.utils.set_random_seed(1)
     model = make()
@@ -140,6 +147,75 @@ def test_the_ids_of_all_lookups_follow_from_the_inputs(make: Callable[[], keras.
         for one, wanted in zip(named[name], ids, strict=True):
             np.testing.assert_array_equal(one, wanted)
     assert [len(layer._inbound_nodes) for layer in model._flatten_layers()] == nodes
+
+
+class Shifted(Recommender):
+    """Looks up rows at ids that a variable shifts, outside of any layer."""
+
+    def build(self, shape: Any) -> None:
+        self.shift = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        return super().call({**inputs, "users": inputs["users"] + ops.cast(self.shift, "int32")})
+
+
+class Mapped(Recommender):
+    """Looks up rows at ids that a variable maps."""
+
+    def build(self, shape: Any) -> None:
+        self.map = self.add_weight(shape=(USERS,), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        return super().call({**inputs, "users": ops.take(self.map, inputs["users"])})
+
+
+def text() -> keras.Model:
+    """Return a model of texts of any length."""
+    words = layers.Input((None,), dtype="int32")
+    features = layers.GlobalAveragePooling1D()(layers.Embedding(ITEMS, 2)(words + 1))
+    return keras.Model(words, layers.Dense(1)(features))
+
+
+def test_a_model_is_traced_for_each_shape_also_within_a_step() -> None:
+    model = text()
+    model.compile("sgd", "mse")
+    tables, _ = find_tables(model, lambda: None, adapter().steps().to_numpy)
+    with LookedUpRows(tables, model) as looked_up:
+        for length in (3, 2, 4):
+            ids = generator.integers(0, ITEMS - 1, (5, length)).astype("int32")
+            (rows,) = looked_up.look_up(lambda ids=ids: ids).values()
+            np.testing.assert_array_equal(rows, np.unique(ids + 1))
+        looked_up.make_room()
+        model(ids)
+
+
+def test_inputs_get_the_ranks_of_a_functional_model() -> None:
+    users = layers.Input((1,), dtype="int32")
+    model = keras.Model(users, layers.Dense(1)(layers.Flatten()(layers.Embedding(USERS, 2)(users))))
+    model.compile("sgd", "mse")
+    calls, reasons = found(model, X["users"])
+    assert reasons == {}
+    ((ids,),) = calls.values()
+    np.testing.assert_array_equal(ids, X["users"][:, None])
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="strings are tensors of TensorFlow")
+def test_strings_are_looked_up() -> None:
+    words = layers.Input((2,), dtype="string")
+    ids = layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=1)(words)
+    model = keras.Model(words, layers.Dense(1)(layers.Flatten()(layers.Embedding(3, 2)(ids))))
+    model.compile("sgd", "mse")
+    calls, reasons = found(model, np.array([["a", "b"], ["c", "a"]], dtype=object))
+    assert reasons == {}
+    assert [one.tolist() for one in next(iter(calls.values()))] == [[[1, 2], [0, 1]]]
+
+
+def test_names_of_later_layers_do_not_change() -> None:
+    model = compiled(Recommender)
+    before = layers.Add().name
+    found(model)
+    number = int(before.rpartition("_")[2]) if "_" in before else 0
+    assert layers.Add().name == f"add_{number + 1}"
 
 
 class Positions(layers.Layer):
@@ -179,6 +255,10 @@ def test_other_tables_of_a_model_do_not_matter_for_a_table() -> None:
         (lambda: functional(embeddings_regularizer="l2"), "sgd", 1, "has a regularizer"),
         (lambda: functional(embeddings_constraint="non_neg"), "sgd", 1, "a constraint"),
         (lambda: behind(Shift()), "sgd", 0, "which has variables"),
+        (lambda: behind(Same()), "sgd", 0, "which is not one of Keras"),
+        (lambda: behind(keras.Sequential([Same()])), "sgd", 0, "which is not one of Keras"),
+        (Shifted, "sgd", 0, "may be the value of a variable"),
+        (Mapped, "sgd", 0, "depend on the variable"),
         (lambda: behind(layers.Lambda(lambda ids: ids)), "sgd", 0, "which has variables"),
         (functional, keras.optimizers.Adam(use_ema=True), 0, "use_ema"),
         (functional, keras.optimizers.Lamb(), 0, "Lamb may not update each row"),

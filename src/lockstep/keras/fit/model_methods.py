@@ -99,6 +99,7 @@ class ModelMethods:
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._served: weakref.WeakKeyDictionary[Any, ServerOptions] = weakref.WeakKeyDictionary()
+        self._built_with: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._servers: list[ServerOptions | None] = []
         self._iterators = UsedIterators()
         # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
@@ -323,8 +324,10 @@ class ModelMethods:
 
     def _tables(self, call: NumberedCall, model: Any, training: GlobalInput) -> EmbeddingTables:
         """Return the embedding tables of a model of which workers read rows; say which others it has."""
+        known = self._built_with.get(model)
+        # Reading another batch may draw random numbers.
         tables, others = find_tables(
-            model, lambda: keras.utils.unpack_x_y_sample_weight(training.peek())[0], self._backend.to_numpy
+            model, lambda: _inputs_of(training.peek()) if known is None else known, self._backend.to_numpy
         )
         if self._job.is_chief:
             for path, reason in others.items():
@@ -631,7 +634,7 @@ class ModelMethods:
         """Build what needs the first batch, and refuse what replicas cannot compute; see `_compare`."""
         if self._alone and not (self._resumable.behind or self._models.awaits(model)):
             return
-        self._models.build(model, kind, lambda: self._sample(data, model))
+        self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model)))
         if self._alone:
             return
         refuse_metrics_that_do_not_add(model, data.peek)
@@ -652,6 +655,12 @@ class ModelMethods:
         self._introduced += parts
         if text and self._job.is_chief and not self._resumable.catches_up:
             note(text)
+
+    def _noted(self, model: Any, batch: Any) -> Any:
+        """Note the form of the inputs that a model of a strategy with parameter servers is built with."""
+        if model in self._served:
+            self._built_with[model] = keras.tree.map_structure(lambda leaf: leaf[:1], _inputs_of(batch))
+        return batch
 
     def _sample(self, data: GlobalInput, model: Any) -> Any:
         """Return a batch to build a model with, read from the data as Keras reads one."""
@@ -776,3 +785,7 @@ def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
     """Return the (x, y, sample_weight) that was passed to a single-batch method."""
     given = bind(original, model, args, kwargs).arguments
     return given["x"], given.get("y"), given.get("sample_weight")
+
+
+def _inputs_of(batch: Any) -> Any:
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]

@@ -84,17 +84,20 @@ class ChiefProcess(FitProcess):
         These are a table and its slots, whose other rows have the values from before the call. The key is the
         position of the table among the trainable variables.
         """
-        optimizer = list(zip(self._slots, self.model.optimizer.variables, strict=True))
+        assert self._known is not None
+        weights = zip(self.model.trainable_variables, self._known[0], strict=True)
+        found: dict[int, list[tuple[Any, Array]]] = {i: [pair] for i, pair in enumerate(weights)}
+        slots = zip(self._slots, self.model.optimizer.variables, self._known[1], strict=True)
+        for (position, _), variable, known in slots:
+            found.setdefault(position, []).append((variable, known))
         return {
-            table: (
-                rows,
-                [
-                    self.model.trainable_variables[table],
-                    *(variable for (position, _), variable in optimizer if position == table),
-                ],
-            )
+            table: (rows, [variable for variable, _ in found[table]])
             for table, rows in self._servers.updated_rows.items()
+            # A callback may have changed other rows since, for example at the end of the training.
             if table not in self._written
+            and all(
+                _same_bits(self.backend.to_numpy(variable.value), known) for variable, known in found[table]
+            )
         }
 
     def begin_epoch(self, epoch: int) -> None:

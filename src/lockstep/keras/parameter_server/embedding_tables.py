@@ -8,7 +8,7 @@ computed before the step, by the part of the model that leads from its inputs to
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 import numpy.typing as npt
+from keras.src.backend.common import global_state
 
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.common import has_own_step, replaced
@@ -23,6 +24,14 @@ from lockstep.keras.parameter_server.served_variables import lazy_hindrance
 from lockstep.keras.randomness import random_states, same_states, set_random_states
 
 Array = npt.NDArray[Any]
+
+_ADVICE = (
+    "to let workers read the whole table, use a subclass of keras.layers.Embedding, or give the layer an "
+    "embeddings_constraint"
+)
+
+_NAMES = "object_name_uids"
+"""The global attribute of Keras with the number of objects of each name."""
 
 _STYLE = re.compile("\x1b\\[[0-9;]*m")
 """What Keras highlights parts of messages with."""
@@ -35,25 +44,26 @@ class EmbeddingTable:
     Attributes:
         layer: that looks up rows.
         variable: the position of the table among the trainable variables.
-        calls: how often a step calls the layer.
     """
 
     layer: Any
     variable: int
-    calls: int
 
 
 class EmbeddingTables:
     """The tables of a model, and which rows of them a batch looks up.
 
     Args:
-        tables: in the order of their variables.
-        ids: computes the ids of all lookups of all tables, in the order of the lookups, from the inputs of
-            the model.
+        tables: in the order of their layers.
+        model: that they belong to; None if there are none.
+        to_numpy: reads a tensor.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingTable], ids: Callable[[Any], list[Array]]) -> None:
-        self.tables, self._ids = tuple(tables), ids
+    def __init__(
+        self, tables: Sequence[EmbeddingTable], model: Any, to_numpy: Callable[[Any], Array]
+    ) -> None:
+        self.tables, self._model, self._to_numpy = tuple(tables), model, to_numpy
+        self._traces: dict[Any, _Trace] = {}
 
     @property
     def variables(self) -> frozenset[int]:
@@ -63,11 +73,30 @@ class EmbeddingTables:
     def lookups(self, x: Any) -> list[list[Array]]:
         """Return, for each table, the positions of the rows that each call of its layer looks up.
 
+        The model is traced for each shape of its inputs, as backends do.
+
         Raises:
             DataError: an id is outside of its table.
+            ModelError: with inputs of this shape, the ids do not follow from the inputs.
         """
-        found = iter(self._ids(x))
-        return [[_within(table.layer, next(found)) for _ in range(table.calls)] for table in self.tables]
+        x = _arranged(self._model, x)
+        shapes = tuple(tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(x))
+        if shapes not in self._traces:
+            layers = [table.layer for table in self.tables]
+            try:
+                with _graph_kept(self._model):
+                    trace = _traced(self._model, layers, x)
+                    hindrance = trace.hindrance(layers)
+            except (_TableRead, Exception) as error:
+                hindrance = _line_of(error) or type(error).__name__
+            if hindrance:
+                raise ModelError(
+                    f"with inputs of the shapes {shapes}, workers cannot know the rows that model "
+                    f"{self._model.name!r} looks up: {hindrance}; {_ADVICE}"
+                )
+            self._traces[shapes] = trace
+        found = self._traces[shapes].ids(x, self._to_numpy)
+        return [[_within(table.layer, ids) for ids in found[table.layer.path]] for table in self.tables]
 
 
 class LookedUpRows:
@@ -173,11 +202,11 @@ class LookedUpRows:
     def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._calls = [[] for _ in self._rows]
         outputs = call(*args, **kwargs)
-        for table, calls in zip(self._tables.tables, self._calls, strict=True):
-            if len(calls) != table.calls:
+        for table, calls, found in zip(self._tables.tables, self._calls, self._found, strict=True):
+            if len(calls) != len(found):
                 raise ModelError(
-                    f"a step calls layer {table.layer.path!r} {len(calls)} times, and not {table.calls} "
-                    "times as before: parameter servers compute the ids of all lookups before the step"
+                    f"a step calls layer {table.layer.path!r} {len(calls)} times, and not {len(found)} times "
+                    f"as when the ids were computed; {_ADVICE}"
                 )
         return outputs
 
@@ -185,11 +214,12 @@ class LookedUpRows:
         """Take the place of an `Embedding`'s `call`."""
         table, calls = self._tables.tables[number], self._calls[number]
         shape = tuple(keras.ops.shape(ids))
-        known = self._found[number][len(calls)].shape if len(calls) < table.calls else None
+        found = self._found[number]
+        known = found[len(calls)].shape if len(calls) < len(found) else None
         if known is None or (all(isinstance(size, int) for size in shape) and shape != known):
             raise ModelError(
                 f"a step looks up ids of the shape {shape} in layer {table.layer.path!r}, which are not "
-                "those that follow from the model's inputs"
+                f"those that follow from the model's inputs; {_ADVICE}"
             )
         first = sum(prod(one) for one in calls)
         calls.append(shape)
@@ -200,8 +230,7 @@ class LookedUpRows:
 
 def _read_in_step(path: str) -> Exception:
     return ModelError(
-        f"a step reads the table of layer {path!r} other than by lookups, which it did not do when it was "
-        "called with symbolic inputs"
+        f"a step reads the table of layer {path!r} other than by lookups, such as in a loss; {_ADVICE}"
     )
 
 
@@ -212,9 +241,6 @@ def _room(layer: Any, size: int) -> Any:
     return keras.Variable(rows, dtype=table.dtype, trainable=True, name=table.name)
 
 
-NO_TABLES = EmbeddingTables((), lambda x: [])
-
-
 def find_tables(
     model: Any, x: Callable[[], Any], to_numpy: Callable[[Any], Array]
 ) -> tuple[EmbeddingTables, dict[str, str]]:
@@ -222,7 +248,8 @@ def find_tables(
 
     Args:
         model: built.
-        x: returns inputs of a batch; called only if the model does not know the form of its inputs.
+        x: returns inputs of a batch, or what has their shapes and dtypes; called only if the model does not
+            know the form of its inputs.
         to_numpy: reads a tensor.
     """
     positions = {id(one): i for i, one in enumerate(model.trainable_variables)}
@@ -237,26 +264,27 @@ def find_tables(
     while layers:
         try:
             with _graph_kept(model):
-                calls, inputs = _traced_calls(model, layers, x)
-                found = {layer.path: _reading(inputs, calls[id(layer)], to_numpy)[1] for layer in layers}
-                reasons |= {path: hindrance for path, hindrance in found.items() if hindrance}
-                layers = [layer for layer in layers if layer.path not in reasons]
-                reads, _ = _reading(inputs, [ids for layer in layers for ids in calls[id(layer)]], to_numpy)
+                struct = _inputs_struct(model)
+                trace = _traced(model, layers, x() if struct is None else struct)
+                found = {layer.path: trace.hindrance([layer]) for layer in layers}
         except _TableRead as error:
             reasons[error.layer.path] = str(error)
             layers = [layer for layer in layers if layer is not error.layer]
             continue
         except Exception as error:
             cause = f"its ids cannot be computed before the step ({type(error).__name__}: {_line_of(error)})"
-            return NO_TABLES, reasons | {layer.path: cause for layer in layers}
+            found = {layer.path: cause for layer in layers}
+        reasons |= {path: hindrance for path, hindrance in found.items() if hindrance}
         tables = [
-            EmbeddingTable(layer, positions[id(layer._embeddings)], len(calls[id(layer)])) for layer in layers
+            EmbeddingTable(layer, positions[id(layer._embeddings)])
+            for layer in layers
+            if layer.path not in reasons and trace.calls[layer.path]
         ]
-        return EmbeddingTables([table for table in tables if table.calls], reads), reasons
-    return NO_TABLES, reasons
+        return EmbeddingTables(tables, model, to_numpy), reasons
+    return EmbeddingTables((), model, to_numpy), reasons
 
 
-def _line_of(error: Exception) -> str:
+def _line_of(error: BaseException) -> str:
     """Return the first line of a message that says something."""
     lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith("Exception encountered when calling")]
@@ -307,51 +335,130 @@ class _Unreadable:
         raise self._error()
 
 
-def _traced_calls(
-    model: Any, layers: Sequence[Any], x: Callable[[], Any]
-) -> tuple[dict[int, list[Any]], list[Any]]:
-    """Call a model with symbolic inputs; return the symbolic ids of each layer's lookups, and the inputs.
+@dataclass(frozen=True)
+class _Trace:
+    """A call of a model with symbolic inputs.
+
+    Attributes:
+        inputs: the symbolic inputs, flat.
+        calls: the symbolic ids of each call of each layer, by the layer's path.
+    """
+
+    inputs: list[Any]
+    calls: dict[str, list[Any]]
+    _functions: dict[str, Any] = field(default_factory=dict)
+
+    def hindrance(self, layers: Sequence[Any]) -> str:
+        """Prepare to compute the ids of layers; return why they would perhaps be wrong, empty if not.
+
+        To be called in the block of `_graph_kept` in which the model was called.
+        """
+        given = {id(one) for one in self.inputs}
+        for layer in layers:
+            computed = [ids for ids in self.calls[layer.path] if id(ids) not in given]
+            if computed:
+                self._functions[layer.path] = function = keras.Function(self.inputs, computed)
+                if hindrance := _dependence(function):
+                    return f"its ids depend on {hindrance}"
+        return ""
+
+    def ids(self, x: Any, to_numpy: Callable[[Any], Array]) -> dict[str, list[Array]]:
+        """Return the ids of each call of each layer for which `hindrance` was called, by the layer's path."""
+        leaves = [_as_called(leaf, one) for leaf, one in zip(keras.tree.flatten(x), self.inputs, strict=True)]
+        positions = {id(one): i for i, one in enumerate(self.inputs)}
+        found = {}
+        for path, calls in self.calls.items():
+            results = iter(())
+            if path in self._functions:
+                results = iter(keras.tree.flatten(self._functions[path](leaves)))
+            found[path] = [
+                to_numpy(leaves[positions[id(ids)]] if id(ids) in positions else next(results))
+                for ids in calls
+            ]
+        return found
+
+
+def _dependence(function: Any) -> str:
+    """Return on what else than its inputs, operations and layers without state a function depends."""
+    for node in (node for nodes in function._nodes_by_depth.values() for node in nodes):
+        operation = node.operation
+        if operation is None or node.is_input:
+            continue
+        if isinstance(operation, keras.layers.Layer):
+            for layer in operation._flatten_layers():
+                if layer.variables or isinstance(layer, keras.layers.Lambda):
+                    return f"the layer {layer.path!r}, which has variables or is a Lambda"
+                if not type(layer).__module__.startswith("keras."):
+                    return f"the layer {layer.path!r}, which is not one of Keras"
+        for argument in keras.tree.flatten((node.arguments.args, node.arguments.kwargs)):
+            if isinstance(argument, keras.Variable):
+                return f"the variable {argument.path!r}"
+            if keras.ops.is_tensor(argument) and not isinstance(argument, keras.KerasTensor):
+                return "a tensor of the model, which may be the value of a variable"
+    return ""
+
+
+def _traced(model: Any, layers: Sequence[Any], x: Any) -> _Trace:
+    """Call a model with symbolic inputs like `x`.
 
     Raises:
-        _TableRead: the model reads a table itself.
+        _TableRead: the model reads the table of one of the layers other than by such lookups.
     """
-    calls: dict[int, list[Any]] = {id(layer): [] for layer in layers}
-    parts = model._flatten_layers()
-    inputs = keras.tree.map_structure(_symbolic, x())
+    calls: dict[str, list[Any]] = {layer.path: [] for layer in layers}
+    tables = {id(layer) for layer in layers}
+    inputs = keras.tree.map_structure(_symbolic, x)
     states = random_states()
     scope = keras.StatelessScope(collect_losses=True)
     with ExitStack() as stack:
-        for part in parts:
-            if id(part) in calls:
-                stack.enter_context(
-                    replaced(part, "symbolic_call", partial(_recorded, calls[id(part)], part.symbolic_call))
-                )
+        for part in model._flatten_layers():
+            if id(part) in tables:
+                recorded = partial(_recorded, calls[part.path], part.symbolic_call)
+                stack.enter_context(replaced(part, "symbolic_call", recorded))
                 # With ids that do not depend on the inputs, the table is read at once.
                 stack.enter_context(replaced(part, "call", partial(_read_at_once, part)))
                 stack.enter_context(unreadable(part, partial(_TableRead, part)))
-            elif any(id(inner) in calls for inner in part._flatten_layers(include_self=False)):
+            elif any(id(inner) in tables for inner in part._flatten_layers(include_self=False)):
                 stack.enter_context(replaced(part, "symbolic_call", part.call))
+        if _is_called_by_step(model):
+            stack.enter_context(replaced(model, "call", type(model).call.__get__(model)))
+            stack.enter_context(replaced(model, "symbolic_call", model.call))
+        for variable in model.variables:
+            # Within `fit` on JAX, variables have no values. Ids do not depend on them, but shapes do.
+            if variable._value is None:
+                variable._value = keras.ops.zeros(variable.shape, variable.dtype)
+                stack.callback(setattr, variable, "_value", None)
         stack.enter_context(scope)
         model(inputs, **({"training": True} if model._call_has_training_arg else {}))
     if scope.state_mapping or not same_states(random_states(), states):
         set_random_states(states)
         raise ModelError("the model draws random numbers, or changes variables, outside of its layers")
-    return calls, keras.tree.flatten(inputs)
+    return _Trace(keras.tree.flatten(inputs), calls)
+
+
+def _is_called_by_step(model: Any) -> bool:
+    """Whether `LookedUpRows` has replaced the model's `call`."""
+    return isinstance(vars(model).get("call"), partial)
 
 
 @contextmanager
 def _graph_kept(model: Any) -> Iterator[None]:
     """After the block, the layers of a model are only in the graphs of symbolic calls from before it."""
+    names = global_state.get_global_attribute(_NAMES)
+    before = None if names is None else dict(names)
     nodes = [(one, len(one._inbound_nodes), len(one._outbound_nodes)) for one in model._flatten_layers()]
     try:
         yield
     finally:
         for layer, inbound, outbound in nodes:
             del layer._inbound_nodes[inbound:], layer._outbound_nodes[outbound:]
+        if names is not None and before is not None:
+            # Operations have taken names that layers of the script would get.
+            names.clear()
+            names.update(before)
 
 
 def _symbolic(leaf: Any) -> Any:
-    dtype = keras.ops.convert_to_tensor(leaf).dtype
+    dtype = leaf.dtype if isinstance(leaf, keras.KerasTensor) else keras.ops.convert_to_tensor(leaf[:1]).dtype
     return keras.KerasTensor((None, *leaf.shape[1:]), keras.backend.standardize_dtype(dtype))
 
 
@@ -364,40 +471,39 @@ def _read_at_once(layer: Any, *_: Any, **__: Any) -> NoReturn:
     raise _TableRead(layer, "its ids do not depend on the inputs of the model")
 
 
-def _reading(
-    inputs: Sequence[Any], ids: Sequence[Any], to_numpy: Callable[[Any], Array]
-) -> tuple[Callable[[Any], list[Array]], str]:
-    """Return what computes ids from inputs, and why that may be wrong; empty if it cannot be."""
-    positions = {id(one): i for i, one in enumerate(inputs)}
-    computed = [one for one in ids if id(one) not in positions]
-    function = keras.Function(list(inputs), computed) if computed else None
-    for operation in function.operations if function is not None else ():
-        if not isinstance(operation, keras.layers.Layer) or isinstance(operation, keras.layers.InputLayer):
-            continue
-        if operation.variables or isinstance(operation, keras.layers.Lambda):
-            return lambda x: [], f"its ids depend on the layer {operation.path!r}, which has variables"
-        if not type(operation).__module__.startswith("keras."):
-            return lambda x: [], f"its ids depend on the layer {operation.path!r}, which is not one of Keras"
+def _inputs_struct(model: Any) -> Any:
+    """Return the symbolic inputs of a functional or sequential model; None for others."""
+    return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
 
-    def read(x: Any) -> list[Array]:
-        leaves = keras.tree.flatten(x)
-        results = iter(())
-        if function is not None:
-            tensors = [_as_called(leaf, one) for leaf, one in zip(leaves, inputs, strict=True)]
-            results = iter(keras.tree.flatten(function(tensors)))
-        return [
-            to_numpy(_as_called(leaves[positions[id(one)]], one) if id(one) in positions else next(results))
-            for one in ids
-        ]
 
-    return read, ""
+def _arranged(model: Any, x: Any) -> Any:
+    """Return inputs in the structure, and with the ranks, of those of a functional model."""
+    struct = _inputs_struct(model)
+    if struct is None:
+        return x
+    if isinstance(struct, dict) and isinstance(x, dict) and struct.keys() <= x.keys():
+        x = {name: x[name] for name in struct}
+    leaves, inputs = keras.tree.flatten(x), keras.tree.flatten(struct)
+    if len(leaves) != len(inputs):
+        return x
+    pairs = zip(leaves, inputs, strict=True)
+    return keras.tree.pack_sequence_as(struct, [_with_rank(leaf, one.shape) for leaf, one in pairs])
+
+
+def _with_rank(leaf: Any, shape: Sequence[int | None]) -> Any:
+    if len(leaf.shape) == len(shape) - 1 and shape[-1] == 1:
+        return leaf[..., None]
+    if len(leaf.shape) == len(shape) + 1 and leaf.shape[-1] == 1:
+        return leaf[..., 0]
+    return leaf
 
 
 def _as_called(leaf: Any, symbolic: Any) -> Any:
     """Return a leaf of the inputs in the precision that the model's call gives it."""
-    if all("float" in keras.backend.standardize_dtype(one.dtype) for one in (leaf, symbolic)):
-        return keras.ops.convert_to_tensor(leaf, symbolic.dtype)
-    return keras.ops.convert_to_tensor(leaf)
+    tensor = keras.ops.convert_to_tensor(leaf)
+    if all("float" in keras.backend.standardize_dtype(one.dtype) for one in (tensor, symbolic)):
+        return keras.ops.cast(tensor, symbolic.dtype)
+    return tensor
 
 
 @contextmanager
