@@ -49,6 +49,7 @@ def model() -> keras.Model:
         ("keras/input/fit_inputs.py", array_slicing, "train_validation_split"),
         ("keras/input/fit_inputs.py", PyDatasetAdapter, "_standardize_batch"),
         ("keras/input/fit_inputs.py", PyDatasetAdapter, "_get_iterator"),
+        ("keras/parameter_server/embedding_tables.py", keras.Operation, "symbolic_call"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_save_model"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),
@@ -208,3 +209,30 @@ def test_a_traced_step_returns_an_unchanged_variable_as_the_same_object() -> Non
 
     jax.jit(step)(*state)
     assert same == [True], CHANGED.format("keras/backends/jax.py", "StatelessScope")
+
+
+def test_a_graph_shows_its_operations_and_their_arguments() -> None:
+    given = keras.KerasTensor((None, 2))
+    function = keras.Function(given, keras.ops.add(given, 1.0))
+    nodes = [node for some in function._nodes_by_depth.values() for node in some if not node.is_input]
+    file = "keras/parameter_server/embedding_tables.py"
+    assert [one.arguments.args[1] for one in nodes] == [1.0], CHANGED.format(file, "Function._nodes_by_depth")
+    assert nodes[0].operation is not None
+
+
+def test_a_layer_keeps_its_table_among_its_variables_and_its_place_in_graphs() -> None:
+    file = "keras/parameter_server/embedding_tables.py"
+    layer = keras.layers.Embedding(3, 2)
+    made = keras.Sequential([keras.Input((1,)), layer])
+    assert layer._trainable_variables[0] is layer._embeddings, CHANGED.format(file, "Embedding._embeddings")
+    assert len(layer._inbound_nodes) == 1, CHANGED.format(file, "Operation._inbound_nodes")
+    assert made._functional._inputs_struct is not None, CHANGED.format(file, "Functional._inputs_struct")
+
+
+def test_keras_counts_the_names_that_it_has_given() -> None:
+    keras.layers.Dense(1)
+    names = global_state.get_global_attribute("object_name_uids")
+    assert names is not None, CHANGED.format("keras/parameter_server/embedding_tables.py", "auto_name")
+    before = names["dense"]
+    keras.layers.Dense(1)
+    assert names["dense"] == before + 1
