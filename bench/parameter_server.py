@@ -111,7 +111,7 @@ def main(turns: int = TURNS) -> None:
                 found, log = lockstep_with_log("-n 2 --ps 1", "tensorflow", model, "servers")
                 (line,) = (line for line in log.splitlines() if line.startswith("bytes "))
                 ours.append(found)
-                sizes.append(float(line.split()[1]) / 1000)
+                sizes.append(float(line.split()[1]))
                 if rows_of_table <= LARGEST_OF_TF_KERAS:
                     others.append(tf_keras(model, 2, 1))
             print(f"table of {rows_of_table:,} rows on tensorflow, 2 workers and 1 server, {turns} jobs each")

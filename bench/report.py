@@ -11,9 +11,10 @@ UNITS = {
     "examples/s": (1.0, ",.0f"),
     "batches/s": (1.0, ",.0f"),
     "times": (1.0, ".2f"),
+    "kB": (1e-3, ",.0f"),
     "": (1.0, ".3f"),
 }
-"""For each unit, the factor by which seconds or plain numbers are multiplied, and the format."""
+"""For each unit, the factor by which seconds, bytes or plain numbers are multiplied, and the format."""
 
 
 @dataclass(frozen=True)
