@@ -28,7 +28,7 @@ Y = generator.normal(size=(12, 1)).astype("float32")
 
 
 class Tower(layers.Layer):
-    """Looks up rows within a layer of its own."""
+    """Looks up rows inside a custom layer."""
 
     def __init__(self) -> None:
         super().__init__()

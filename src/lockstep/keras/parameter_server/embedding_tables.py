@@ -244,7 +244,9 @@ def _room(layer: Any, size: int) -> Any:
 def find_tables(
     model: Any, x: Callable[[], Any], to_numpy: Callable[[Any], Array]
 ) -> tuple[EmbeddingTables, dict[str, str]]:
-    """Return the tables of a model, and by the path of each other `Embedding` why its table is none.
+    """Return the tables of a model, and why workers read the whole table of its other `Embedding` layers.
+
+    The reasons are by the paths of the layers.
 
     Args:
         model: built.
@@ -294,7 +296,7 @@ def _line_of(error: BaseException) -> str:
 def _hindrance(model: Any, layer: Any) -> str:
     """Return why the rows of a layer's table cannot be read as needed; empty if they perhaps can."""
     if type(layer) is not keras.layers.Embedding:
-        return f"{type(layer).__name__} is a class of its own"
+        return f"{type(layer).__name__} is a subclass of Embedding"
     if has_own_step(model, "train") or type(model).compute_loss is not keras.Model.compute_loss:
         return "the model has its own train_step or compute_loss"
     if layer.quantization_mode or layer.lora_enabled:
@@ -364,15 +366,15 @@ class _Trace:
 
     def ids(self, x: Any, to_numpy: Callable[[Any], Array]) -> dict[str, list[Array]]:
         """Return the ids of each call of each layer for which `hindrance` was called, by the layer's path."""
-        leaves = [_as_called(leaf, one) for leaf, one in zip(keras.tree.flatten(x), self.inputs, strict=True)]
-        positions = {id(one): i for i, one in enumerate(self.inputs)}
+        leaves = {id(one): leaf for one, leaf in zip(self.inputs, keras.tree.flatten(x), strict=True)}
         found = {}
         for path, calls in self.calls.items():
             results = iter(())
             if path in self._functions:
-                results = iter(keras.tree.flatten(self._functions[path](leaves)))
+                given = [_as_called(leaves[id(one)], one) for one in self.inputs]
+                results = iter(keras.tree.flatten(self._functions[path](given)))
             found[path] = [
-                to_numpy(leaves[positions[id(ids)]] if id(ids) in positions else next(results))
+                to_numpy(_as_called(leaves[id(ids)], ids) if id(ids) in leaves else next(results))
                 for ids in calls
             ]
         return found
@@ -419,9 +421,8 @@ def _traced(model: Any, layers: Sequence[Any], x: Any) -> _Trace:
                 stack.enter_context(unreadable(part, partial(_TableRead, part)))
             elif any(id(inner) in tables for inner in part._flatten_layers(include_self=False)):
                 stack.enter_context(replaced(part, "symbolic_call", part.call))
-        if _is_called_by_step(model):
-            stack.enter_context(replaced(model, "call", type(model).call.__get__(model)))
-            stack.enter_context(replaced(model, "symbolic_call", model.call))
+        if (call := _replaced_call(model)) is not None:
+            stack.enter_context(replaced(model, "symbolic_call", call))
         for variable in model.variables:
             # Within `fit` on JAX, variables have no values. Ids do not depend on them, but shapes do.
             if variable._value is None:
@@ -435,9 +436,12 @@ def _traced(model: Any, layers: Sequence[Any], x: Any) -> _Trace:
     return _Trace(keras.tree.flatten(inputs), calls)
 
 
-def _is_called_by_step(model: Any) -> bool:
-    """Whether `LookedUpRows` has replaced the model's `call`."""
-    return isinstance(vars(model).get("call"), partial)
+def _replaced_call(model: Any) -> Any:
+    """Return the `call` of a model that `LookedUpRows` has replaced; None if it has not."""
+    call = vars(model).get("call")
+    if isinstance(call, partial) and isinstance(getattr(call.func, "__self__", None), LookedUpRows):
+        return call.args[0]
+    return None
 
 
 @contextmanager

@@ -513,7 +513,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _like(variable: Any, value: Array) -> Any:
-    """Return a variable with a value of its own, and the path of another."""
+    """Return a new variable with a value, and with the path and the dtype of another."""
     with ExitStack() as scopes:
         # Some optimizers choose variables by their paths.
         for name in variable.path.split("/")[:-1]:

@@ -166,15 +166,11 @@ class Servers:
         return [channel.receive(question) for channel in self._channels]
 
     def _whole(self, answers: Sequence[Sequence[Array]]) -> list[Array]:
-        parts: dict[int, list[tuple[Shard, Array]]] = {}
+        parts: dict[int, list[tuple[Shard | None, Array, Array | None]]] = {}
         for shards, arrays in zip(self._shards, answers, strict=True):
             for shard, array in zip(shards, arrays, strict=False):
-                parts.setdefault(shard.variable, []).append((shard, array))
-        whole = []
-        for variable in range(len(parts)):
-            pieces = sorted(parts[variable], key=lambda piece: piece[0].start)
-            whole.append(pieces[0][1] if len(pieces) == 1 else np.concatenate([array for _, array in pieces]))
-        return whole
+                parts.setdefault(shard.variable, []).append((shard, array, None))
+        return [_joined(parts[variable], None) for variable in range(len(parts))]
 
 
 def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], known: Array | None) -> Array:

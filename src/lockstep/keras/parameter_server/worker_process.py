@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy.typing as npt
 
+from lockstep.data.batch import GlobalBatch
 from lockstep.keras.backends.contract import ServedProgram
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
@@ -69,9 +70,10 @@ class WorkerProcess(FitProcess):
         step, self._steps = self._steps, self._steps + 1
         self._state = state
         if self._program is None:
-            self._rows.look_up(lambda: self._inputs(batch))
+            data = self.read(batch)
+            self._rows.look_up(lambda: _inputs(data))
             self._rows.make_room()
-            self._prepare(step, batch)
+            self._prepare(step, data)
         self._kept[step] = batch
         if self._assigned is None:
             self._ask(Next())
@@ -85,31 +87,28 @@ class WorkerProcess(FitProcess):
             step = self._assigned.step
             self._ask(*self._computed(step, self._kept[step]))
 
-    def _prepare(self, step: int, batch: Any) -> ServedProgram:
+    def _prepare(self, step: int, data: GlobalBatch) -> ServedProgram:
         """Compute a step, which compiles it, and shows the names of the layers' state."""
         self._program = program = self.program()
         self._state = self._rows.fitted(self._state)
-        self.computed(program, self._state, step, batch)
+        self.computed(program, self._state, step, data)
         self._seeds = seeds_in(as_arrays(program.layers(self._state), self.backend.to_numpy))
         return program
-
-    def _inputs(self, batch: Any) -> Any:
-        """Return the inputs of the model in a batch."""
-        return keras.utils.unpack_x_y_sample_weight(self.read(batch).share(0, 1).data())[0]
 
     def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
         timer = self.job.timer
         timer.begin(self.call.name)
-        program, rows = self._program, self._rows.look_up(lambda: self._inputs(batch))
+        data = self.read(batch)
+        program, rows = self._program, self._rows.look_up(lambda: _inputs(data))
         timer.lap("input")
         if program is None or self._rows.make_room():
-            program = self._prepare(step, batch)
+            program = self._prepare(step, data)
             timer.lap("compute")
         weights = self._rows.placed(self._servers.pull(step, rows))
         timer.lap("exchange")
         layers = self._layers | {name: key_of_replica(seed, step) for name, seed in self._seeds.items()}
         self._state = program.put(self._state, weights, layers)
-        found = dict(self.computed(program, self._state, step, batch))
+        found = dict(self.computed(program, self._state, step, data))
         found.pop("density", None)
         present = found.pop("present", None)
         gradients = {
@@ -123,7 +122,6 @@ class WorkerProcess(FitProcess):
         timer.lap("compute")
         staleness = self._servers.push(step, self._rows.collected(gradients), rows=rows)
         timer.lap("exchange")
-        data = self.read(batch)
         self._measured += 1
         trained = self.served.trained + step + 1
         timer.end(self._measured, trained=trained, examples=data.examples, replicas=1)
@@ -169,6 +167,11 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call it."""
         self._act(epoch)
+
+
+def _inputs(data: GlobalBatch) -> Any:
+    """Return the inputs of the model in a batch."""
+    return keras.utils.unpack_x_y_sample_weight(data.share(0, 1).data())[0]
 
 
 def seeds_in(layers: Mapping[str, Array]) -> dict[str, Array]:
