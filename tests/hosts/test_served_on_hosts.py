@@ -10,14 +10,20 @@ from host_network import Host
 TRAINING = Path(__file__).parents[1] / "training"
 
 
-@pytest.mark.parametrize("script", ["serving.py", pytest.param("scheduling.py", marks=pytest.mark.slow)])
-def test_a_run_on_several_hosts_that_lost_a_worker_is_repeated_on_one(
-    hosts: Sequence[Host], lean: Callable[..., dict[str, str]], script: str
+@pytest.mark.parametrize(
+    ("script", "server"),
+    [
+        ("serving.py", "0 fit-3 push 7 sent"),
+        pytest.param("scheduling.py", "1 functions-1 push 6 sent", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_on_several_hosts_that_lost_a_worker_and_a_server_is_repeated_on_one(
+    hosts: Sequence[Host], lean: Callable[..., dict[str, str]], script: str, server: str
 ) -> None:
     """The worker is lost between its pushes to servers of two hosts; the command runs on another host."""
     environment = lean(TRAINING / "together.py", "jax")
     for host in hosts:
-        shutil.copy(TRAINING / script, host.work)
+        _copy(host, script)
     options = (
         "--backend",
         "jax",
@@ -28,11 +34,13 @@ def test_a_run_on_several_hosts_that_lost_a_worker_is_repeated_on_one(
         "--threads-per-worker",
         "1",
     )
-    job = hosts[3].lockstep("run", *options, "--run-dir", "run", script, "free", **environment)
+    command = ("run", *options, "--run-dir", "run", script, "free", *server.split())
+    job = hosts[3].lockstep(*command, **environment)
     assert job.end() == 0, job.err
-    assert "worker 2 was killed by SIGKILL" in job.err
+    lost = 2, 4 + int(server[0])
+    assert all(f"worker {worker} was killed by SIGKILL" in job.err for worker in lost)
     logs = {worker: (hosts[3].work / "run" / f"worker-{worker}.log").read_text() for worker in range(6)}
-    digests = {worker: _digest(log) for worker, log in logs.items() if worker != 2}
+    digests = {worker: _digest(log) for worker, log in logs.items() if worker not in lost}
     assert set(digests.values()) == {digests[0]}
     again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
     assert again.end() == 0, again.err
@@ -40,23 +48,29 @@ def test_a_run_on_several_hosts_that_lost_a_worker_is_repeated_on_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "status", "said"), [(1, 0, "worker 2"), (2, 1, "without worker 4")])
+@pytest.mark.parametrize(
+    ("servers", "lost", "status", "said"),
+    [
+        (1, 1, 0, "lost workers 2 and 3; lost workers are not replaced"),
+        (1, 2, 1, "the job cannot continue without worker 4"),
+        (2, 2, 0, "its standby continues with its weights"),
+        (3, 2, 0, "its standby continues with its weights"),
+        (4, 2, 1, "no worker is left to compute gradients; their logs say why"),
+    ],
+)
 def test_the_loss_of_a_host(
-    hosts: Sequence[Host], lean: Callable[..., dict[str, str]], lost: int, status: int, said: str
+    hosts: Sequence[Host],
+    lean: Callable[..., dict[str, str]],
+    servers: int,
+    lost: int,
+    status: int,
+    said: str,
 ) -> None:
-    """Without a host of workers, the others continue; the loss of one with a server ends the job."""
+    """The others continue, unless the lost host had the chief, or a server and its standby."""
     for host in hosts:
-        shutil.copy(TRAINING / "serving.py", host.work)
-    options = (
-        "--backend",
-        "jax",
-        "--ps",
-        "1",
-        "--hosts",
-        "node1:2,node2:2,node3",
-        "--threads-per-worker",
-        "1",
-    )
+        _copy(host, "serving.py")
+    shape = "node1:2,node2:1,node3:4" if servers == 4 else "node1:2,node2:2,node3"
+    options = ("--backend", "jax", "--ps", str(servers), "--hosts", shape, "--threads-per-worker", "1")
     command = ("run", *options, "--run-dir", "run", "serving.py", "long", "60")
     job = hosts[0].lockstep(*command, **lean(TRAINING / "together.py", "jax"))
     job.wait_until(lambda: job.out.count("epoch") > 5)
@@ -72,7 +86,7 @@ def test_hosts_join_a_job_with_parameter_servers(
 ) -> None:
     environment = {**lean(TRAINING / "together.py", "jax"), "LOCKSTEP_KEY_FILE": "job.key"}
     for host in nodes:
-        shutil.copy(TRAINING / "serving.py", host.work)
+        _copy(host, "serving.py")
     address = f"{nodes[0].address}:7000"
     options = f"--backend jax --ps 2 -n 2 --workers-here 2 --threads-per-worker 1 --listen {address}"
     job = nodes[0].lockstep(
@@ -85,6 +99,11 @@ def test_hosts_join_a_job_with_parameter_servers(
     assert [one.end() for one in (job, *agents)] == [0, 0, 0], job.err
     logs = [(nodes[0].work / "run" / f"worker-{worker}.log").read_text() for worker in range(5)]
     assert len({_digest(log) for log in logs}) == 1
+
+
+def _copy(host: Host, script: str) -> None:
+    for name in (script, "losing_servers.py"):
+        shutil.copy(TRAINING / name, host.work)
 
 
 def _digest(log: str) -> str:

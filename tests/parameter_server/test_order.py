@@ -23,7 +23,7 @@ from lockstep.parameter_server.order import (
 
 RECORD_BYTES = 8
 
-kinds = st.sampled_from([kind for kind in Kind if kind is not Kind.CALL])
+kinds = st.sampled_from([kind for kind in Kind if kind not in (Kind.CALL, Kind.TAKEN)])
 records = st.builds(
     Record, kinds, st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**8 - 1)
 )
@@ -144,6 +144,34 @@ def test_an_order_that_arrives_in_parts_is_read_as_it_was_written(
     for number, part in enumerate(parts):
         received.take("ps-1", number, part)
     assert read_order(folder / "ps-1", 1) == order
+
+
+@given(before=turns, again=st.sets(st.integers(1, 4)), data=st.data())
+def test_what_a_lost_server_processed_without_an_answer_counts_once(
+    tmp_path_factory: pytest.TempPathFactory, before: list[int], again: set[int], data: st.DataObject
+) -> None:
+    known = in_turn(before)
+    last = {record.worker: position for position, record in enumerate(known)}
+    # These pulls are processed again, in any order; a push is not, because its repetition is recognized.
+    repeated = {
+        worker: known[position]
+        for worker, position in last.items()
+        if worker in again and known[position].kind is Kind.PULL
+    }
+    order = data.draw(st.permutations(list(repeated.values())))
+    left = [
+        record for k, record in enumerate(known) if record.worker not in repeated or k != last[record.worker]
+    ]
+    later = [Record(Kind.PULL, worker, 100) for worker in range(1, 5)]
+    path = tmp_path_factory.mktemp("order") / "ps-0"
+    # The lost server wrote a part of its order.
+    writer = OrderWriter(OrderFile(path).write)
+    writer.add(Kind.CALL, 0, 7)
+    for record in known[: len(known) // 2]:
+        writer.add(*record)
+    writer.close()
+    write(path, {7: [*known, Record(Kind.TAKEN, 0, 0), *order, *later]})
+    assert read_order(path, 7) == [*left, *order, *later]
 
 
 def test_a_call_of_which_a_part_is_lost_is_refused_and_the_next_one_is_read(tmp_path: Path) -> None:

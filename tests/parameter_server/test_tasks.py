@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.parameter_server.tasks import Tasks
+from lockstep.parameter_server.tasks import ServerPlace, Tasks
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -38,3 +38,27 @@ def test_the_chief_may_be_alone_with_servers() -> None:
 )
 def test_messages_name_workers_by_process_and_servers_by_index(process: int, name: str) -> None:
     assert Tasks(6, 2).name(process) == name
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 4))
+def test_the_next_servers_take_the_place_of_lost_ones(data: st.DataObject, servers: int, hosts: int) -> None:
+    tasks = Tasks(1 + servers, servers)
+    left = data.draw(st.sets(st.integers(1, servers), min_size=1))
+    host_of = {process: data.draw(st.integers(0, hosts - 1)) for process in (0, *left)}
+    there = [[process for process in host_of if host_of[process] == host] for host in range(hosts)]
+    for index, (process, standby) in enumerate(tasks.places(there)):
+        own = tasks.id_of_server(index)
+        passed = [one for one in range(own, own + servers) if 1 + (one - 1) % servers == process]
+        between = range(own, passed[0])
+        assert process in left
+        assert not any(1 + (one - 1) % servers in left for one in between)
+        others = left - {process}
+        assert standby in (others or {None})
+        elsewhere = {one for one in others if host_of[one] != host_of[process]}
+        assert not elsewhere or standby in elsewhere
+
+
+def test_each_server_keeps_what_the_one_before_it_processes() -> None:
+    assert Tasks(6, 3).places([range(6)]) == (ServerPlace(3, 4), ServerPlace(4, 5), ServerPlace(5, 3))
+    assert Tasks(6, 3).places([(0, 4, 5)]) == (ServerPlace(4, 5), ServerPlace(4, 5), ServerPlace(5, 4))
+    assert Tasks(2, 1).places([(0, 1)]) == (ServerPlace(1, None),)

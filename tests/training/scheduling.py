@@ -1,9 +1,10 @@
 """Schedules functions on the workers of a job with parameter servers; prints exact results.
 
-    scheduling.py serial | free | errors | alone | REFUSED
+    scheduling.py serial | free [SERVER CALL KIND NUMBER WHEN] | errors | alone | REFUSED
 
 `serial` runs one function at a time; in one process, the functions run where they are scheduled. `free` has
-no bound; unless it follows a recorded order, a worker ends between its pushes to two servers. `errors` has
+no bound; unless it follows a recorded order, a worker ends between its pushes to two servers, and a server at
+the given point (see `losing_servers.py`). `errors` has
 functions that raise, and in `alone` the chief makes a call that the others do not make. REFUSED is the name
 of a function that parameter servers do not support.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from losing_servers import lose_servers
 
 import lockstep
 from lockstep.protocol.parameter_server import Push
@@ -197,6 +199,7 @@ def lose_between_pushes() -> None:
 
 def loop() -> None:
     lose_between_pushes()
+    lose_servers(sys.argv[2:])
     created = coordinator.create_per_worker_dataset(
         lambda: strategy.distribute_datasets_from_function(dataset)
     )

@@ -1,14 +1,15 @@
 """Trains models asynchronously on parameter servers; prints exact results and rounded ones.
 
-    serving.py serial | free | long | alone | lost-server | lost-chief | raising | faster | differing |
-        again | unscoped | mirrored
+    serving.py serial | free [SERVER CALL KIND NUMBER WHEN] | long | alone | lost-server | lost-chief |
+        raising | faster | differing | again | unscoped | mirrored
 
 `serial` lets one step be in work at a time, as plain Keras does; without Lockstep, it prints what plain Keras
 computes. `free` has no bound; unless it follows a recorded order, a worker ends between its pushes to two
-servers. `alone` trains in one process with and without the strategy. `lost-server` and `lost-chief` end such
-a process within `fit`, `raising` and `faster` have a callback that raises and one that changes the learning
-rate within an epoch; in `differing` a worker reads other data, and `again` reads an iterator twice. The
-models of the last two do not belong to a strategy with servers.
+servers, and a server at the given point (see `losing_servers.py`). `alone` trains in one process with and
+without the strategy. `lost-server` and `lost-chief` end such a process within `fit`, `raising` and `faster`
+have a callback that raises and one that changes the learning rate within an epoch; in `differing` a worker
+reads other data, and `again` reads an iterator twice. The models of the last two do not belong to a strategy
+with servers.
 """
 
 import json
@@ -21,11 +22,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from losing_servers import lose_servers
 
 import lockstep
-from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.protocol.parameter_server import Push
-from lockstep.transport.array_channel import AskingChannel
+from lockstep.transport.array_channel import Asked, AskingChannel
 from lockstep.worker import job
 
 layers = keras.layers
@@ -198,6 +200,7 @@ def lose_between_pushes() -> None:
 
 def free() -> None:
     lose_between_pushes()
+    lose_servers(sys.argv[2:])
     scope = strategy().scope
     model = dense(scope(), keras.optimizers.Adam(0.01))
     show("first", model, model.fit(X, Y, 20, 2, verbose=0, validation_data=(X[:50], Y[:50])))
@@ -209,14 +212,14 @@ def free() -> None:
 
 
 def lose_a_server() -> None:
-    push = ServerProcess._push
+    arrive = ServerShards.arrive
 
-    def pushed(self: ServerProcess, asked: Any, message: Push) -> None:
-        if message.step >= LOSE_AT:
+    def arrived(self: ServerShards, asked: Asked) -> None:
+        if isinstance(asked.message, Push) and asked.message.step >= LOSE_AT:
             os.kill(os.getpid(), signal.SIGKILL)
-        push(self, asked, message)
+        arrive(self, asked)
 
-    ServerProcess._push = pushed  # type: ignore[method-assign]
+    ServerShards.arrive = arrived  # type: ignore[method-assign]
 
 
 match KIND:

@@ -445,6 +445,39 @@ def test_rows_are_updated_as_by_the_optimizer_and_others_are_kept(
     assert all(len(numbers) == 0 for numbers in served.changes()[1].values())
 
 
+@pytest.mark.parametrize("taken", [0, 2])
+def test_restored_shards_continue_with_equal_bits(taken: int) -> None:
+    """A standby restores the state of a server and repeats its later updates."""
+    model, backend = compiled(functional, keras.optimizers.Adam(0.1)), adapter().steps()
+    variables = model.trainable_variables
+    shapes = [(tuple(one.shape), 4) for one in variables]
+    shards = place_variables(shapes, 1, FixedShardsPartitioner(2))
+    tables = find_tables(model, lambda: X, backend.to_numpy)[0].variables
+    server, standby = (ServedVariables(backend, own=True) for _ in range(2))
+    for one in (server, standby):
+        one.add(Update(model.optimizer, variables), shards, tables)
+    assert sum(array.nbytes for array in server.state()) == server.state_bytes
+
+    def update(of: ServedVariables, step: int) -> None:
+        gradients, rows = _draw(shards, shapes, tables, step)
+        of.update(gradients, (0,), rows)
+
+    for step in range(3):
+        update(server, step)
+        if step == taken:
+            server.changes()
+    standby.restore([array.copy() for array in server.state()])
+    for one in (server, standby):
+        update(one, 3)
+    for again in (True, False):
+        (arrays, rows), (other_arrays, other_rows) = (one.changes(again=again) for one in (server, standby))
+        assert [array.tobytes() for array in arrays] == [array.tobytes() for array in other_arrays]
+        assert {k: found.tolist() for k, found in rows.items()} == {
+            k: found.tolist() for k, found in other_rows.items()
+        }
+    assert all(len(found) == 0 for found in rows.values())
+
+
 def _draw(
     shards: tuple[Shard, ...], shapes: Any, tables: frozenset[int], step: int
 ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.parameter_server.order import read_order
+
 Launch = Callable[..., Any]
 
 
@@ -50,29 +52,56 @@ def test_one_step_at_a_time_is_plain_keras(
     assert len({one["again"]["drawn"] for one in found}) == 1
 
 
-def test_a_run_that_lost_a_worker_between_two_servers_can_be_repeated(
+def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
     launch: Launch, environment: dict[str, str], tmp_path: Path, thorough_backend: str
 ) -> None:
-    run = launch("-n 3 --ps 2", "serving.py", "free", backend=thorough_backend)
-    assert run.status == 0, run.stderr
-    assert "(1 lost)" in run.last_line
+    """The worker ends between its pushes to two servers, the server within an update of a table."""
+    run = launch(
+        "-n 3 --ps 2", "serving.py", *["free", "0", "fit-3", "push", "7", "sent"], backend=thorough_backend
+    )
     assert "worker 2 was killed by SIGKILL; lost workers are not replaced" in run.stderr
-    digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
+    assert "parameter server 0 has ended; its log says why; its standby continues with its wei" in run.stderr
+    (taken,) = run.marked(5, "lockstep: parameter server 0 is lost")
+    assert taken.endswith("; this process continues with its weights after 7 updates")
+    check_repeated(run, environment, tmp_path / "again", (0, 1, 3, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "1 fit-1 push 20 received",
+        "0 fit-2 pull 5 sent",
+        "1 fit-2 push 6 confirmed",
+        "0 fit-2 push 9 answered",
+        "0 fit-3 read 1 received",
+        "1 fit-3 read 1 sent",
+        "0 fit-3 read 2 confirmed",
+        "1 fit-3 read 2 answered",
+        "1 fit-3 end 1 received",
+    ],
+)
+def test_a_run_that_lost_a_server_at_any_point_can_be_repeated(
+    launch: Launch, environment: dict[str, str], tmp_path: Path, lost: str, backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", "serving.py", "free", *lost.split(), backend=backend)
+    check_repeated(run, environment, tmp_path / "again", (0, 1, 3, 5 - int(lost[0])))
+
+
+def check_repeated(run: Any, environment: dict[str, str], folder: Path, left: tuple[int, ...]) -> None:
+    """Check that a run that lost a worker and a server can be repeated."""
+    assert run.status == 0, run.stderr
+    assert "(2 lost)" in run.last_line
+    digests = {line for worker in left for line in run.marked(worker, "digest ")}
     assert len(digests) == 1
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "rerun",
-        str(run.folder),
-        "--run-dir",
-        str(tmp_path / "again"),
-    ]
+    command = [sys.executable, "-m", "lockstep", "rerun", str(run.folder), "--run-dir", str(folder)]
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert f"the models at the end are equal to the last bit ({digests.pop()})" in again.stdout
     for name in ("chief", "ps-0", "ps-1"):
-        orders = [(folder / "order" / name).read_bytes() for folder in (run.folder, tmp_path / "again")]
+        orders = [
+            [read_order(one / "order" / name, call) for call in (1, 2, 5)] for one in (run.folder, folder)
+        ]
         assert orders[0] == orders[1]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.parameter_server.order import read_order
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Launch = Callable[..., Any]
 DRAWN = 4
@@ -46,18 +48,41 @@ def test_one_function_at_a_time_is_one_process(
         assert digests == {shown.split()[-1]}
 
 
-def test_a_run_that_lost_a_worker_within_a_function_can_be_repeated(
+def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
     launch: Launch, environment: dict[str, str], tmp_path: Path, thorough_backend: str
 ) -> None:
-    run = launch("-n 3 --ps 2", "scheduling.py", "free", backend=thorough_backend)
+    lost = ["free", "1", "functions-1", "push", "6", "sent"]
+    run = launch("-n 3 --ps 2", "scheduling.py", *lost, backend=thorough_backend)
+    check_repeated(run, environment, tmp_path / "again", (0, 1, 3, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "0 functions-1 pull 5 sent",
+        "1 functions-1 pull 40 confirmed",
+        "0 functions-1 push 9 answered",
+        "1 functions-1 read 2 sent",
+        "0 functions-1 end 1 received",
+    ],
+)
+def test_a_run_that_lost_a_server_at_any_point_can_be_repeated(
+    launch: Launch, environment: dict[str, str], tmp_path: Path, lost: str, backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", "scheduling.py", "free", *lost.split(), backend=backend)
+    check_repeated(run, environment, tmp_path / "again", (0, 1, 3, 5 - int(lost[0])))
+
+
+def check_repeated(run: Any, environment: dict[str, str], folder: Path, left: tuple[int, ...]) -> None:
+    """Check that a run that lost a worker and a server can be repeated."""
     assert run.status == 0, run.stderr
-    assert "(1 lost)" in run.last_line
+    assert "(2 lost)" in run.last_line
     assert "functions 1: worker 2 has ended; another worker computes function " in run.stderr
-    found = [results(run.log(worker)) for worker in (0, 1, 3, 4, 5)]
+    found = [results(run.log(worker)) for worker in left]
     assert all(one == found[0] for one in found)
-    digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
+    digests = {line for worker in left for line in run.marked(worker, "digest ")}
     assert len(digests) == 1
-    folder = tmp_path / "again"
     command = [sys.executable, "-m", "lockstep", "rerun", str(run.folder), "--run-dir", str(folder)]
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
@@ -65,7 +90,7 @@ def test_a_run_that_lost_a_worker_within_a_function_can_be_repeated(
     assert "the models at the end are equal to the last bit" in again.stdout
     assert [line for line in (folder / "worker-2.log").read_text().splitlines() if line in digests]
     for name in ("chief", "ps-0", "ps-1"):
-        orders = [(one / "order" / name).read_bytes() for one in (run.folder, folder)]
+        orders = [read_order(one / "order" / name, 1) for one in (run.folder, folder)]
         assert orders[0] == orders[1]
 
 

@@ -580,3 +580,50 @@ def test_another_host_that_cannot_be_reached_is_named() -> None:
         PeerLostError, match=r"parameter server 1 cannot be reached: 10\.0\.0\.2:5000 did not"
     ):
         AskingChannel(b"", 1, "parameter server 1", PATIENCE, dial)
+
+
+@pytest.mark.parametrize("size", [1, MANY])
+def test_a_lost_end_is_noticed_before_the_network_tells(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Also while a large question is sent, which the other end does not read."""
+    monkeypatch.setattr(array_channel, "_LOOK_EVERY", 0.01)
+    looks: list[None] = []
+
+    def lost() -> bool:
+        looks.append(None)
+        return len(looks) == 3
+
+    channel = AskingChannel(listener.getsockname(), 5, "parameter server 1", PATIENCE, None, 1, lost)
+    with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
+        channel.ask(Push(0, (0,)), [np.zeros(size, np.uint8)])
+    assert len(looks) == 3
+    channel.close()
+
+
+def test_an_end_that_is_slow_is_not_lost(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_channel, "_LOOK_EVERY", 0.01)
+    looked = threading.Event()
+
+    def lost() -> bool:
+        looked.set()
+        return False
+
+    def serve() -> None:
+        """Read after the first look, and answer after the next one."""
+        connection, _ = listener.accept()
+        with connection:
+            looked.wait(PATIENCE)
+            left = len(frame(Introduction(5, 1)) + frame(Push(0, (0,)), [("uint8", (MANY,))])) + MANY
+            while left:
+                left -= len(connection.recv(min(left, 1 << 16)))
+            looked.clear()
+            looked.wait(PATIENCE)
+            connection.sendall(frame(Applied(4)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    channel = AskingChannel(listener.getsockname(), 5, "parameter server 1", PATIENCE, None, 1, lost)
+    assert channel.ask(Push(0, (0,)), [np.zeros(MANY, np.uint8)])[0] == Applied(4)
+    thread.join(PATIENCE)
+    channel.close()

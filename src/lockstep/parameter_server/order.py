@@ -36,6 +36,7 @@ class Kind(IntEnum):
     END = 7
     RAISE = 8
     POLL = 9
+    TAKEN = 10
 
 
 class Record(NamedTuple):
@@ -43,7 +44,8 @@ class Record(NamedTuple):
 
     Attributes:
         kind: what was processed. `CALL` begins a call of `fit`, or the calls of a `ClusterCoordinator`, with
-            the number of the call as the step; `END` ends it.
+            the number of the call as the step; `END` ends it. At `TAKEN`,
+            another process has taken over the shards of a server.
         worker: that sent it; of a `POLL`, whether `done` returned True.
         step: for which; of `READ`, `WRITE`, `RAISE` and `POLL`, the number of completed steps in `fit`, or
             the number of the call of the `ClusterCoordinator`.
@@ -169,7 +171,7 @@ def read_order(path: Path, call: int) -> list[Record]:
     order = calls[call]
     if not order or order.pop().kind is not Kind.END:
         raise ConfigError(f"{path} has only the beginning of the order of fit {call}: that fit did not end")
-    return order
+    return _without_repeated(order)
 
 
 def _records(data: memoryview) -> Iterator[Record]:
@@ -188,6 +190,26 @@ def _calls(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:
             found.append(record)
     if number:
         yield number, found
+
+
+def _without_repeated(order: Sequence[Record]) -> list[Record]:
+    """Leave out what a lost server processed, and another process again because no answer had arrived."""
+    last: dict[int, int] = {}
+    unanswered: dict[int, int] = {}
+    repeated = set()
+    for position, record in enumerate(order):
+        if record.kind is Kind.TAKEN:
+            unanswered = dict(last)
+            continue
+        before = unanswered.pop(record.worker, None)
+        if before is not None and order[before] == record:
+            repeated.add(before)
+        last[record.worker] = position
+    return [
+        record
+        for position, record in enumerate(order)
+        if position not in repeated and record.kind is not Kind.TAKEN
+    ]
 
 
 class RecordedOrder:

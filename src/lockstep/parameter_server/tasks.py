@@ -4,10 +4,24 @@ The first process is the chief, which coordinates. The last ones are the paramet
 compute gradients.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 TaskType = Literal["chief", "worker", "ps"]
+
+
+class ServerPlace(NamedTuple):
+    """Where the shards of a parameter server are in a call.
+
+    Attributes:
+        process: the id of the process that has them: the server's own, or another server's if that was lost.
+        standby: the id of the process that keeps what the first one processes, and takes over the shards if
+            it is lost; None if no other server is left.
+    """
+
+    process: int
+    standby: int | None
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,23 @@ class Tasks:
             return "chief", 0
         first = self.processes - self.servers
         return ("worker", process - 1) if process < first else ("ps", process - first)
+
+    def places(self, hosts: Sequence[Collection[int]]) -> tuple[ServerPlace, ...]:
+        """Return where the shards of each server are, and who keeps what that process processes.
+
+        The next servers in a circle take the place of lost ones. A standby is on another host if it can be.
+
+        Args:
+            hosts: the ids of the processes that are left, of each host; those of a server at least.
+        """
+        host_of = {process: host for host, there in enumerate(hosts) for process in there}
+        found = []
+        for index in range(self.servers):
+            circle = [self.id_of_server((index + k) % self.servers) for k in range(self.servers)]
+            process, *others = (one for one in circle if one in host_of)
+            others.sort(key=lambda one: host_of[one] == host_of[process])
+            found.append(ServerPlace(process, others[0] if others else None))
+        return tuple(found)
 
     def name(self, process: int) -> str:
         """Return the name of a process for messages, such as `worker 2` or `parameter server 0`."""

@@ -117,9 +117,13 @@ class JobSpec:
 
     @property
     def vital(self) -> frozenset[int]:
-        """The workers that the job cannot lose: with parameter servers, these and the chief."""
-        servers = range(self.workers - self.parameter_servers, self.workers)
-        return frozenset((self.view.chief, *servers)) if servers else frozenset()
+        """The workers that the job cannot lose: with parameter servers the chief, and the only server."""
+        match self.parameter_servers:
+            case 0:
+                return frozenset()
+            case 1:
+                return frozenset((self.view.chief, self.workers - 1))
+        return frozenset((self.view.chief,))
 
     @property
     def labels(self) -> dict[str, str]:

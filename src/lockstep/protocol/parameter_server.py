@@ -8,9 +8,15 @@ import msgspec
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a connection: who asks."""
+    """The first message of a connection: who asks.
+
+    Attributes:
+        process: that asks.
+        server: the number of the parameter server whose shards the questions are about; -1 for the chief.
+    """
 
     process: int
+    server: int = -1
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -76,6 +82,27 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
     step: int
     shards: tuple[int, ...]
     slots: tuple[tuple[int, int], ...]
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """A server has another one keep a message that it processes; the answer is `Applied`.
+
+    The staleness of the answer is -1 if the other server has taken over the shards.
+
+    Attributes:
+        process: that sent the message.
+        question: the message. Its arrays are beside this one, but for those of a `Pull`.
+    """
+
+    process: int
+    question: Pull | Push | Read | Write
+
+
+class KeepState(msgspec.Struct, frozen=True, tag="keep state"):
+    """A server gives another one its state, in the arrays; the answer is as for `Keep`.
+
+    The state is that after all messages that were kept before, which are needed no longer.
+    """
 
 
 class EndCall(msgspec.Struct, frozen=True, tag="stop"):
@@ -280,6 +307,8 @@ Question = (
     | Push
     | Read
     | Write
+    | Keep
+    | KeepState
     | EndCall
     | Enter
     | Next

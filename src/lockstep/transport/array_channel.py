@@ -7,6 +7,7 @@ of this host, which passes it on over such a socket, before encryption. A frame 
 """
 
 import contextlib
+import functools
 import queue
 import secrets
 import select
@@ -36,6 +37,8 @@ _MAX_HEADER = 64 << 20
 _SMALL = 64 << 10
 _REPORT_AFTER = 10.0
 _REPORT_AT_LEAST = 60.0
+_LOOK_EVERY = 1.0
+"""Seconds between two looks whether the other end is lost."""
 _ALIVE_WITHIN = 30.0
 """Seconds in which a process answers that it runs."""
 _PASSED_WITHIN = 30.0
@@ -50,8 +53,13 @@ class _Ended(Exception):
     """The peer has closed the connection, or sends something else than frames."""
 
 
-def _send(connection: socket.socket, message: msgspec.Struct, arrays: Sequence[Array]) -> None:
+def _send(write: Callable[[Any], object], message: msgspec.Struct, arrays: Sequence[Array]) -> None:
     """Send one frame.
+
+    Args:
+        write: sends bytes.
+        message: of the frame.
+        arrays: likewise.
 
     Raises:
         OSError: the connection has ended, or the peer does not read.
@@ -64,25 +72,29 @@ def _send(connection: socket.socket, message: msgspec.Struct, arrays: Sequence[A
         if array.nbytes < _SMALL:
             together += array.tobytes()
         else:
-            connection.sendall(together)
+            write(together)
             together = bytearray()
-            connection.sendall(array.reshape(-1).view(np.uint8).data.cast("B"))
+            write(array.reshape(-1).view(np.uint8).data.cast("B"))
     if together:
-        connection.sendall(together)
+        write(together)
 
 
-def _receive(connection: socket.socket, decoder: Any) -> tuple[Any, list[Array]]:
+def _receive(fill: Callable[[memoryview], object], decoder: Any) -> tuple[Any, list[Array]]:
     """Receive one frame; its arrays have memory of their own.
+
+    Args:
+        fill: receives as many bytes as it is given room for.
+        decoder: of the message and the descriptions of the arrays.
 
     Raises:
         _Ended: the connection has ended.
         OSError: likewise, or the peer does not send.
     """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    (length,) = _LENGTH.unpack(_exactly(fill, _LENGTH.size))
     if length > _MAX_HEADER:
         raise _Ended
     try:
-        message, described = decoder.decode(_exactly(connection, length))
+        message, described = decoder.decode(_exactly(fill, length))
         dtypes = [np.dtype(dtype) for dtype, _ in described]
         if any(dtype.hasobject for dtype in dtypes):
             raise _Ended
@@ -91,13 +103,13 @@ def _receive(connection: socket.socket, decoder: Any) -> tuple[Any, list[Array]]
         raise _Ended from None
     for array in arrays:
         if array.nbytes:
-            _fill(connection, memoryview(array.reshape(-1).view(np.uint8).data))
+            fill(memoryview(array.reshape(-1).view(np.uint8).data))
     return message, arrays
 
 
-def _exactly(connection: socket.socket, count: int) -> bytearray:
+def _exactly(fill: Callable[[memoryview], object], count: int) -> bytearray:
     data = bytearray(count)
-    _fill(connection, memoryview(data))
+    fill(memoryview(data))
     return data
 
 
@@ -118,6 +130,8 @@ class AskingChannel:
         peer: names the other end in messages.
         timeout: seconds after which an answer counts as missing.
         dial: connects to the other end, if that is on another host.
+        server: the parameter server whose shards the questions are about; -1 for the chief.
+        lost: whether the other end is lost, which the network may tell only much later; None on one host.
 
     Raises:
         PeerLostError: the other end has ended, or cannot be reached.
@@ -130,12 +144,17 @@ class AskingChannel:
         peer: str,
         timeout: float,
         dial: Callable[[], socket.socket] | None = None,
+        server: int = -1,
+        lost: Callable[[], bool] | None = None,
     ) -> None:
         self._address, self._peer, self._timeout, self._dial = address, peer, timeout, dial
+        self._lost = lost
         self._patient = False
         self._connection = self._connected(timeout)
+        if lost is not None:
+            self._connection.settimeout(min(_LOOK_EVERY, timeout))
         try:
-            self.send(Introduction(process))
+            self.send(Introduction(process, server))
         except PeerError:
             self._connection.close()
             raise
@@ -148,10 +167,10 @@ class AskingChannel:
             PeerStuckError: it does not read.
         """
         try:
-            _send(self._connection, message, arrays)
+            _send(self._connection.sendall if self._lost is None else self._write, message, arrays)
         except TimeoutError:
             self._raise_stuck(message)
-        except OSError:
+        except (_Ended, OSError):
             self._raise_lost()
 
     def receive(self, asked: Question) -> tuple[Any, list[Array]]:
@@ -167,7 +186,7 @@ class AskingChannel:
         try:
             if self._patient:
                 self._wait_patiently(asked)
-            return _receive(self._connection, _answers)
+            return _receive(self._fill, _answers)
         except TimeoutError:
             self._raise_stuck(asked)
         except (_Ended, OSError):
@@ -190,6 +209,37 @@ class AskingChannel:
         """Close the connection."""
         self._connection.close()
 
+    def _write(self, data: Any) -> None:
+        """Send bytes, and look meanwhile whether the other end is lost."""
+        view, begun = memoryview(data), time.monotonic()
+        while view:
+            try:
+                view = view[self._connection.send(view) :]
+                begun = time.monotonic()
+            except TimeoutError:
+                self._look(begun)
+
+    def _fill(self, view: memoryview) -> None:
+        """Receive bytes; if `lost` is given, look meanwhile whether the other end is lost."""
+        begun = time.monotonic()
+        while view:
+            try:
+                received = self._connection.recv_into(view)
+            except TimeoutError:
+                self._look(begun)
+                continue
+            if not received:
+                raise _Ended
+            view = view[received:]
+            begun = time.monotonic()
+
+    def _look(self, begun: float) -> None:
+        """Raise an error if the other end is lost, or has done nothing for too long."""
+        if self._lost is None or time.monotonic() - begun >= self._timeout:
+            raise TimeoutError
+        if self._lost():
+            raise _Ended
+
     def _wait_patiently(self, asked: Question) -> None:
         begun, interval = time.monotonic(), _REPORT_AFTER
         while not select.select([self._connection], [], [], interval)[0]:
@@ -203,8 +253,8 @@ class AskingChannel:
     def _check_alive(self) -> None:
         """Check over a separate connection that the other process runs."""
         with self._connected(min(self._timeout, _ALIVE_WITHIN)) as connection:
-            _send(connection, Alive(), ())
-            _receive(connection, _answers)
+            _send(connection.sendall, Alive(), ())
+            _receive(functools.partial(_fill, connection), _answers)
 
     def _connected(self, timeout: float) -> socket.socket:
         """Return a connection to the other end, whose operations end after a time."""
@@ -246,11 +296,13 @@ class Asked:
         process: the id of the process that asks.
         message: the question; None if the process has closed its connection.
         arrays: of the question.
+        server: the parameter server that is asked; -1 for the chief.
     """
 
     process: int
     message: Question | None
     arrays: list[Array] = field(default_factory=list)
+    server: int = -1
     _answer: "queue.SimpleQueue[tuple[Answer, Sequence[Array]] | None]" = field(
         default_factory=queue.SimpleQueue
     )
@@ -384,19 +436,20 @@ class AnsweringEnd:
 
     def _answer_all(self, connection: socket.socket) -> None:
         """Answer the questions of a connection until it ends."""
-        process = -1
+        process = server = -1
         try:
-            hello, _ = _receive(connection, _questions)
+            fill = functools.partial(_fill, connection)
+            hello, _ = _receive(fill, _questions)
             if isinstance(hello, Alive):
-                _send(connection, Applied(), ())
+                _send(connection.sendall, Applied(), ())
             if not isinstance(hello, Introduction):
                 return
-            process = hello.process
+            process, server = hello.process, hello.server
             with self._lock:
                 self._processes[connection] = process
             while True:
-                message, arrays = _receive(connection, _questions)
-                asked = Asked(process, message, arrays)
+                message, arrays = _receive(fill, _questions)
+                asked = Asked(process, message, arrays, server)
                 with self._lock:
                     if self._closed:
                         return
@@ -407,13 +460,13 @@ class AnsweringEnd:
                     self._unanswered.discard(asked)
                 if answer is None:
                     return
-                _send(connection, *answer)
+                _send(connection.sendall, *answer)
         except (_Ended, OSError):
             pass
         finally:
             self._forget(connection)
             if process >= 0:
-                self._put(Asked(process, None))
+                self._put(Asked(process, None, server=server))
 
 
 def _end(connection: socket.socket) -> None:

@@ -51,7 +51,7 @@ class ChiefProcess(FitProcess):
         self._steps_per_epoch = steps_per_epoch
         self._dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
         addresses = self.addresses(self._dispatcher.end)
-        self._dispatcher.keep(self.live)
+        self._dispatcher.keep(addresses)
         self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
         self._known, self._known_others = self._values(None), self._others(None)
         batches = training.batches

@@ -90,10 +90,10 @@ class Dispatcher(ABC):
         self._thread = threading.Thread(target=self._run, name="lockstep-coordinator", daemon=True)
         self._thread.start()
 
-    def keep(self, workers: Iterable[int]) -> None:
-        """Expect only these workers: the others were lost before they could connect."""
+    def keep(self, processes: Iterable[int]) -> None:
+        """Expect only these processes: the others were lost before they could connect."""
         with self._changed:
-            self._live &= set(workers)
+            self._live &= set(processes)
 
     def set_layers(self, layers: Mapping[str, Array]) -> None:
         """Set values of the layers' state; steps are assigned from the first call on."""
@@ -166,8 +166,8 @@ class Dispatcher(ABC):
                     reported = now + (now - begun)
                     late = self._left() if leaving else f"no {self._unit} completed; {self._in_work()}"
                     note(f"{self._what}, after {now - begun:.0f} s: {late}")
-                for worker in self._lost() & self._live:
-                    self.end.drop(worker)
+                for process in self._lost():
+                    self.end.drop(process)
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
 
     def _left(self) -> str:
@@ -205,16 +205,16 @@ class Dispatcher(ABC):
         elif self._recorded.has(record):
             self._arrived[record] = asked
 
-    def _lose(self, worker: int) -> None:
-        self._parked.pop(worker, None)
-        if worker not in self._live:
+    def _lose(self, process: int) -> None:
+        self._parked.pop(process, None)
+        if process not in self._live:
             return
-        self._live.discard(worker)
-        lost = self._assignments.give_back(worker)
+        self._live.discard(process)
+        lost = self._assignments.give_back(process)
         if not self._ended:
             numbers = ", ".join(str(step + 1) for step in lost)
             steps = f"; another worker computes {self._unit} {numbers}" if lost else ""
-            note(f"{self._what}: worker {worker} has ended{steps}")
+            note(f"{self._what}: worker {process} has ended{steps}")
 
     def _complete(self, worker: int, step: int, staleness: int) -> bool:
         """Complete a step; return False if another worker computes it."""

@@ -54,7 +54,7 @@ def fit_on_servers(
     refuse_unserved(served.model, served.shards)
     refuse_buffers(served.backend.training_state(served.model))
     states = random_states()
-    task, index = served.tasks.of(served.job.worker)
+    task, _ = served.tasks.of(served.job.worker)
     given = bound.arguments
     given.update(x=training, y=None, sample_weight=None, class_weight=None, validation_split=0.0)
 
@@ -64,11 +64,9 @@ def fit_on_servers(
 
     updated: Mapping[int, tuple[Array, list[Any]]] = {}
     if task == "ps":
-        variables = ServedVariables(served.backend)
-        own = [one for one in served.shards if one.server == index]
-        variables.add(served.update, own, served.tables.variables)
-        with ServerProcess(served.job, served.call, variables) as server:
-            server.addresses(server.end)
+        with ServerProcess(served.job, served.call, lambda: ServedVariables(served.backend)) as server:
+            server.open()
+            server.add(served.update, served.shards, served.tables.variables)
             with served.job.apart():
                 server.serve()
     elif task == "chief":

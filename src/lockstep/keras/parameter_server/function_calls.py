@@ -357,7 +357,7 @@ class ChiefCalls(FunctionCalls):
         process = self._process
         self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
         addresses = process.addresses(self._dispatcher.end)
-        self._dispatcher.keep(process.live)
+        self._dispatcher.keep(addresses)
         self._servers = process.connect_servers(addresses, ())
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
@@ -612,11 +612,10 @@ class ServerCalls(FunctionCalls):
 
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
-        self._variables = ServedVariables(self._backend, own=True)
-        self._process = ServerProcess(self._job, self._call, self._variables)
+        self._process = ServerProcess(self._job, self._call, lambda: ServedVariables(self._backend, own=True))
         self._chief: AskingChannel | None = None
         self._until = 0
-        self._own: list[Shard] = []
+        self._added: Sequence[Shard] = ()
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
@@ -625,16 +624,14 @@ class ServerCalls(FunctionCalls):
         self._process.close()
 
     def _open(self) -> None:
-        addresses = self._process.addresses(self._process.end)
-        self._chief = self._process.connect(addresses, 0)
+        self._chief = self._process.connect(self._process.open(), 0)
         self._chief.be_patient()
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
-        index = self._process.tasks.of(self._job.worker)[1]
-        self._own = [one for one in shards if one.server == index]
+        self._added = shards
 
     def _add(self, update: Update, number: int) -> None:
-        self._variables.add(update, self._own)
+        self._process.add(update, self._added)
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: servers run no functions."""

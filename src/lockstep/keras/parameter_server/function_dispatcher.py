@@ -75,9 +75,15 @@ class FunctionDispatcher(Dispatcher):
         self._delivered: set[int] = set()
         self._raised: FunctionFailure | None = None
         self._changed_variables: set[str] = set()
-        self._servers = frozenset(map(call.tasks.id_of_server, range(call.tasks.servers)))
+        self._servers = set(map(call.tasks.id_of_server, range(call.tasks.servers)))
         super().__init__(call, "function")
         self._assignments.stop = 0
+
+    def keep(self, processes: Iterable[int]) -> None:
+        """Expect only these processes: the others were lost before they could connect."""
+        super().keep(processes)
+        with self._changed:
+            self._servers &= set(processes)
 
     def schedule(self, call: int) -> FunctionFailure | None:
         """Add a function, unless an earlier one has failed: then return why.
@@ -253,6 +259,10 @@ class FunctionDispatcher(Dispatcher):
             # What comes after it sees what it has done.
             self._pump()
             return found
+
+    def _lose(self, process: int) -> None:
+        self._servers.discard(process)
+        super()._lose(process)
 
     def _handle(self, asked: Asked) -> None:
         if isinstance(asked.message, FunctionReturned):

@@ -22,11 +22,11 @@ from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.served_variables import place_weights
-from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.parameter_server.servers import ServerChannel, Servers
 from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, RecordedOrder, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
-from lockstep.parameter_server.tasks import Tasks
+from lockstep.parameter_server.tasks import ServerPlace, Tasks
 from lockstep.system.paths import RunPaths
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 from lockstep.worker.job import Job
@@ -122,17 +122,21 @@ class TaskProcess:
         assert job.context.tasks is not None
         self.job, self.call, self.tasks = job, call, job.context.tasks
         self.timeout = job.policy.timeout
+        self.places: tuple[ServerPlace, ...] = ()
         self._asking: list[AskingChannel] = []
-        folder, followed = job.context.folder, job.context.order
-        self.writer = OrderWriter(None)
-        if folder is not None and order:
-            file = OrderFile(RunPaths(folder).orders / order)
-            self.writer = OrderWriter(self._publisher(order) if job.context.over_hosts else file.write)
-        self.recorded: RecordedOrder | None = None
-        if order:
-            self.writer.add(Kind.CALL, 0, call.number)
-            if followed is not None:
-                self.recorded = RecordedOrder(read_order(RunPaths(followed).orders / order, call.number))
+        self.writer, self.recorded = self.order(order) if order else (OrderWriter(None), None)
+
+    def order(self, name: str) -> tuple[OrderWriter, RecordedOrder | None]:
+        """Begin an order of arrivals; return its writer, and the order to follow in a replay."""
+        folder, followed, recorded = self.job.context.folder, self.job.context.order, None
+        writer = OrderWriter(None)
+        if folder is not None:
+            file = OrderFile(RunPaths(folder).orders / name)
+            writer = OrderWriter(self._publisher(name) if self.job.context.over_hosts else file.write)
+        writer.add(Kind.CALL, 0, self.call.number)
+        if followed is not None:
+            recorded = RecordedOrder(read_order(RunPaths(followed).orders / name, self.call.number))
+        return writer, recorded
 
     def dispatched(self, max_staleness: int | None) -> DispatchedCall:
         """Return the call as the chief hands out its steps."""
@@ -163,30 +167,53 @@ class TaskProcess:
             if end.entrance:
                 self.job.membership.answers_at(end.entrance)
         what = f"the addresses of {self.call.name}"
-        known = self.job.exchange(
-            lambda view, communicator: dict(
-                zip(view.workers, communicator.gather(own, what=what), strict=True)
+        hosts, known = self.job.exchange(
+            lambda view, communicator: (
+                view.hosts,
+                dict(zip(view.workers, communicator.gather(own, what=what), strict=True)),
             )
         )
-        for process in (0, *map(self.tasks.id_of_server, range(self.tasks.servers))):
+        servers = [self.tasks.id_of_server(index) for index in range(self.tasks.servers)]
+        left = [server for server in servers if server in known]
+        for process in (0, *([] if left else servers)):
             if process not in known:
                 raise PeerLostError(
                     f"{self.tasks.name(process)} has ended before {self.call.name}; its log says why"
                 )
+        self.places = self.tasks.places(hosts)
         self.live = tuple(process for process in known if process in self.tasks.workers)
         return known
 
-    def connect(self, addresses: Mapping[int, bytes], process: int) -> AskingChannel:
-        """Connect to the chief or a server."""
-        dial = self.job.membership.dial(process)
-        name = self.tasks.name(process)
-        made = AskingChannel(addresses[process], self.job.worker, name, self.timeout, dial)
+    def connect(self, addresses: Mapping[int, bytes], process: int, server: int = -1) -> AskingChannel:
+        """Connect to a process.
+
+        Args:
+            addresses: of the chief and the processes of servers.
+            process: the id of the process.
+            server: whose shards questions are about; -1 for the chief.
+
+        Raises:
+            PeerLostError: the process has ended.
+        """
+        membership = self.job.membership
+        dial, name = membership.dial(process), self.tasks.name(process)
+        # The chief's host is lost only with the job.
+        watched = self.job.context.over_hosts and server >= 0
+        lost = (lambda: process in membership.lost_workers()) if watched else None
+        made = AskingChannel(addresses[process], self.job.worker, name, self.timeout, dial, server, lost)
         self._asking.append(made)
         return made
 
     def connect_servers(self, addresses: Mapping[int, bytes], shards: Sequence[Shard]) -> Servers:
         """Connect to all servers, which have these shards."""
-        channels = [self.connect(addresses, self.tasks.id_of_server(i)) for i in range(self.tasks.servers)]
+
+        def connects(server: int, process: int) -> Callable[[], AskingChannel]:
+            return lambda: self.connect(addresses, process, server)
+
+        channels = []
+        for server, place in enumerate(self.places):
+            processes = [process for process in place if process is not None]
+            channels.append(ServerChannel([connects(server, process) for process in processes]))
         return Servers(channels, shards)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ The variables that a program trains are numbered over all its optimizers. A call
 functions of a `ClusterCoordinator` may have several.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -105,7 +106,7 @@ class TableShard:
         self._transfers = transfers_of(backend)
         self.value, self.slots = np.array(value), {nth: np.array(slot) for nth, slot in slots.items()}
         self._blocks: dict[int, _Block] = {}
-        self._changed = np.zeros(len(value), bool)
+        self._changed, self._reported = np.zeros(len(value), bool), np.zeros(len(value), bool)
 
     def update(self, numbers: Array, gradients: Array, common: Mapping[int, Any]) -> None:
         """Update rows.
@@ -141,11 +142,27 @@ class TableShard:
             self.value = np.array(value)
         self.slots |= {nth: np.array(slot) for nth, slot in slots.items()}
 
-    def take_changed(self) -> Array:
-        """Return the numbers of the rows that were updated since the last call."""
-        (numbers,) = np.nonzero(self._changed)
-        self._changed[:] = False
+    def take_changed(self, *, again: bool = False) -> Array:
+        """Return the numbers of the rows that were updated since the last call.
+
+        Args:
+            again: whether to return those of the last call, too.
+        """
+        if again:
+            self._changed |= self._reported
+        self._reported, self._changed = self._changed, np.zeros_like(self._changed)
+        (numbers,) = np.nonzero(self._reported)
         return numbers
+
+    @property
+    def state(self) -> list[Array]:
+        """The arrays that the results of all methods depend on."""
+        return [self.value, *self.slots.values(), self._changed, self._reported]
+
+    def restore(self, state: Sequence[Array]) -> None:
+        """Take over the state of another table with the same rows."""
+        value, *slots, self._changed, self._reported = (array.copy() for array in state)
+        self.value, self.slots = value, dict(zip(self.slots, slots, strict=True))
 
     def _block(self, size: int) -> "_Block":
         variable = self._make(np.zeros((size, *self.value.shape[1:]), self.value.dtype))
@@ -194,6 +211,9 @@ class ServedVariables:
         backend: makes updates.
         own: whether all shards are the server's own. Otherwise a variable that is not divided is the
             program's, and is updated there.
+
+    Attributes:
+        state_bytes: the size of `state`.
     """
 
     def __init__(self, backend: Backend, *, own: bool = False) -> None:
@@ -202,6 +222,7 @@ class ServedVariables:
         self._shards: list[Any] = []
         self._served: list[_ServedOptimizer] = []
         self._weights = 0
+        self.state_bytes = 0
 
     def add(self, update: Update, shards: Sequence[Shard], tables: frozenset[int] = frozenset()) -> None:
         """Add the variables of a further optimizer.
@@ -233,6 +254,7 @@ class ServedVariables:
             # A copy: updates reuse the memory of the server's own variables.
             variable.assign(np.array(value if part is None else part.part_of(value)))
         number = len(self._served)
+        tables_made = {position: one for position, one in made.items() if isinstance(one, TableShard)}
         self._shards += made.values()
         self._served.append(
             _ServedOptimizer(
@@ -241,9 +263,12 @@ class ServedVariables:
                 optimizer,
                 tuple((positions[at] if at >= 0 else -1 - number, nth) for at, nth in slots),
                 self._backend.updater(Update(optimizer, variables)),
-                {position: one for position, one in made.items() if isinstance(one, TableShard)},
+                tables_made,
             )
         )
+        changing = shapes_of([*variables, *optimizer.variables])
+        self.state_bytes += sum(math.prod(shape) * size for shape, size in changing)
+        self.state_bytes += sum(array.nbytes for table in tables_made.values() for array in table.state)
 
     def _table(
         self, optimizer: Any, variable: Any, shard: Shard, known: Mapping[Slot, Any], number: int
@@ -293,12 +318,15 @@ class ServedVariables:
         ]
         return tuple(slot for slot, _ in known), self._transfers.read([variable for _, variable in known])
 
-    def changes(self) -> tuple[list[Array], dict[int, Array]]:
+    def changes(self, *, again: bool = False) -> tuple[list[Array], dict[int, Array]]:
         """Return copies of the shards and then of `slots`, and the numbers of rows by position.
 
         Of a table and its slots, only these rows are returned: those that were updated since the last call.
+
+        Args:
+            again: whether to return those of the last call, too, because they did not arrive.
         """
-        rows = {position: table.take_changed() for position, table in self._tables()}
+        rows = {position: table.take_changed(again=again) for position, table in self._tables()}
         slots = self._transfers.read([one for served in self._served for one in served.optimizer.variables])
         slots += [slot[rows[position]] for position, table in self._tables() for slot in table.slots.values()]
         return [*self.values(rows), *slots], rows
@@ -343,6 +371,37 @@ class ServedVariables:
             for slot, variable in zip(served.slots, served.optimizer.variables, strict=True):
                 if slot in slots:
                     variable.assign(slots[slot])
+
+    def state(self) -> list[Array]:
+        """Return everything that changes, which must not change before it is used.
+
+        The arrays of optimizers that are added later follow those of earlier ones.
+        """
+        return [
+            array
+            for served in self._served
+            for array in (
+                *self._transfers.read([*served.variables, *served.optimizer.variables]),
+                *(array for table in served.tables.values() for array in table.state),
+            )
+        ]
+
+    def restore(self, state: Sequence[Array]) -> None:
+        """Take over the state of the same shards elsewhere, perhaps from before the last ones were added."""
+        rest = list(state)
+
+        def taken(count: int) -> list[Array]:
+            nonlocal rest
+            found, rest = rest[:count], rest[count:]
+            return found
+
+        for served in self._served:
+            if not rest:
+                return
+            variables = [*served.variables, *served.optimizer.variables]
+            self._transfers.assign(variables, taken(len(variables)))
+            for table in served.tables.values():
+                table.restore(taken(len(table.state)))
 
     def _tables(self) -> list[tuple[int, TableShard]]:
         return [(k, one) for k, one in enumerate(self._shards) if isinstance(one, TableShard)]

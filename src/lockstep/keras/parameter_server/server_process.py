@@ -1,25 +1,45 @@
-"""A parameter server: has shards, and updates them as gradients arrive."""
+"""A parameter server: has shards, and updates them as gradients arrive.
+
+It also keeps what another server processes, and takes over the shards of that one if it is lost. A process
+may so have the shards of several servers, each with its own order of arrivals: what a server is does not
+depend on the process that has its shards, and a replay needs no loss.
+"""
 
 import queue
 import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import ServedVariables
-from lockstep.parameter_server.order import Kind, OrderedArrivals, Record
+from lockstep.keras.parameter_server.standby import (
+    KeptServer,
+    Processed,
+    StandbyLink,
+    TakenOverError,
+    record_of,
+)
+from lockstep.parameter_server.order import Kind, OrderedArrivals, OrderWriter, Record, RecordedOrder
+from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import (
+    Answer,
     Applied,
     EndCall,
+    Keep,
+    KeepState,
     Pull,
     Push,
     Read,
     ServedValues,
     Write,
 )
+from lockstep.system.notes import note
+from lockstep.system.prose import count
 from lockstep.transport.array_channel import AnsweringEnd, Asked
 from lockstep.worker.job import Job
 
@@ -29,31 +49,200 @@ _LOOK_EVERY = 1.0
 """Seconds between two looks whether hosts are lost."""
 
 
+class ServerShards:
+    """The shards of one server, which processes one message at a time.
+
+    Args:
+        variables: its shards.
+        writer: of the order of arrivals.
+        recorded: the order to follow; None for the order of arrival.
+        standby: keeps each message before it is answered; None if no other server is left.
+
+    Attributes:
+        ended: whether the chief has ended the call.
+        closed: whether the chief has also received the answer.
+    """
+
+    def __init__(
+        self,
+        variables: ServedVariables,
+        writer: OrderWriter,
+        recorded: RecordedOrder | None,
+        standby: StandbyLink | None,
+    ) -> None:
+        self._variables, self._writer, self._standby = variables, writer, standby
+        self._arrivals = OrderedArrivals(writer, recorded)
+        self.ended = self.closed = False
+        self._version = 0
+        self._pulled: dict[int, int] = {}
+        self._applied: set[tuple[int, int]] = set()
+        self._unanswered: dict[int, Record] = {}
+
+    def resume(self, kept: KeptServer) -> None:
+        """Continue where a lost server has ended."""
+        if kept.state is not None:
+            self._variables.restore(kept.state)
+        for process, message, arrays in kept.messages:
+            self._process(process, message, arrays)
+        self._version, self._applied = 0, kept.pushed
+        for record in kept.records:
+            self._writer.add(*record)
+            self._unanswered[record.worker] = record
+            if record.kind is Kind.PULL:
+                self._pulled[record.worker] = self._version
+            elif record.kind is Kind.PUSH:
+                self._pulled.pop(record.worker, None)
+                self._version += 1
+        self._writer.add(Kind.TAKEN, 0, 0)
+
+    def arrive(self, asked: Asked) -> None:
+        """Process a message, at its turn.
+
+        Raises:
+            PeerStuckError: the standby has not answered in time.
+            TakenOverError: the standby has taken over the shards.
+        """
+        message: Any = asked.message
+        record = record_of(asked.process, message)
+        again = self._unanswered.pop(asked.process, None) == record
+        if isinstance(message, Push) and (message.step, message.part) in self._applied:
+            # The step of a lost worker was computed again, or a lost server applied it without an answer.
+            asked.answer(Applied(-1))
+            return
+        if isinstance(message, Write) and again:
+            asked.answer(Applied())
+            return
+
+        def process() -> None:
+            asked.answer(*self._kept_and_processed(asked.process, message, asked.arrays, again))
+
+        def ignore() -> None:
+            asked.answer(Applied(-1))
+
+        self._arrivals.arrive(record, process, ignore if isinstance(message, Push) else process)
+
+    def end_call(self, asked: Asked) -> None:
+        """End the call: the order is complete."""
+        self._writer.end()
+        self._writer.close()
+        self.ended = True
+        asked.answer(Applied())
+
+    def forget(self, process: int) -> None:
+        """Forget what a process has pulled that has closed its connection."""
+        self._pulled.pop(process, None)
+
+    def awaited(self) -> Record | None:
+        """Return what others wait for, if an order is followed and something waits."""
+        return self._arrivals.awaited()
+
+    def close(self) -> None:
+        """Write the rest of the order."""
+        self._writer.close()
+
+    def _kept_and_processed(
+        self, process: int, message: Processed, arrays: list[Array], again: bool
+    ) -> tuple[Answer, Sequence[Array]]:
+        """Process a message, while the standby receives it; return the answer."""
+        if self._standby is None:
+            return self._process(process, message, arrays, again)
+        standby, lost = self._standby, ""
+        try:
+            standby.send(process, message, arrays)
+        except PeerLostError as error:
+            lost = str(error)
+        answer = self._process(process, message, arrays, again)
+        try:
+            if not lost:
+                standby.confirm()
+                if standby.is_due(self._variables.state_bytes):
+                    standby.send_state(self._variables.state())
+        except TakenOverError:
+            raise
+        except PeerLostError as error:
+            lost = str(error)
+        if lost:
+            note(f"{lost}; it was the standby of this server, which has none until the next call")
+            standby.close()
+            self._standby = None
+        return answer
+
+    def _process(
+        self, process: int, message: Processed, arrays: list[Array], again: bool = False
+    ) -> tuple[Answer, Sequence[Array]]:
+        match message:
+            case Pull():
+                self._pulled[process] = self._version
+                slots, common = self._variables.common() if message.common else ((), [])
+                rows = dict(zip(message.tables, arrays, strict=True))
+                return ServedValues(slots), [*self._variables.values(rows), *common]
+            case Push():
+                gradients = dict(zip(message.shards, arrays, strict=False))
+                rows = dict(zip(message.tables, arrays[len(message.shards) :], strict=True))
+                self._variables.update(gradients, message.updates, rows)
+                self._applied.add((message.step, message.part))
+                staleness = self._version - self._pulled.pop(process, self._version)
+                self._version += 1
+                return Applied(staleness), []
+            case Read():
+                changed, of_tables = self._variables.changes(again=again)
+                return ServedValues(self._variables.slots, tuple(of_tables)), [*changed, *of_tables.values()]
+            case Write():
+                shards = dict(zip(message.shards, arrays, strict=False))
+                slots_given = dict(zip(message.slots, arrays[len(message.shards) :], strict=True))
+                self._variables.write(shards, slots_given)
+                return Applied(), []
+
+
 class ServerProcess(TaskProcess):
-    """A parameter server.
+    """A process of a parameter server.
 
     Args:
         job: of the process.
         call: the call of `fit`, or the calls of a `ClusterCoordinator`.
-        variables: of the server.
-
-    Attributes:
-        end: answers the workers and the chief.
+        make: returns variables for the shards of one server.
     """
 
-    def __init__(self, job: Job, call: NumberedCall, variables: ServedVariables) -> None:
-        assert job.context.tasks is not None
-        index = job.context.tasks.of(job.worker)[1]
-        super().__init__(job, call, f"ps-{index}")
+    def __init__(self, job: Job, call: NumberedCall, make: Callable[[], ServedVariables]) -> None:
+        super().__init__(job, call, "")
+        self._make = make
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self.end = AnsweringEnd(self._inbox.put, job.membership.accept)
-        self._variables = variables
-        self._name = f"parameter server {index}"
-        self._version = 0
-        self._pulled: dict[int, int] = {}
-        self._applied: set[tuple[int, int]] = set()
-        self._ended = False
-        self._arrivals = OrderedArrivals(self.writer, self.recorded)
+        self._end = AnsweringEnd(self._put, job.membership.accept)
+        self._variables: dict[int, ServedVariables] = {}
+        self._served: dict[int, ServerShards] = {}
+        self._kept: dict[int, KeptServer] = {}
+
+    def open(self) -> dict[int, bytes]:
+        """Exchange addresses with the other processes, and connect to standbys; return the addresses.
+
+        Raises:
+            PeerLostError: the chief has ended.
+        """
+        known = self.addresses(self._end)
+        for server, (process, standby) in enumerate(self.places):
+            if self.job.worker not in (process, standby):
+                continue
+            self._variables[server] = self._make()
+            if self.job.worker == process:
+                writer, recorded = self.order(f"ps-{server}")
+                link = None
+                # A replay loses no server.
+                if standby is not None and recorded is None:
+                    link = StandbyLink(self.connect(known, standby, server), self.tasks.name(standby))
+                self._served[server] = ServerShards(self._variables[server], writer, recorded, link)
+        return known
+
+    def add(self, update: Update, shards: Iterable[Shard], tables: frozenset[int] = frozenset()) -> None:
+        """Add the variables of a further optimizer; see `ServedVariables.add`.
+
+        Args:
+            update: the optimizer.
+            shards: of all servers, of all variables.
+            tables: the variables of which workers read and update rows.
+        """
+        placed = list(shards)
+        for server, variables in self._variables.items():
+            variables.add(update, [one for one in placed if one.server == server], tables)
 
     def interrupt(self) -> None:
         """Let `serve` return; called in another thread."""
@@ -63,31 +252,60 @@ class ServerProcess(TaskProcess):
         """Answer until the chief ends the call, or `interrupt` is called.
 
         Raises:
-            PeerLostError: the chief has ended before.
-            PeerStuckError: what comes next in the recorded order has not arrived in time.
+            PeerLostError: the chief has ended before, or another server has taken over the shards.
+            PeerStuckError: what comes next in the recorded order has not arrived in time, or the standby has
+                not answered.
         """
-        while not self._ended:
+        # A standby serves until the chief has ended the call on all servers: one may be lost meanwhile.
+        while not all(shards.closed for shards in self._served.values()):
             if (asked := self._next()) is None:
                 return
             match asked.message:
-                case None if asked.process == 0:
-                    raise PeerLostError(f"the chief has ended within {self.call.name}; its log says why")
                 case None:
-                    self._pulled.pop(asked.process, None)
+                    self._closed(asked)
                 case EndCall():
-                    self.writer.end()
-                    asked.answer(Applied())
-                    # The chief closes the connection when it has the answer.
-                    while (last := self._inbox.get()) is None or last.message is not None or last.process:
-                        pass
-                    self._ended = True
-                case message:
-                    self._arrive(asked, message)
+                    self._shards(asked).end_call(asked)
+                case _:
+                    self._shards(asked).arrive(asked)
 
     def close(self) -> None:
         """Close all connections."""
-        self.end.close()
+        self._end.close()
+        for shards in self._served.values():
+            shards.close()
         super().close()
+
+    def _put(self, asked: Asked) -> None:
+        if isinstance(asked.message, Keep | KeepState):
+            self._kept.setdefault(asked.server, KeptServer()).take(asked)
+        else:
+            self._inbox.put(asked)
+
+    def _closed(self, asked: Asked) -> None:
+        """Note that a process has closed its connection."""
+        shards = self._served.get(asked.server)
+        if shards is None:
+            return
+        shards.forget(asked.process)
+        if asked.process == 0:
+            if not shards.ended:
+                raise PeerLostError(f"the chief has ended within {self.call.name}; its log says why")
+            shards.closed = True
+
+    def _shards(self, asked: Asked) -> ServerShards:
+        """Return the shards that a question is about, after taking them over if they are a lost server's."""
+        if asked.server not in self._served:
+            kept = self._kept.setdefault(asked.server, KeptServer())
+            kept.take_over()
+            writer, _ = self.order(f"ps-{asked.server}")
+            shards = ServerShards(self._variables[asked.server], writer, None, None)
+            shards.resume(kept)
+            self._served[asked.server] = shards
+            note(
+                f"parameter server {asked.server} is lost; this process continues with its weights after "
+                f"{count(len(kept.pushed), 'update')}"
+            )
+        return self._served[asked.server]
 
     def _next(self) -> Asked | None:
         begun = time.monotonic()
@@ -96,56 +314,12 @@ class ServerProcess(TaskProcess):
                 return self._inbox.get(timeout=min(_LOOK_EVERY, self.timeout))
             except queue.Empty:
                 for process in self.job.membership.lost_workers():
-                    self.end.drop(process)
+                    self._end.drop(process)
                 late = time.monotonic() - begun >= self.timeout
-                if late and (turn := self._arrivals.awaited()) is not None:
-                    raise PeerStuckError(
-                        f"{self._name} follows a recorded order in which step {turn.step + 1} of worker "
-                        f"{turn.worker} comes next ({turn.kind.name.lower()}), which has not arrived for "
-                        f"{self.timeout:g} s"
-                    ) from None
-
-    def _arrive(self, asked: Asked, message: Any) -> None:
-        worker, arrivals = asked.process, self._arrivals
-        if isinstance(message, Pull):
-            record = Record(Kind.PULL, worker, message.step, message.part & 0xFF)
-            arrivals.arrive(record, lambda: self._pull(asked, message), lambda: self._pull(asked, message))
-        elif isinstance(message, Push):
-            if (message.step, message.part) in self._applied:
-                # The step of a lost worker, which had pushed its gradients here, was computed again.
-                asked.answer(Applied(-1))
-                return
-            record = Record(Kind.PUSH, worker, message.step, message.part & 0xFF)
-            arrivals.arrive(record, lambda: self._push(asked, message), lambda: asked.answer(Applied(-1)))
-        elif isinstance(message, Read):
-            record = Record(Kind.READ, 0, message.step)
-            arrivals.arrive(record, lambda: self._read(asked), lambda: self._read(asked))
-        elif isinstance(message, Write):
-            record = Record(Kind.WRITE, 0, message.step)
-            arrivals.arrive(record, lambda: self._write(asked, message), lambda: self._write(asked, message))
-
-    def _pull(self, asked: Asked, message: Pull) -> None:
-        self._pulled[asked.process] = self._version
-        slots, common = self._variables.common() if message.common else ((), [])
-        rows = dict(zip(message.tables, asked.arrays, strict=True))
-        asked.answer(ServedValues(slots), [*self._variables.values(rows), *common])
-
-    def _push(self, asked: Asked, message: Push) -> None:
-        count = len(message.shards)
-        gradients = dict(zip(message.shards, asked.arrays[:count], strict=True))
-        rows = dict(zip(message.tables, asked.arrays[count:], strict=True))
-        self._variables.update(gradients, message.updates, rows)
-        self._applied.add((message.step, message.part))
-        staleness = self._version - self._pulled.pop(asked.process, self._version)
-        self._version += 1
-        asked.answer(Applied(staleness))
-
-    def _read(self, asked: Asked) -> None:
-        arrays, rows = self._variables.changes()
-        asked.answer(ServedValues(self._variables.slots, tuple(rows)), [*arrays, *rows.values()])
-
-    def _write(self, asked: Asked, message: Write) -> None:
-        count = len(message.shards)
-        shards = dict(zip(message.shards, asked.arrays[:count], strict=True))
-        self._variables.write(shards, dict(zip(message.slots, asked.arrays[count:], strict=True)))
-        asked.answer(Applied())
+                for server, shards in self._served.items() if late else ():
+                    if (turn := shards.awaited()) is not None:
+                        raise PeerStuckError(
+                            f"parameter server {server} follows a recorded order in which step "
+                            f"{turn.step + 1} of worker {turn.worker} comes next ({turn.kind.name.lower()}), "
+                            f"which has not arrived for {self.timeout:g} s"
+                        ) from None

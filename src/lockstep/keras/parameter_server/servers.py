@@ -3,18 +3,86 @@
 Each server has some rows of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.served_variables import Slot
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import EndCall, Pull, Push, Read, Write
+from lockstep.protocol.parameter_server import EndCall, Pull, Push, Question, Read, Write
+from lockstep.system.notes import note
 from lockstep.transport.array_channel import AskingChannel
 
 Array = npt.NDArray[Any]
+
+
+class ServerChannel:
+    """Asks one server; if that is lost, the server that has taken over its shards.
+
+    Args:
+        connects: connect to the process of the server, and to its standby, if there is one.
+
+    Raises:
+        PeerLostError: all of them have ended; so for all methods.
+    """
+
+    def __init__(self, connects: Sequence[Callable[[], AskingChannel]]) -> None:
+        self._connects = list(connects)
+        self._asked: tuple[Question, Sequence[Array]] | None = None
+        self._channel: AskingChannel | None = None
+        self._connect()
+
+    def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
+        """Ask; see `AskingChannel.send`."""
+        assert self._channel is not None
+        self._asked = message, arrays
+        try:
+            self._channel.send(message, arrays)
+        except PeerLostError as error:
+            self._replace(error)
+
+    def receive(self) -> tuple[Any, list[Array]]:
+        """Wait for the answer to what was sent last; see `AskingChannel.receive`."""
+        assert self._asked is not None
+        message, _ = self._asked
+        while True:
+            assert self._channel is not None
+            try:
+                answer = self._channel.receive(message)
+            except PeerLostError as error:
+                self._replace(error)
+            else:
+                self._asked = None
+                return answer
+
+    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
+        """Ask, and wait for the answer."""
+        self.send(message, arrays)
+        return self.receive()
+
+    def _replace(self, lost: PeerLostError) -> None:
+        """Ask the standby what has no answer."""
+        if not self._connects:
+            raise PeerLostError(f"{lost}; no standby has its weights") from None
+        assert self._channel is not None
+        self._channel.close()
+        self._channel = None
+        note(f"{lost}; its standby continues with its weights")
+        self._connect()
+
+    def _connect(self) -> None:
+        while True:
+            try:
+                self._channel = self._connects.pop(0)()
+                if self._asked is not None:
+                    self._channel.send(*self._asked)
+                return
+            except PeerLostError:
+                if not self._connects:
+                    raise
 
 
 class Servers:
@@ -30,7 +98,7 @@ class Servers:
         updated_rows: the distinct rows of tables that all reads have returned, in order, by their variables.
     """
 
-    def __init__(self, channels: Sequence[AskingChannel], shards: Sequence[Shard]) -> None:
+    def __init__(self, channels: Sequence[ServerChannel], shards: Sequence[Shard]) -> None:
         self._channels = channels
         self.updated_rows: dict[int, Array] = {}
         self._shards: list[list[Shard]] = [[] for _ in channels]
@@ -52,13 +120,11 @@ class Servers:
             PeerLostError: a server has ended.
             PeerStuckError: a server has not answered in time.
         """
-        asked = []
         for channel, shards in zip(self._channels, self._shards, strict=True):
             own = {k: one for k, one in enumerate(shards) if one.variable in rows}
             needed = {k: _rows_in(one, rows[one.variable]) for k, one in own.items()}
-            asked.append(Pull(step, tables=tuple(needed)))
-            channel.send(asked[-1], list(needed.values()))
-        answers = [channel.receive(pull) for channel, pull in zip(self._channels, asked, strict=True)]
+            channel.send(Pull(step, tables=tuple(needed)), list(needed.values()))
+        answers = [channel.receive() for channel in self._channels]
         return self._whole([arrays for _, arrays in answers])
 
     def pull_with_common(self, step: int, part: int = 0) -> tuple[list[Array], dict[Slot, Array]]:
@@ -85,7 +151,6 @@ class Servers:
             part: how often the step has applied an optimizer before.
             rows: of which the gradients of tables are, as in `pull`.
         """
-        asked: list[Push] = []
         for channel, shards in zip(self._channels, self._shards, strict=True):
             own = {k: one for k, one in enumerate(shards) if one.variable in gradients}
             found = {
@@ -99,9 +164,8 @@ class Servers:
                 else one.part_of(gradients[one.variable])
                 for k, one in own.items()
             ]
-            asked.append(Push(step, tuple(own), updates, part, tuple(found)))
-            channel.send(asked[-1], [*given, *found.values()])
-        answers = [channel.receive(push)[0] for channel, push in zip(self._channels, asked, strict=True)]
+            channel.send(Push(step, tuple(own), updates, part, tuple(found)), [*given, *found.values()])
+        answers = [channel.receive()[0] for channel in self._channels]
         return max((answer.staleness for answer in answers), default=0)
 
     def read(
@@ -163,7 +227,7 @@ class Servers:
     def _ask_all(self, question: Pull | Read) -> list[tuple[Any, list[Array]]]:
         for channel in self._channels:
             channel.send(question)
-        return [channel.receive(question) for channel in self._channels]
+        return [channel.receive() for channel in self._channels]
 
     def _whole(self, answers: Sequence[Sequence[Array]]) -> list[Array]:
         parts: dict[int, list[tuple[Shard | None, Array, Array | None]]] = {}

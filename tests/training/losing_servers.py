@@ -1,0 +1,83 @@
+"""Ends the process of a parameter server with SIGKILL at a point of what it does with a message."""
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.keras.parameter_server import standby
+from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
+from lockstep.keras.parameter_server.standby import StandbyLink
+from lockstep.protocol.parameter_server import EndCall, Pull, Push, Read
+from lockstep.transport.array_channel import Asked
+from lockstep.worker import job
+
+FIRST_SERVER = 4
+KINDS: dict[str, Any] = {"pull": Pull, "push": Push, "read": Read, "end": EndCall}
+
+
+def lose_servers(given: Sequence[str]) -> None:
+    """End the given server at the given point, unless this job follows a recorded order.
+
+    Servers send their state to their standbys after few messages.
+
+    Args:
+        given: the number of the server, and the arguments of `lose_this_process`; empty for none.
+    """
+    here = job.current()
+    if here.context.order is not None:
+        return
+    standby.KEPT_BYTES = 0
+    if given and here.worker == FIRST_SERVER + int(given[0]):
+        _, call, kind, number, when = given
+        lose_this_process(call, kind, int(number), when)
+
+
+def lose_this_process(call: str, kind: str, number: int, when: str) -> None:
+    """End this process, that of a server.
+
+    Args:
+        call: the name of the call in which it ends, such as `fit-2`.
+        kind: of a message.
+        number: of the message among those of its kind in the call, from 1.
+        when: once the message is `received`, `sent` to the standby, `confirmed` by it, or `answered`.
+    """
+    opened, arrive, end_call = ServerProcess.open, ServerShards.arrive, ServerShards.end_call
+    send, confirm = StandbyLink.send, StandbyLink.confirm
+    active, seen, current = False, 0, ""
+
+    def reach(point: str) -> None:
+        if current == kind and seen == number and point == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def open_(self: ServerProcess) -> Any:
+        nonlocal active
+        active = self.call.name.replace(" ", "-") == call
+        return opened(self)
+
+    def received(message: Any) -> None:
+        nonlocal seen, current
+        reach("answered")
+        current = next((name for name, one in KINDS.items() if active and isinstance(message, one)), "")
+        seen += current == kind
+        reach("received")
+
+    def arrived(self: ServerShards, asked: Asked) -> None:
+        received(asked.message)
+        arrive(self, asked)
+
+    def ended(self: ServerShards, asked: Asked) -> None:
+        received(asked.message)
+        end_call(self, asked)
+
+    def sent(self: StandbyLink, *given: Any) -> None:
+        send(self, *given)
+        reach("sent")
+
+    def confirmed(self: StandbyLink) -> None:
+        confirm(self)
+        reach("confirmed")
+
+    ServerProcess.open = open_  # type: ignore[method-assign]
+    ServerShards.arrive, ServerShards.end_call = arrived, ended  # type: ignore[method-assign]
+    StandbyLink.send, StandbyLink.confirm = sent, confirmed  # type: ignore[method-assign]

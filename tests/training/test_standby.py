@@ -1,0 +1,287 @@
+"""A server that is lost at any point: what the others see, and the recorded order, do not show it."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import PeerLostError
+from lockstep.keras.parameter_server import standby
+from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.servers import ServerChannel
+from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink, TakenOverError
+from lockstep.parameter_server import order
+from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record
+from lockstep.protocol.parameter_server import Applied, EndCall, Keep, Pull, Push, Question, Read, Write
+from lockstep.transport.array_channel import Asked
+
+WORKERS = 3
+STEPS = 6
+
+
+class Lost(BaseException):
+    """Ends the simulated server."""
+
+
+class Variables:
+    """One number, whose value depends on all updates in their order, and the rows that were updated."""
+
+    def __init__(self) -> None:
+        self.value = np.ones(1, np.int64)
+        self.changed: set[int] = set()
+        self.reported: set[int] = set()
+        self.slots = ()
+        self.state_bytes = 8
+
+    def values(self, rows: Mapping[int, Any]) -> list[Any]:
+        return [self.value.copy()]
+
+    def update(self, gradients: Mapping[int, Any], updates: Any, rows: Any) -> None:
+        self.value = self.value * 31 + gradients[0]
+        self.changed.add(int(gradients[0][0]) % 7)
+
+    def write(self, shards: Mapping[int, Any], slots: Any) -> None:
+        self.value = shards[0].copy()
+
+    def changes(self, *, again: bool = False) -> tuple[list[Any], dict[int, Any]]:
+        found = self.changed | (self.reported if again else set())
+        self.reported, self.changed = found, set()
+        return [self.value.copy()], {0: np.array(sorted(found))}
+
+    def state(self) -> list[Any]:
+        return [self.value.copy(), np.array(sorted(self.changed)), np.array(sorted(self.reported))]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        self.value = state[0].copy()
+        self.changed, self.reported = ({int(one) for one in rows} for rows in state[1:])
+
+
+class Client:
+    """A worker, or the chief, which asks one question after another: the next one depends on the answers."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        self.answers: list[int] = []
+        self.rows: list[set[int]] = []
+        self.asked: Asked | None = None
+
+    def ask(self) -> Asked:
+        """Return the next question, or the same again if the server was lost before it has answered."""
+        number = len(self.answers)
+        question: Question
+        seen = np.array([sum(self.answers[-2:]) % 1000], np.int64)
+        if self.process == 0:
+            question = Read(number) if number % 3 else Write(number, (0,), ())
+        else:
+            question = Push(number // 2 * WORKERS + self.process, (0,)) if number % 2 else Pull(number // 2)
+        arrays = [] if isinstance(question, Pull | Read) else [seen]
+        self.asked = Asked(self.process, question, arrays)
+        return self.asked
+
+    def receive(self) -> None:
+        """Take the answer."""
+        assert self.asked is not None
+        given = self.asked._answer.get_nowait()
+        assert given is not None
+        _, arrays = given
+        self.answers.append(int(arrays[0][0]) if arrays else 0)
+        self.rows.append({int(one) for one in arrays[1]} if len(arrays) > 1 else set())
+
+
+class Link:
+    """What `StandbyLink` sends through."""
+
+    def __init__(self, kept: KeptServer, lose: Callable[[str], None]) -> None:
+        self.kept, self.lose = kept, lose
+
+    def send(self, message: Question, arrays: Sequence[Any] = ()) -> None:
+        self.lose("unsent")
+        self.answer = Asked(9, message, [array.copy() for array in arrays])
+        self.kept.take(self.answer)
+        self.lose("sent")
+
+    def receive(self, asked: Question) -> tuple[Any, list[Any]]:
+        self.lose("received")
+        answer, _ = self.answer._answer.get_nowait() or (None, [])
+        return answer, []
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def run(path: Any, seed: int, lose_at: int | None) -> tuple[list[Client], list[Record], Variables, bool]:
+    """Serve clients in a random order; the server is lost at a point.
+
+    Returns:
+        The clients, the recorded order, the variables, and whether the server was lost.
+    """
+    drawn, points = random.Random(seed), 0
+
+    def lose(_: str) -> None:
+        nonlocal points
+        points += 1
+        if points == lose_at:
+            raise Lost
+
+    kept = KeptServer()
+    writer = OrderWriter(OrderFile(path).write)
+    writer.add(Kind.CALL, 0, 1)
+    variables = Variables()
+    shards = ServerShards(variables, writer, None, StandbyLink(Link(kept, lose), "server 1"))  # type: ignore[arg-type]
+    clients = [Client(process) for process in range(WORKERS + 1)]
+    lost = False
+    while waiting := [client for client in clients if len(client.answers) < 2 * STEPS]:
+        client = drawn.choice(waiting)
+        try:
+            shards.arrive(client.ask())
+            lose("answered")
+        except Lost:
+            lost = True
+            drawn = random.Random(seed)
+            kept.take_over()
+            writer = OrderWriter(OrderFile(path).write)
+            writer.add(Kind.CALL, 0, 1)
+            variables = Variables()
+            shards = ServerShards(variables, writer, None, None)  # type: ignore[arg-type]
+            shards.resume(kept)
+            continue
+        client.receive()
+    writer.end()
+    writer.close()
+    return clients, order.read_order(path, 1), variables, lost
+
+
+def replay(records: Sequence[Record]) -> tuple[list[Client], Variables]:
+    """Ask in a recorded order."""
+    variables = Variables()
+    shards = ServerShards(variables, OrderWriter(None), None, None)  # type: ignore[arg-type]
+    clients = [Client(process) for process in range(WORKERS + 1)]
+    for record in records:
+        client = clients[record.worker]
+        shards.arrive(client.ask())
+        client.receive()
+    return clients, variables
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 10_000), lose_at=st.integers(1, 220), small=st.booleans())
+def test_a_run_that_lost_a_server_is_a_function_of_its_order(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, lose_at: int, small: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standby, "KEPT_BYTES", 0 if small else 1 << 20)
+        path = tmp_path_factory.mktemp("order") / "ps-0"
+        clients, records, variables, _ = run(path, seed, lose_at)
+    twins, twin = replay(records)
+    assert [client.answers for client in twins] == [client.answers for client in clients]
+    # The rows of an answer that did not arrive are given again, perhaps with some that did.
+    for client, other in zip(clients, twins, strict=True):
+        assert all(mine >= needed for mine, needed in zip(client.rows, other.rows, strict=True))
+    assert twin.value.tobytes() == variables.value.tobytes()
+    assert len(records) == 2 * STEPS * (WORKERS + 1)
+
+
+def test_every_point_is_reached(tmp_path: Any) -> None:
+    assert run(tmp_path / "ps-0", 1, 180)[3]
+    assert not run(tmp_path / "ps-1", 1, None)[3]
+
+
+def test_a_server_whose_shards_were_taken_over_answers_nothing() -> None:
+    kept = KeptServer()
+    shards = ServerShards(
+        Variables(),  # type: ignore[arg-type]
+        OrderWriter(None),
+        None,
+        StandbyLink(Link(kept, lambda _: None), "parameter server 1"),  # type: ignore[arg-type]
+    )
+    kept.take_over()
+    asked = Asked(1, Pull(0))
+    with pytest.raises(TakenOverError, match="parameter server 1 has taken over the shards of this server"):
+        shards.arrive(asked)
+    assert asked._answer.empty()
+    assert kept.records == []
+
+
+def test_a_server_continues_without_its_standby(capfd: pytest.CaptureFixture[str]) -> None:
+    class Broken(Link):
+        def send(self, message: Question, arrays: Sequence[Any] = ()) -> None:
+            raise PeerLostError("parameter server 1 has ended")
+
+    link = StandbyLink(Broken(KeptServer(), lambda _: None), "parameter server 1")  # type: ignore[arg-type]
+    shards = ServerShards(Variables(), OrderWriter(None), None, link)  # type: ignore[arg-type]
+    for step in range(2):
+        asked = Asked(1, Pull(step))
+        shards.arrive(asked)
+        assert asked._answer.get_nowait() is not None
+    assert capfd.readouterr().err.count("it was the standby of this server, which has none until") == 1
+
+
+class Channel:
+    """An `AskingChannel` whose other end is lost after some operations."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.sent: list[Question] = []
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise PeerLostError("parameter server 0 has ended")
+
+    def send(self, message: Question, arrays: Sequence[Any] = ()) -> None:
+        self._count()
+        self.sent.append(message)
+
+    def receive(self, asked: Question) -> tuple[Any, list[Any]]:
+        self._count()
+        assert self.sent[-1] == asked
+        return Applied(7), []
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_question_without_an_answer_is_asked_again(left: int) -> None:
+    first, second = Channel(left), Channel(100)
+    channel = ServerChannel([lambda: first, lambda: second])  # type: ignore[list-item, return-value]
+    for step in range(2):
+        assert channel.ask(Pull(step))[0] == Applied(7)
+    assert [*first.sent[: left // 2], *second.sent] == [Pull(0), Pull(1)]
+
+
+def test_a_server_that_cannot_be_reached_at_the_beginning_is_lost() -> None:
+    def fail() -> Any:
+        raise PeerLostError("parameter server 0 has ended")
+
+    second = Channel(100)
+    channel = ServerChannel([fail, lambda: second])  # type: ignore[list-item, return-value]
+    assert channel.ask(EndCall())[0] == Applied(7)
+
+
+def test_the_loss_of_a_standby_too_is_named() -> None:
+    channel = ServerChannel([lambda: Channel(0), lambda: Channel(1)])  # type: ignore[list-item, return-value]
+    with pytest.raises(PeerLostError, match="has ended; no standby has its weights"):
+        channel.ask(Pull(0))
+
+
+def test_what_was_kept_before_a_state_is_dropped() -> None:
+    kept = KeptServer()
+    link = StandbyLink(Link(kept, lambda _: None), "parameter server 1")  # type: ignore[arg-type]
+    gradient = np.zeros(3, np.float32)
+    for step in range(2):
+        link.send(1, Push(step, (0,)), [gradient])
+        link.confirm()
+    assert [message for _, message, _ in kept.messages] == [Push(0, (0,)), Push(1, (0,))]
+    link.send_state([gradient])
+    assert kept.messages == []
+    assert kept.state is not None
+    link.send(1, Pull(2), [gradient])
+    link.confirm()
+    assert kept.messages == []
+    assert kept.records == [Record(Kind.PUSH, 1, 0), Record(Kind.PUSH, 1, 1), Record(Kind.PULL, 1, 2)]
+    assert isinstance(link._asked, Keep)
