@@ -14,7 +14,7 @@ COMPILE_OWN := $(BIN)/python -m compileall -q -j 0 src tests
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test test-all gpu check style types layers bench soak clean
+.PHONY: demo test test-all gpu check style types layers bench soak dist clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -55,8 +55,13 @@ soak: .venv/dev
 	$(BIN)/python tests/ray/soak_ray.py
 	$(BIN)/python tests/supervisor/soak_simulation.py
 
+# A source distribution, and a wheel that is built from it.
+dist: .venv/dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'

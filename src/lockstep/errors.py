@@ -104,6 +104,10 @@ class CheckpointError(UnfitError):
     """A checkpoint cannot be written, is damaged or incomplete, or belongs to another model."""
 
 
+class UnknownFormatError(CheckpointError):
+    """A checkpoint has a format of another version: it is not damaged, so no other one takes its place."""
+
+
 class FunctionError(LockstepError):
     """A function of a `ClusterCoordinator` failed on a worker, with an exception that cannot be raised
     here."""

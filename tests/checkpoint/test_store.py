@@ -13,9 +13,9 @@ import xxhash
 from checkpoint_samples import DTYPES, FLOATS, equal, is_sample, sample, steps
 from safetensors.numpy import load_file
 
-from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.checkpoint_files import Contents, load, sealed
 from lockstep.checkpoint.store import Store
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UnknownFormatError
 
 
 def silent(text: str) -> None:
@@ -208,6 +208,25 @@ def test_an_unknown_format_is_named(tmp_path: Path) -> None:
     (path / "manifest.json").write_bytes(seal + text)
     with pytest.raises(CheckpointError, match="has the format 2, but this Lockstep reads 1"):
         load(path)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_newest_never_skips_a_checkpoint_of_another_format(tmp_path: Path, damaged: bool) -> None:
+    store = Store(tmp_path)
+    store.write(sample(1))
+    manifest = store.write(sample(2)) / "manifest.json"
+    text = manifest.read_bytes().partition(b"\n")[2].replace(b'"format":1,', b'"format":2,')
+    manifest.write_bytes(sealed(text) + (b"x" if damaged else b""))
+    reported: list[str] = []
+    if damaged:
+        found = store.newest(reported.append)
+        assert found is not None
+        assert found[1].step == 1
+        assert "does not match its checksum" in reported[0]
+    else:
+        with pytest.raises(UnknownFormatError, match="has the format 2, but this Lockstep reads 1; use the"):
+            store.newest(reported.append)
+        assert reported == []
 
 
 def test_newest_skips_and_reports_damaged_checkpoints(tmp_path: Path) -> None:

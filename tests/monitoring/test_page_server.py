@@ -25,7 +25,7 @@ from lockstep.system.locks import try_lock
 from lockstep.transport.keys import JobKey
 from lockstep.transport.page_certificate import page_certificate
 
-from .made_runs import END, EVENTS, LOG, MEASURED, event, lines, make_run, metrics
+from .made_runs import END, EVENTS, LOG, MEASURED, event, job, lines, make_run, metrics
 
 
 @contextmanager
@@ -162,6 +162,15 @@ def test_what_does_not_exist_is_refused_by_name(server: PageServer, path: str) -
     answer, body = ask(server, path)
     assert answer.status == 404
     assert json.loads(body)["error"]
+
+
+def test_a_run_of_a_later_version_is_refused_by_name(server: PageServer, tmp_path: Path) -> None:
+    with (tmp_path / "runs" / "one" / "events.jsonl").open("ab") as file:
+        file.write(lines([job(format=99)]))
+    for query in ("run?run=one", "compare?run=one&other=one"):
+        answer, body = ask(server, f"/api/{query}")
+        assert answer.status == 404
+        assert "has format 99" in json.loads(body)["error"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import ConfigError
 from lockstep.monitoring.run_data import RunFolder
+from lockstep.observability.events import FORMAT
 
 
 def event(time: float, kind: str, /, **fields: Any) -> dict[str, Any]:
@@ -169,6 +171,20 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.update()
     assert summary(folder) == {**EXPECTED, "skipped": 6}
+
+
+def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    later = {**EVENTS[0], "format": FORMAT + 1}
+    write(tmp_path, lines([later, *EVENTS[1:]]), b"")
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=f"has format {FORMAT + 1}, and this version reads format {FORMAT}"
+        ):
+            folder.update()
+    # A run that an earlier version has added to the folder counts.
+    write(tmp_path, lines([later, {**EVENTS[0], "format": FORMAT}]), b"")
+    assert folder.update()
 
 
 def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from lockstep.checkpoint.durable import reason, sync, write_file
 from lockstep.checkpoint.values import plain, storable
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UnknownFormatError
 from lockstep.system.files import read_regular
 
 Array = npt.NDArray[Any]
@@ -118,7 +118,7 @@ def load(path: Path) -> Contents:
 
     Raises:
         CheckpointError: it is damaged or incomplete, or cannot be read; the message names the file and the
-            fault.
+            fault. If its format is that of another version, this is an `UnknownFormatError`.
     """
     outline = read_outline(path)
     state = path / STATE
@@ -187,11 +187,14 @@ def _unseal(data: bytes, file: Path) -> _Body:
         raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
     try:
         body: dict[str, Any] = json.loads(b"{" + text)
-        if body.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{file} has the format {body.get('format')!r:.80}, but this Lockstep reads {_FORMAT}; use "
-                "the version that wrote it"
+        found = body.get("format")
+        if type(found) is int and found != _FORMAT:
+            raise UnknownFormatError(
+                f"{file} has the format {found!r:.80}, but this Lockstep reads {_FORMAT}; use the version "
+                "that wrote it"
             )
+        if found != _FORMAT:
+            raise ValueError(f"its format is {found!r:.80}")
         return msgspec.convert(body, _Body)
     except RecursionError:
         raise CheckpointError(f"{file} is not a manifest of Lockstep: it is nested too deeply") from None

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from lockstep.checkpoint.checkpoint_files import Contents, check_names, load, read_outline, write_folder
 from lockstep.checkpoint.durable import is_full, locked, make_folder, reason, sync, write_file
 from lockstep.checkpoint.store_lock import FolderLock
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UnknownFormatError
 from lockstep.system.clock import SystemClock
 from lockstep.system.files import read_regular
 
@@ -139,11 +139,15 @@ class Store:
         `report` is called with a message for each newer one that is damaged or incomplete.
 
         Raises:
-            CheckpointError: the folder exists but cannot be read.
+            CheckpointError: the folder exists but cannot be read, or the newest checkpoint that is not
+                damaged has the format of another version. A job that skipped it would begin before it, and
+                then remove it.
         """
         for path in reversed(self._paths()):
             try:
                 return path, load(path)
+            except UnknownFormatError:
+                raise
             except CheckpointError as error:
                 report(f"{error}; skipping this checkpoint")
         return None

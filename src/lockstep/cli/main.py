@@ -47,10 +47,37 @@ def _refuse(message: str) -> None:
     sys.exit(2)
 
 
+def _show_version(context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if not asked or context.resilient_parsing:
+        return
+    if context.params["verbose"]:
+        from lockstep.doctor.version_report import versions_here
+
+        click.echo(versions_here(__version__), nl=False)
+    else:
+        click.echo(f"lockstep {__version__}")
+    context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="%(prog)s %(version)s")
-def cli() -> None:
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+# Eager: its value is known when --version is processed.
+@click.option(
+    "--verbose",
+    is_flag=True,
+    is_eager=True,
+    help="With --version: also show other versions, the machine and the extras, for a bug report.",
+)
+def cli(verbose: bool) -> None:
     """Train a single-process Keras program on any number of workers, with the same result to the last bit."""
+    if verbose:
+        raise click.UsageError("--verbose belongs to --version")
 
 
 cli.add_command(run)

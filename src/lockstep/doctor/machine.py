@@ -55,7 +55,7 @@ def judge(machine: Machine) -> list[Finding]:
     return [
         judge_system(machine.system),
         _instructions(machine.instructions),
-        _cores(machine.cores),
+        judge_cores(machine.cores),
         _memory(machine.memory),
         _shared_memory(machine.shared),
         _files_in_memory(machine.shared),
@@ -99,7 +99,8 @@ def _instructions(name: str) -> Finding:
     )
 
 
-def _cores(cores: Cores) -> Finding:
+def judge_cores(cores: Cores) -> Finding:
+    """Return the finding on the cores of a machine. Pure."""
     facts = {"all": cores.all, "usable": cores.usable, "quota": cores.quota}
     shown = f"{cores.usable} of {cores.all} cores"
     if cores.usable == cores.all:

@@ -197,13 +197,19 @@ def inspect_machine(system: System, places: SystemPaths = HERE, clock: Clock = _
     return Machine(
         system,
         instruction_set(processor_features(places.proc / "cpuinfo")),
-        Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(membership, places.cgroups)),
+        inspect_cores(places),
         memory,
         _shared(places.shm, memory.usable),
         _limits(places.proc, processes_left(membership, places.cgroups)),
         _disk(places.folder),
         _clocks(places, clock),
     )
+
+
+def inspect_cores(places: SystemPaths = HERE) -> Cores:
+    """Inspect the cores of a machine that runs Linux."""
+    quota = cpu_quota(places.proc / "self" / "cgroup", places.cgroups)
+    return Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), quota)
 
 
 def _unwatched() -> str:

@@ -1,5 +1,6 @@
 """Whether the versions of Python, Lockstep, Keras and the backends fit, and which backend a job would use."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +20,7 @@ _CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-
 """The distributions that provide a backend, if there are several."""
 _CHECKED = ("keras", "jaxlib", "tf-keras")
 _PLUGINS = "jax-cuda"
+_EXTRA = re.compile(r"""\bextra == ["']([^"']+)""")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,17 @@ class Packages:
                     f"not {found}"
                 )
 
+    def extras(self) -> dict[str, bool]:
+        """Return Lockstep's extras by name, each with whether everything that it needs is installed."""
+        found: dict[str, bool] = {}
+        for requirement in map(Requirement, self.requirements.get(LOCKSTEP, ())):
+            for extra in _EXTRA.findall(str(requirement.marker or "")):
+                if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
+                    version = self._found(requirement.name)
+                    fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+                    found[extra] = found.get(extra, True) and fits
+        return dict(sorted(found.items()))
+
     def lowest(self, name: str) -> Requirement | None:
         """Return Lockstep's requirement of a distribution, optional or not; None if it has none."""
         for requirement in map(Requirement, self.requirements.get(LOCKSTEP, ())):
@@ -125,7 +138,7 @@ def _of_lockstep(packages: Packages) -> Finding:
             "Lockstep",
             Rating.WARNING,
             "it is imported but not installed, so its requirements are unknown",
-            "pip install keras-lockstep, or pip install --editable in its folder",
+            "pip install . in its checkout, or pip install --editable .",
         )
     return _ROWS.fine("Lockstep", version, version=version)
 

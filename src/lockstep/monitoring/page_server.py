@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import xxhash
 
+from lockstep.errors import ConfigError
 from lockstep.monitoring import page_data
 from lockstep.monitoring.page_data import Window
 from lockstep.monitoring.run_catalog import Catalog, is_active
@@ -118,6 +119,7 @@ class RunsView:
 
         Raises:
             BadRequest: there is no such thing.
+            ConfigError: a later version of Lockstep has recorded the run.
             OSError: a file cannot be read.
         """
         ask = self._REQUESTS.get(path)
@@ -358,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, path: str, query: Mapping[str, str]) -> None:
         try:
             self._send(HTTPStatus.OK, _JSON, self.server.view.answer(path, query))
-        except BadRequest as error:
+        except (BadRequest, ConfigError) as error:
             self._send(HTTPStatus.NOT_FOUND, _JSON, msgspec.json.encode({"error": str(error)}))
         except (BrokenPipeError, ConnectionError, TimeoutError):
             raise

@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.errors import ConfigError
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
+    FORMAT,
     STEP_PARTS,
     GpuLoad,
     LoadMeasured,
@@ -397,6 +399,7 @@ class RunFolder:
 
         Raises:
             OSError: a file exists and cannot be read.
+            ConfigError: the last run in the folder was recorded in a format of a later version.
         """
         if self._events.shrank() or self._measurements.shrank():
             self._restart()
@@ -412,6 +415,12 @@ class RunFolder:
                     self.data.skipped += 1
             else:
                 self.data.add_measurement(entry)
+        written = self.data.job.get("format")
+        if isinstance(written, int) and written > FORMAT:
+            raise ConfigError(
+                f"{self.paths.events} has format {written}, and this version reads format {FORMAT}: install "
+                "the version of Lockstep that has written it"
+            )
         return found
 
     def _happenings(self) -> Iterator[Happening | PublishedEvent]:
