@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -23,6 +24,8 @@ import numpy as np
 from losing_servers import lose_servers
 
 import lockstep
+from lockstep.keras.parameter_server.function_calls import ChiefCalls
+from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
 from lockstep.protocol.parameter_server import Push
 from lockstep.transport.array_channel import AskingChannel
 from lockstep.worker import job
@@ -197,6 +200,35 @@ def lose_between_pushes() -> None:
         AskingChannel.send = sent  # type: ignore[method-assign]
 
 
+@contextmanager
+def assigned_late() -> Iterator[None]:
+    """Let workers run no function before they have made the calls in the block and come to the next one.
+
+    The chief waits until a function is complete. So their scripts are ahead of that of the chief when
+    functions begin; in a replay they are not, and the functions still get the same values of variables.
+    """
+    functions = strategy.function_calls()
+    if not isinstance(functions, ChiefCalls) or job.current().context.order is not None:
+        yield
+        return
+    FunctionDispatcher._assign, assign = lambda *_: None, FunctionDispatcher._assign  # type: ignore[method-assign]
+    yield
+    dispatcher = functions._dispatcher
+    assert dispatcher is not None
+    with dispatcher._changed:
+        workers = dispatcher._tasks.workers
+        made = functions._calls
+
+        def ahead() -> bool:
+            parked = dispatcher._parked
+            return all(one in parked and parked[one].message.call == made for one in workers)
+
+        assert dispatcher._changed.wait_for(ahead, 60)
+        FunctionDispatcher._assign = assign  # type: ignore[method-assign]
+        dispatcher._pump()
+        assert dispatcher._changed.wait_for(lambda: dispatcher._assignments.completed, 60)
+
+
 def loop() -> None:
     lose_between_pushes()
     lose_servers(sys.argv[2:])
@@ -206,7 +238,8 @@ def loop() -> None:
     batches = iter(created)
     for epoch in range(2):
         accuracy.reset_state()
-        values = [coordinator.schedule(train, args=(batches,)) for _ in range(8)]
+        with assigned_late() if KIND == "free" and not epoch else nullcontext():
+            values = [coordinator.schedule(train, args=(batches,)) for _ in range(8)]
         if KIND == "free":
             # Changes what functions in work change, too.
             seen.assign(1)

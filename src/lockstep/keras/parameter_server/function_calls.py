@@ -484,6 +484,9 @@ class WorkerCalls(FunctionCalls):
         self._kept: dict[int, Scheduled] = {}
         self._shown: dict[int, tuple[Any, Any]] = {}
         self._common: tuple[Slot, ...] = ()
+        self._first: dict[int, Array] = {}
+        self._ahead: frozenset[int] = frozenset()
+        self._assigned = -1
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
@@ -514,6 +517,8 @@ class WorkerCalls(FunctionCalls):
 
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
+        if kind != "schedule" or assignments.count() != self._assigned:
+            self._note_changes()
         if number < self._until:
             return self._compared(kind, Passed(self._until)), []
         assert self._chief is not None
@@ -533,7 +538,20 @@ class WorkerCalls(FunctionCalls):
         self._shown.clear()
         if answer.failure is not None:
             self._kept.clear()
+        self._assigned = assignments.count()
         return answer, arrays
+
+    def _note_changes(self) -> None:
+        """Note which variables the script has changed.
+
+        In a function, these have the values that the chief knows, which may not have come to this call yet:
+        those from the beginning, if it sends none.
+        """
+        others = self._runner.others()
+        values = dict(zip(others, self._runner.transfers.read(list(others.values())), strict=True))
+        self._first = values | self._first
+        self._ahead = frozenset(k for k, value in values.items() if not _same(value, self._first[k]))
+        self._assigned = assignments.count()
 
     def _run(
         self, assigned: Assigned, arrays: Sequence[Array], call: int
@@ -546,9 +564,10 @@ class WorkerCalls(FunctionCalls):
             del self._kept[k]
         scheduled = self._kept[step]
         scope = self._program.scope.variables
-        others = [scope[int(name)] for name in assigned.names]
-        changed = [*self._runner.pulled, *others]
-        given = [*self._pulled(step, 0), *arrays]
+        known = [int(name) for name in assigned.names]
+        unknown = sorted(self._ahead.difference(known))
+        changed = [*self._runner.pulled, *(scope[position] for position in (*known, *unknown))]
+        given = [*self._pulled(step, 0), *arrays, *(self._first[position] for position in unknown)]
         for variable in changed:
             if id(variable) not in self._shown:
                 self._shown[id(variable)] = variable, self._eager.saved_value(variable)
