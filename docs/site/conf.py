@@ -1,4 +1,4 @@
-"""How `make docs` builds the site: from the repository's Markdown as it is, docstrings and the help of commands.
+"""How `make docs` builds the site: from the Markdown of the repository, docstrings and the help of commands.
 
 The source folder is the repository, so that a link leads to the same file on the site and in the repository.
 """
@@ -31,7 +31,7 @@ NAVIGATION = {
         "docs/parameter-server",
         "docs/porting",
     ],
-    "Reference": ["docs/run-folder"],
+    "Reference": ["docs/api", "docs/commands", "docs/errors", "docs/run-folder"],
     "Explanation": ["docs/design", "docs/results", "docs/trust", "docs/reliability", "docs/scaling"],
     "Operations": ["docs/operations", "docs/monitoring", "docs/doctor"],
     "Project": ["docs/benchmarks", "docs/compatibility", "CHANGELOG", "CONTRIBUTING"],
@@ -50,12 +50,15 @@ exclude_patterns = ["site", "runs", ".*", "bench", "src", "tests"]
 
 myst_heading_anchors = 6
 default_role = "code"
+smartquotes = False
 highlight_language = "none"
 # Sessions of shells contain output that no lexer understands; they are highlighted as far as possible.
 suppress_warnings = ["misc.highlighting_failure"]
 
-autodoc_default_options = {"members": True, "inherited-members": "Exception,dict,str,int,object"}
-autodoc_typehints = "signature"
+autodoc_default_options = {"members": True}
+autoclass_content = "both"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
 autodoc_member_order = "bysource"
 
 html_theme = "furo"
