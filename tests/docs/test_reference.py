@@ -17,13 +17,16 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(
+    environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """Run the examples of one kind, with JAX; return what the script prints."""
 
-    def run(*command: str) -> dict[str, Any]:
+    def run(*command: str, packages: bool = False) -> dict[str, Any]:
+        variables = environment | {"KERAS_BACKEND": "jax"} | ({} if packages else lean(SCRIPT, "jax"))
         result = subprocess.run(
             [sys.executable, *command],
-            env=environment | {"KERAS_BACKEND": "jax"},
+            env=variables,
             cwd=tmp_path_factory.mktemp("examples"),
             capture_output=True,
             text=True,
@@ -60,4 +63,4 @@ def test_the_examples_of_two_replicas_do_what_they_show(run: Run) -> None:
 
 @pytest.mark.slow
 def test_the_examples_that_start_a_job_do_what_they_show(run: Run) -> None:
-    assert run(str(SCRIPT), "jobs")["attempted"] > 8
+    assert run(str(SCRIPT), "jobs", packages=True)["attempted"] > 8
