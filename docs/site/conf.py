@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 # The home page is the README; this is the navigation beside it.
 NAVIGATION = {
+    "Start": ["docs/start"],
     "How to": [
         "docs/running",
         "docs/hosts",
