@@ -45,7 +45,6 @@ NAVIGATION = {
 }
 
 project = "Lockstep"
-author = "the Lockstep authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
 root_doc = "README"
 source_suffix = {".md": "markdown", ".py": "python"}
@@ -67,6 +66,7 @@ autodoc_member_order = "bysource"
 
 html_theme = "furo"
 html_title = "Lockstep"
+html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
 html_additional_pages = {"index": "index.html"}
