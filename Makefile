@@ -14,10 +14,14 @@ COMPILE_OWN := $(BIN)/python -m compileall -q -j 0 src tests
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test test-all gpu check style types layers bench soak dist clean
+.PHONY: demo docs test test-all gpu check style types layers bench soak dist clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
+
+# Writes the site to site/, to be opened from there or served. A warning, such as a link that leads nowhere, is an error.
+docs: .venv/docs
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning -c docs/site . site
 
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
@@ -61,7 +65,7 @@ dist: .venv/dev
 	$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
@@ -75,6 +79,11 @@ clean:
 
 .venv/dev: .venv/python pyproject.toml
 	$(INSTALL) --editable '.[jax,demo,test,dev]'
+	$(COMPILE)
+	touch $@ .venv/demo
+
+.venv/docs: .venv/python pyproject.toml
+	$(INSTALL) --editable '.[jax,demo,docs]'
 	$(COMPILE)
 	touch $@ .venv/demo
 

@@ -209,7 +209,7 @@ def test_the_root_holds_rooms_and_public_modules_only() -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_the_docstring_of_each_room_is_one_sentence(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    if path.parent not in (ROOT, ROOT / "ray"):
+    if path.parent not in (ROOT, ROOT / "keras", ROOT / "ray"):
         assert len(tree.body) == 1
     assert (ast.get_docstring(tree) or "").endswith(".")
 

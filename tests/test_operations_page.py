@@ -1,4 +1,7 @@
-"""docs/operations.md: its commands exist with these options, its links lead somewhere, its notes are real."""
+"""docs/operations.md: its commands exist with these options, its links lead somewhere, its notes are real.
+
+The commands of some other pages exist, too.
+"""
 
 import re
 import shlex
@@ -13,6 +16,9 @@ from lockstep.cli.main import cli
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "operations.md"
+OTHERS = [
+    DOCS / f"{name}.md" for name in ("start", "errors", "from-horovod", "from-torchrun", "from-ray-train")
+]
 PROSE_COMMAND = re.compile(r"`(lockstep [^`]+)`")
 SHELL_LINE = re.compile(r"^\$ (.*)$", re.MULTILINE)
 NOTE = re.compile(r"^lockstep: (.*)$", re.MULTILINE)
@@ -44,7 +50,9 @@ def phrases(note: str) -> set[str]:
     return {" ".join(three) for three in found if all(w[0].isalpha() and not w.isupper() for w in three)}
 
 
-@pytest.mark.parametrize("words", commands(PAGE.read_text()), ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [words for page in (PAGE, *OTHERS) for words in commands(page.read_text())], ids=" ".join
+)
 def test_every_command_and_its_options_exist(words: list[str]) -> None:
     name, *rest = words
     command = cli.get_command(click.Context(cli), name)

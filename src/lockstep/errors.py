@@ -1,4 +1,4 @@
-"""Every error that Lockstep raises on purpose.
+"""Every error that Lockstep raises on purpose::
 
     LockstepError
     |-- InputError             the user's input is wrong; the message says what to change

@@ -19,6 +19,11 @@ class KubernetesExecutableLocation(Enum):
 
     `WITHIN_CLUSTER`: in a pod, with the pod's service account. `OFF_CLUSTER`: elsewhere, with kubectl's
     configuration.
+
+    Example:
+        >>> from lockstep.cluster_resolver import KubernetesExecutableLocation
+        >>> KubernetesExecutableLocation.OFF_CLUSTER.value
+        1
     """
 
     WITHIN_CLUSTER = 0
@@ -30,6 +35,13 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Kubernetes does not identify the task of this process: set `task_type` and `task_id`. Addresses are those
     of pods, not of nodes, which several pods may share.
+
+    Example:
+        >>> from lockstep.cluster_resolver import KubernetesClusterResolver
+        >>> resolver = KubernetesClusterResolver({"worker": ["job-name=digits"]}, tf_server_port=2222)
+        >>> resolver.task_type, resolver.task_id = "worker", 0
+
+        In a pod, `resolver.cluster_spec()` then lists the pods of the Job `digits`.
     """
 
     def __init__(

@@ -13,6 +13,17 @@ class ClusterResolver(ABC):
 
     A subclass implements `cluster_spec` and `master`; it may set `_task_type`, `_task_id` and `_rpc_layer` or
     override the properties.
+
+    Example:
+        >>> from lockstep import ClusterSpec
+        >>> from lockstep.cluster_resolver import ClusterResolver
+        >>> class OneHost(ClusterResolver):
+        ...     def cluster_spec(self):
+        ...         return ClusterSpec({"worker": ["localhost:2222"]})
+        ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
+        ...         return "localhost:2222"
+        >>> OneHost().cluster_spec().jobs
+        ['worker']
     """
 
     _task_type: str | None = None
@@ -78,7 +89,16 @@ class ClusterResolver(ABC):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Returns the values with which it was created."""
+    """Returns the values with which it was created.
+
+    Example:
+        >>> from lockstep import ClusterSpec
+        >>> from lockstep.cluster_resolver import SimpleClusterResolver
+        >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=1, rpc_layer="grpc")
+        >>> resolver.master("worker", 0)
+        'grpc://a:2222'
+    """
 
     def __init__(
         self,
@@ -146,7 +166,16 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class UnionResolver(ClusterResolver):
-    """Unites the clusters of several resolvers; everything else comes from the first one."""
+    """Unites the clusters of several resolvers; everything else comes from the first one.
+
+    Example:
+        >>> from lockstep import ClusterSpec
+        >>> from lockstep.cluster_resolver import SimpleClusterResolver, UnionResolver
+        >>> a = SimpleClusterResolver(ClusterSpec({"worker": ["a:2222"]}))
+        >>> b = SimpleClusterResolver(ClusterSpec({"worker": ["b:2222"]}))
+        >>> UnionResolver(a, b).cluster_spec()
+        ClusterSpec({'worker': ['a:2222', 'b:2222']})
+    """
 
     def __init__(
         self,

@@ -16,6 +16,20 @@ class SlurmClusterResolver(ClusterResolver):
 
     The tasks of the cluster are Slurm's, in the order of `SLURM_PROCID`. Each task of a host gets its own
     port, starting at `port_base`, and its share of the host's GPUs.
+
+    Example:
+        What `srun` sets for the second of two tasks on the hosts n1 and n2:
+
+        >>> import os
+        >>> step = {"PROCID": "1", "LOCALID": "0", "STEP_NUM_TASKS": "2"}
+        >>> step |= {"STEP_NODELIST": "n[1-2]", "STEP_TASKS_PER_NODE": "1(x2)"}
+        >>> os.environ.update({f"SLURM_{name}": value for name, value in step.items()})
+        >>> from lockstep.cluster_resolver import SlurmClusterResolver
+        >>> resolver = SlurmClusterResolver()
+        >>> resolver.cluster_spec(), resolver.get_task_info()
+        (ClusterSpec({'worker': ['n1:8888', 'n2:8888']}), ('worker', 1))
+        >>> for name in step:
+        ...     del os.environ[f"SLURM_{name}"]
     """
 
     def __init__(

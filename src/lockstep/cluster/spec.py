@@ -14,6 +14,12 @@ class ClusterSpec:
 
     It has the methods of `tf.train.ClusterSpec` but does not accept a `ClusterDef`. Names and addresses are
     `str`.
+
+    Example:
+        >>> import lockstep
+        >>> cluster = lockstep.ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
+        >>> cluster.num_tasks("worker"), cluster.task_address("worker", 1), cluster.job_tasks("ps")
+        (2, 'b:2222', [None, 'c:2222'])
     """
 
     def __init__(self, cluster: "Mapping[str, Tasks] | ClusterSpec") -> None:

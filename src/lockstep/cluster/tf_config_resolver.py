@@ -14,6 +14,16 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Values that `TF_CONFIG` lacks are None, or a cluster without jobs. `lockstep.cluster.tf_config.parse` is
     the strict reader. Each method and property raises `ConfigError` if `TF_CONFIG` is not a JSON object.
+
+    Example:
+        >>> import os
+        >>> from lockstep.cluster_resolver import TFConfigClusterResolver
+        >>> cluster = '"cluster": {"worker": ["a:1", "b:1"]}'
+        >>> os.environ["TF_CONFIG"] = f'{{{cluster}, "task": {{"type": "worker", "index": 1}}}}'
+        >>> resolver = TFConfigClusterResolver()
+        >>> resolver.task_type, resolver.task_id, resolver.master()
+        ('worker', 1, 'b:1')
+        >>> del os.environ["TF_CONFIG"]
     """
 
     def __init__(

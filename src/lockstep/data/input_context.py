@@ -11,6 +11,12 @@ class InputContext:
         num_input_pipelines: the number of pipelines, one per replica.
         input_pipeline_id: the index of this pipeline, from 0.
         num_replicas_in_sync: R, the number of replicas.
+
+    Example:
+        >>> import lockstep
+        >>> context = lockstep.InputContext(2, input_pipeline_id=1, num_replicas_in_sync=2)
+        >>> context.get_per_replica_batch_size(64)
+        32
     """
 
     num_input_pipelines: int = 1

@@ -250,7 +250,21 @@ class StoredValues:
 
 
 class DistributedValues:
-    """One value per replica; never a tensor, even if a worker computes a single replica."""
+    """One value per replica; never a tensor, even if a worker computes a single replica.
+
+    Example:
+        In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+        >>> import lockstep
+        >>> import numpy as np
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> batch = next(iter(strategy.experimental_distribute_dataset([np.arange(4)])))
+        >>> isinstance(batch, lockstep.DistributedValues)
+        True
+        >>> batch + 1  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        lockstep.errors.ModelError: a PerReplica is used like a tensor, but it holds a value for each ...
+    """
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ModelError, because it is ambiguous which of the values is meant.

@@ -36,6 +36,19 @@ class SidecarEvaluator:
         max_evaluations: how many checkpoints to evaluate; None to evaluate until training ends.
         callbacks: called in each evaluation as `evaluate` calls them.
         batch_size: of arrays; None for Keras's default.
+
+    Example:
+        With the checkpoints of the example of `lockstep.callbacks.Checkpoint`:
+
+        >>> import keras, lockstep
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> data = np.ones((8, 3)), np.ones(8)
+        >>> evaluator = lockstep.SidecarEvaluator(model, data, "saved", max_evaluations=1)
+        >>> evaluator.start().history.keys()  # doctest: +ELLIPSIS
+        step ...: val_loss ...
+        dict_keys(['val_loss'])
     """
 
     def __init__(

@@ -77,6 +77,18 @@ def launch(
         InputError: what the function needs cannot be pickled; the message names it.
         UnfitError: cloudpickle is not installed, or tensorboard, if its folder is given.
         JobError: the function raised on a worker, or the job ended for another reason.
+
+    Example:
+        >>> import lockstep
+        >>> def train():
+        ...     import keras
+        ...     import numpy as np
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        ...     return model.fit(np.ones((8, 3)), np.ones(8), batch_size=4, verbose=0).history
+        >>> history = lockstep.launch(train, workers=2, backend="jax")
+        >>> len(history["loss"])
+        1
     """
     if job.is_worker():
         raise ConfigError("lockstep.launch cannot be called in a worker: it starts a job of its own")

@@ -30,7 +30,13 @@ class Partitioner(Protocol):
 
 @dataclass(frozen=True)
 class FixedShardsPartitioner:
-    """Divides each variable into the same number of shards, at most one per row."""
+    """Divides each variable into the same number of shards, at most one per row.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.FixedShardsPartitioner(4).shards((10, 8), item_bytes=4)
+        4
+    """
 
     num_shards: int
 
@@ -44,7 +50,14 @@ class FixedShardsPartitioner:
 
 @dataclass(frozen=True)
 class MinSizePartitioner:
-    """Makes as many shards as fit, each about `min_shard_bytes` or more, at most `max_shards`."""
+    """Makes as many shards as fit, each about `min_shard_bytes` or more, at most `max_shards`.
+
+    Example:
+        >>> import lockstep
+        >>> partitioner = lockstep.MinSizePartitioner(min_shard_bytes=1 << 20, max_shards=8)
+        >>> partitioner.shards((1_000_000, 1), item_bytes=4)
+        4
+    """
 
     min_shard_bytes: int = 256 << 10
     max_shards: int = 1
@@ -62,7 +75,13 @@ class MinSizePartitioner:
 
 @dataclass(frozen=True)
 class MaxSizePartitioner:
-    """Makes as few shards as possible, each `max_shard_bytes` or less, at most `max_shards`."""
+    """Makes as few shards as possible, each `max_shard_bytes` or less, at most `max_shards`.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.MaxSizePartitioner(max_shard_bytes=1 << 20).shards((1_000_000, 1), item_bytes=4)
+        4
+    """
 
     max_shard_bytes: int
     max_shards: int | None = None

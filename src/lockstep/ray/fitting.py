@@ -33,6 +33,11 @@ class Scaling:
         cpus_per_worker: CPUs of Ray.
         gpus_per_worker: GPUs of Ray.
         resources_per_worker: amounts of custom resources, by their names.
+
+    Example:
+        >>> from lockstep.ray import Scaling
+        >>> Scaling(cpus_per_worker=2, resources_per_worker={"fast_disk": 1}).gpus_per_worker
+        0
     """
 
     cpus_per_worker: float = 1
@@ -50,6 +55,13 @@ class FitResult(Generic[Value]):
         checkpoint: the folder of checkpoints; None if none was given.
         path: the run folder, with logs and events.
         node: the address of the node that has the run folder.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from lockstep.ray import FitResult
+        >>> result = FitResult(3, {"loss": 0.5}, checkpoint=None, path=Path("runs/train"), node="10.0.0.1")
+        >>> result.value, result.metrics["loss"]
+        (3, 0.5)
     """
 
     value: Value
@@ -112,6 +124,23 @@ def fit(
         InputError: what the function needs cannot be pickled; the message names it.
         UnfitError: Ray or cloudpickle is not installed, or the cluster is lost.
         JobError: the function raised on a worker, or the job ended for another reason.
+
+    Example:
+        >>> import lockstep.ray, ray
+        >>> context = ray.init(num_cpus=4, log_to_driver=False)
+        >>> def train(config):
+        ...     import keras
+        ...     import numpy as np
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        ...     report = lockstep.ray.ReportCallback()
+        ...     x, y = np.ones((8, 3)), np.ones(8)
+        ...     model.fit(x, y, batch_size=config["batch_size"], verbose=0, callbacks=[report])
+        ...     return model.count_params()
+        >>> result = lockstep.ray.fit(train, {"batch_size": 4}, workers=2, backend="jax")
+        >>> result.value, list(result.metrics)
+        (4, ['loss'])
+        >>> ray.shutdown()
     """
     if job.is_worker():
         raise ConfigError(f"{_NAME} cannot be called in a worker: it starts a job of its own")

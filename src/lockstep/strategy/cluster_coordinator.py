@@ -33,6 +33,15 @@ class ClusterCoordinator:
 
     Args:
         strategy: in whose scope models, optimizers and metrics were created.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.ParameterServerStrategy()
+        >>> coordinator = lockstep.ClusterCoordinator(strategy)
+        >>> results = [coordinator.schedule(lambda a, b: a * b, args=(2, b)) for b in range(3)]
+        >>> coordinator.join()
+        >>> coordinator.fetch(results)
+        [0, 2, 4]
     """
 
     _strategy: ParameterServerStrategy
@@ -119,6 +128,13 @@ class ClusterCoordinator:
             dataset_fn: a function that returns a dataset: a `tf.data.Dataset`, a `DataLoader`, or any
                 iterable. Random operations in it begin with another seed on each worker. Or a dataset, of
                 which each worker reads all elements in the same order.
+
+        Example:
+            >>> import lockstep
+            >>> coordinator = lockstep.ClusterCoordinator(lockstep.ParameterServerStrategy())
+            >>> batches = iter(coordinator.create_per_worker_dataset(lambda: [1, 2, 3]))
+            >>> coordinator.schedule(lambda own: next(own), args=(batches,)).fetch()
+            1
         """
         number = next(self._datasets)
         return PerWorkerDataset(dataset_maker(dataset_fn), *self._strategy.dataset_seeds(number))

@@ -10,7 +10,19 @@ from lockstep.strategy.strategy import Strategy, entered_strategy
 
 
 class ReplicaContext:
-    """The replica's view of a function that `strategy.run` executes."""
+    """The replica's view of a function that `strategy.run` executes.
+
+    Example:
+        In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+        >>> import lockstep
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> def sum_of_ids():
+        ...     context = lockstep.get_replica_context()
+        ...     return context.all_reduce("SUM", 1.0 * context.replica_id_in_sync_group)
+        >>> [float(total) for total in strategy.experimental_local_results(strategy.run(sum_of_ids))]
+        [1.0, 1.0]
+    """
 
     def __init__(self, strategy: Strategy, replica: Replica) -> None:
         self._strategy = strategy
@@ -36,11 +48,28 @@ class ReplicaContext:
 
         All replicas must make the same calls in the same order. The code before such a call may be computed
         again after it.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, TensorFlow's equivalents, or their names.
+            value: a nest of tensors and numbers, with equal shapes and dtypes on all replicas.
+            options: accepted for compatibility with `tf.distribute` and ignored.
+
+        Raises:
+            ModelError: a leaf is boolean.
         """
         return self._replica.merger.all_reduce(ReduceOp.of(reduce_op), value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Return the leaves of all replicas, joined along `axis` in the replicas' order."""
+        """Return the leaves of all replicas, joined along `axis` in the replicas' order.
+
+        Args:
+            value: a nest of tensors, with equal dtypes on all replicas, and equal shapes except along `axis`.
+            axis: to join along.
+            options: accepted for compatibility with `tf.distribute` and ignored.
+
+        Raises:
+            ModelError: a leaf is a single number, which has no axis.
+        """
         return self._replica.merger.all_gather(value, axis)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -58,17 +87,44 @@ class ReplicaContext:
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy whose scope or `run` is active; outside of all, one with a single replica."""
+    """Return the strategy whose scope or `run` is active; outside of all, one with a single replica.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> with strategy.scope():
+        ...     lockstep.get_strategy() is strategy
+        True
+        >>> lockstep.get_strategy() is strategy
+        False
+    """
     return entered_strategy() or default_strategy()
 
 
 def has_strategy() -> bool:
-    """Whether the scope or `run` of a strategy is active."""
+    """Whether the scope or `run` of a strategy is active.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.has_strategy()
+        False
+        >>> with lockstep.MultiWorkerMirroredStrategy().scope():
+        ...     lockstep.has_strategy()
+        True
+    """
     return entered_strategy() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the scope of a strategy is active and no replica's function runs."""
+    """Whether the scope of a strategy is active and no replica's function runs.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> with strategy.scope():
+        ...     lockstep.in_cross_replica_context(), strategy.run(lockstep.in_cross_replica_context)
+        (True, False)
+    """
     return has_strategy() and current_replica() is None
 
 
@@ -76,6 +132,14 @@ def get_replica_context() -> ReplicaContext | None:
     """Return the context of the replica whose function runs; None in a strategy's scope outside of `run`.
 
     Outside of all strategies, it is the context of the only replica.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.get_replica_context().replica_id_in_sync_group
+        0
+        >>> with lockstep.MultiWorkerMirroredStrategy().scope():
+        ...     lockstep.get_replica_context() is None
+        True
     """
     replica = current_replica()
     if replica is None:

@@ -44,6 +44,13 @@ class OneDeviceStrategy(Strategy):
 
     Raises:
         ConfigError: the job has several replicas.
+
+    Example:
+        >>> import keras, lockstep
+        >>> with lockstep.OneDeviceStrategy("CPU:0").scope() as strategy:
+        ...     layer = keras.layers.Dense(1)
+        >>> strategy.num_replicas_in_sync
+        1
     """
 
     def __init__(self, device: str) -> None:

@@ -27,6 +27,17 @@ class MultiWorkerMirroredStrategy(Strategy):
         ConfigError: `TF_CONFIG` is wrong, was set too late, or contradicts that of another task.
         PeerStuckError: tasks in `TF_CONFIG` did not connect in time.
         BackendError: Keras runs on a backend that is not supported.
+
+    Example:
+        >>> import keras, lockstep
+        >>> import numpy as np
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 3)), np.ones(8), batch_size=4, epochs=2, verbose=0)
+        >>> len(history.history["loss"])
+        2
     """
 
     def __init__(
@@ -73,6 +84,13 @@ class MirroredStrategy(Strategy):
     Raises:
         ConfigError: the devices are invalid, or there is no script to restart.
         BackendError: Keras runs on a backend that is not supported.
+
+    Example:
+        >>> import keras, lockstep
+        >>> strategy = lockstep.MirroredStrategy(["CPU:0"])
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:

@@ -8,7 +8,14 @@ from lockstep.keras.replica_run.merges import Op
 
 
 class ReduceOp(Enum):
-    """How the values of replicas are combined."""
+    """How the values of replicas are combined.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.get_strategy()
+        >>> strategy.reduce(lockstep.ReduceOp.SUM, [1.0, 2.0], axis=None)
+        [1.0, 2.0]
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -27,7 +34,13 @@ class ReduceOp(Enum):
 
 
 class CommunicationImplementation(Enum):
-    """How bytes move between workers; does not affect the result."""
+    """How bytes move between workers; does not affect the result.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.CommunicationImplementation("RING")
+        <CommunicationImplementation.RING: 'RING'>
+    """
 
     AUTO = "AUTO"
     RING = "RING"
@@ -42,6 +55,11 @@ class CommunicationOptions:
         bytes_per_pack: accepted and ignored: shared memory needs no packs.
         timeout_seconds: that others wait for a worker before it counts as stuck; None for the job's timeout.
         implementation: how bytes move.
+
+    Example:
+        >>> import lockstep
+        >>> options = lockstep.CommunicationOptions(timeout_seconds=120)
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy(communication_options=options)
     """
 
     bytes_per_pack: int = 0

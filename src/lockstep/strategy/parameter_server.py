@@ -42,6 +42,19 @@ class ParameterServerStrategy(Strategy):
         ConfigError: the job has several workers and no parameter servers.
         InputError: `max_staleness` is negative.
         BackendError: Keras runs on a backend that is not supported.
+
+    Example:
+        >>> import keras, lockstep
+        >>> import numpy as np
+        >>> strategy = lockstep.ParameterServerStrategy(
+        ...     variable_partitioner=lockstep.MinSizePartitioner(max_shards=2), max_staleness=8
+        ... )
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 3)), np.ones(8), batch_size=4, verbose=0)
+        >>> strategy.has_servers
+        False
     """
 
     def __init__(

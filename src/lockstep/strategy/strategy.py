@@ -25,6 +25,12 @@ class Strategy:
     """Trains models and runs functions on all replicas of a job in lockstep.
 
     Batch sizes are global: each step's batch is split over the replicas.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.get_strategy()
+        >>> isinstance(strategy, lockstep.Strategy), strategy.num_replicas_in_sync
+        (True, 1)
     """
 
     def __init__(self) -> None:
@@ -40,7 +46,15 @@ class Strategy:
 
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
-        """Let the job train the models that are compiled within the block."""
+        """Let the job train the models that are compiled within the block.
+
+        Example:
+            >>> import keras, lockstep
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.layers.Dense(1)])
+            ...     model.compile("sgd", "mse")
+        """
         with self._methods.scope(), self._entered():
             yield self
 
@@ -67,6 +81,19 @@ class Strategy:
         Raises:
             ModelError: the changes that `fn` makes cannot be combined over replicas.
             PeerLostError: a worker was lost, and Lockstep does not drive the loop.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> batches = strategy.experimental_distribute_dataset([np.arange(4.0)])
+            >>> totals = strategy.run(np.sum, args=(next(iter(batches)),))
+            >>> [float(total) for total in strategy.experimental_local_results(totals)]
+            [1.0, 5.0]
+            >>> float(strategy.reduce("SUM", totals))
+            6.0
         """
         _refuse_within_replica("run")
         self._job.note_distribution()
@@ -77,10 +104,7 @@ class Strategy:
             return result
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
-        """Yield the numbers of `count` steps of a loop that workers can join and leave, as in `fit`.
-
-            for step in strategy.steps(1000, state={"model": model, "optimizer": optimizer, "data": batches}):
-                loss = train_step(next(batches))
+        """Yield the numbers of `count` steps, from 0, of a loop that workers can join and leave, as in `fit`.
 
         Joining workers and checkpoints receive the state. So a lost worker is replaced, and a restarted
         program resumes at its step; both first take one extra step whose results are overwritten. Everything
@@ -95,6 +119,20 @@ class Strategy:
         Raises:
             InputError: a part of the state cannot be transferred.
             CheckpointError: the saved state has different parts.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import keras, lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> batches = iter(strategy.experimental_distribute_dataset([np.ones((4, 3))] * 2))
+            >>> seen = keras.Variable(0.0, trainable=False)
+            >>> for step in strategy.steps(2, state={"data": batches, "seen": seen}):
+            ...     batch = strategy.run(np.sum, args=(next(batches),))
+            ...     _ = seen.assign_add(strategy.reduce("SUM", batch))
+            >>> float(seen), step
+            (24.0, 1)
         """
         self._job.note_distribution()
         return self._methods.step_loops.steps(count, state, checkpoint)
@@ -104,11 +142,29 @@ class Strategy:
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, TensorFlow's equivalents, or their names.
-            value: a nest of `PerReplica`.
+            value: a nest of `PerReplica`, with equal shapes and dtypes on all replicas; with `axis`, shapes
+                may differ along it.
             axis: to reduce in each replica's value as well; a mean then counts values, not replicas.
 
+        Returns:
+            A tensor of the backend for each leaf: of a replica's shape, with `axis` without that axis.
+
         Raises:
+            DataError: a leaf does not have the axis.
             ModelError: the caller is a function that `run` executes.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> batches = strategy.experimental_distribute_dataset([np.arange(4.0).reshape(4, 1)])
+            >>> batch = next(iter(batches))
+            >>> float(strategy.reduce("MEAN", strategy.run(np.sum, args=(batch,))))
+            3.0
+            >>> np.asarray(strategy.reduce("MEAN", batch, axis=0)).tolist()
+            [1.5]
         """
         _refuse_within_replica("reduce")
         return self._runner.reduce(ReduceOp.of(reduce_op), value, axis)
@@ -116,20 +172,72 @@ class Strategy:
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas of each leaf, joined along `axis` in the replicas' order.
 
+        Args:
+            value: a nest of `PerReplica`, with equal dtypes on all replicas, and equal shapes except
+                along `axis`.
+            axis: to join along.
+
         Raises:
+            DataError: a leaf is a single number, which has no axis.
             ModelError: the caller is a function that `run` executes.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> batches = strategy.experimental_distribute_dataset([np.arange(4.0)])
+            >>> np.asarray(strategy.gather(next(iter(batches)), axis=0)).tolist()
+            [0.0, 1.0, 2.0, 3.0]
         """
         _refuse_within_replica("gather")
         return self._runner.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this worker's replicas, one per replica."""
+        """Return the values of this worker's replicas, one per replica.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> batches = strategy.experimental_distribute_dataset([np.arange(4.0)])
+            >>> [part.tolist() for part in strategy.experimental_local_results(next(iter(batches)))]
+            [[0.0, 1.0], [2.0, 3.0]]
+        """
         return self._runner.local_results(value)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Split each batch of `dataset`, a global batch, over the replicas.
 
-        All workers must read the same dataset. See `lockstep.keras.input.distribution`.
+        All workers must read the same dataset. With the auto-shard policy FILE or DATA of `tf.data`, each
+        replica reads its own shard.
+
+        Args:
+            dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable
+                of nests of arrays, all with the examples along their first axis.
+            options: accepted for compatibility with `tf.distribute` and ignored.
+
+        Returns:
+            A `DistributedDataset`; with one replica, `dataset` itself. The replicas' numbers of rows of a
+            batch differ by at most one.
+
+        Raises:
+            DataError: the elements cannot be split.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> batches = strategy.experimental_distribute_dataset([np.arange(4), np.arange(4, 8)])
+            >>> for batch in batches:
+            ...     print([part.tolist() for part in strategy.experimental_local_results(batch)])
+            [[0, 1], [2, 3]]
+            [[4, 5], [6, 7]]
         """
         self._job.note_distribution()
         return distribute(
@@ -145,6 +253,26 @@ class Strategy:
 
         There is one pipeline per replica; the worker that computes the replica reads it. Random operations in
         the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
+
+        Args:
+            dataset_fn: returns any of the kinds of `experimental_distribute_dataset`, whose elements are
+                batches of one replica.
+            options: accepted for compatibility with `tf.distribute` and ignored.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> def rows_of(context):
+            ...     size = context.get_per_replica_batch_size(4)
+            ...     return [np.arange(size) + size * context.input_pipeline_id]
+            >>> next(iter(strategy.distribute_datasets_from_function(rows_of)))
+            PerReplica:{
+              0: array([0, 1]),
+              1: array([2, 3])
+            }
         """
         self._job.note_distribution()
         return distribute_from_function(
@@ -156,6 +284,17 @@ class Strategy:
 
         The context has `replica_id_in_sync_group` and `num_replicas_in_sync`. Leaves are arrays or numbers of
         equal shapes and dtypes.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+            >>> rates = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: 0.1 * (context.replica_id_in_sync_group + 1)
+            ... )
+            >>> float(strategy.reduce("SUM", rates)) > 0.29
+            True
         """
         self._job.note_distribution()
         return values_from_function(self._job, self._runner, value_fn)

@@ -533,6 +533,12 @@ def is_chief() -> bool:
 
     Call it each time: the chief can change. It is always true in a program that runs on its own, and false
     in an evaluator once it has created its first strategy.
+
+    Example:
+        >>> import lockstep
+        >>> if lockstep.is_chief():
+        ...     print("written once")
+        written once
     """
     return current().is_chief and not current().evaluates
 

@@ -22,7 +22,24 @@ class ElementPosition(NamedTuple):
 
 
 class DistributedIterator:
-    """One pass over a `DistributedDataset`: each step yields a nest with a `PerReplica` for each leaf."""
+    """One pass over a `DistributedDataset`: each step yields a nest with a `PerReplica` for each leaf.
+
+    Example:
+        In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+        >>> import lockstep
+        >>> import numpy as np
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> iterator = iter(strategy.experimental_distribute_dataset([np.arange(4), np.arange(4, 8)]))
+        >>> iterator.skip(1)
+        >>> next(iterator)
+        PerReplica:{
+          0: array([4, 5]),
+          1: array([6, 7])
+        }
+        >>> iterator.position.taken, iterator.get_next_as_optional().has_value()
+        (2, False)
+    """
 
     def __init__(self, dataset: "DistributedDataset", current: Pass, number: int) -> None:
         self._dataset = dataset
@@ -105,6 +122,18 @@ class DistributedDataset:
     Attributes:
         source: of the elements.
         store: where they are stored.
+
+    Example:
+        In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+        >>> import lockstep
+        >>> import numpy as np
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> batches = strategy.experimental_distribute_dataset([np.zeros((4, 3)), np.ones((4, 3))])
+        >>> isinstance(batches, lockstep.DistributedDataset), len(batches)
+        (True, 2)
+        >>> batches.element_spec
+        Spec(dtype='float64', shape=(None, 3))
     """
 
     def __init__(self, runner: Runner, source: Source) -> None:

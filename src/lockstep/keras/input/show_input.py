@@ -59,6 +59,17 @@ def show_input(
     Raises:
         DataError: a dataset has a pipeline for each replica, so each replica reads its own.
         ConfigError: there are more workers than replicas.
+
+    Example:
+        >>> import lockstep
+        >>> import numpy as np
+        >>> lockstep.show_input(np.zeros(8), batch_size=4, shuffle=False, replicas=2, workers=2)
+        each worker reads the rows of its replicas: arrays
+        step  replica  worker  examples
+           1        0       0  0, 1
+           1        1       1  2, 3
+           2        0       0  4, 5
+           2        1       1  6, 7
     """
     own = job.current().view
     view = own

@@ -9,7 +9,15 @@ from lockstep.keras.randomness import RandomNumbers
 
 
 class PerWorkerValues:
-    """A value of which each worker has its own, for the arguments of scheduled functions."""
+    """A value of which each worker has its own, for the arguments of scheduled functions.
+
+    Example:
+        >>> import lockstep
+        >>> coordinator = lockstep.ClusterCoordinator(lockstep.ParameterServerStrategy())
+        >>> dataset = coordinator.create_per_worker_dataset(lambda: [1, 2, 3])
+        >>> isinstance(dataset, lockstep.PerWorkerValues), isinstance(iter(dataset), lockstep.PerWorkerValues)
+        (True, True)
+    """
 
     def _own(self) -> Any:
         """Return the value of this worker."""

@@ -34,7 +34,15 @@ class Calls(Protocol):
 
 
 class RemoteValue:
-    """The result of a scheduled function."""
+    """The result of a scheduled function.
+
+    Example:
+        >>> import lockstep
+        >>> coordinator = lockstep.ClusterCoordinator(lockstep.ParameterServerStrategy())
+        >>> value = coordinator.schedule(lambda: 3)
+        >>> isinstance(value, lockstep.RemoteValue), value.fetch()
+        (True, 3)
+    """
 
     def __init__(self, calls: Calls, step: int) -> None:
         self._calls, self._step = calls, step

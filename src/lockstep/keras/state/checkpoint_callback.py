@@ -84,6 +84,16 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         every: the interval: a number of steps, or a time such as "30s", "10m" or "1h".
         keep: how many checkpoints to keep.
         accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ.
+
+    Example:
+        >>> import keras, lockstep
+        >>> import numpy as np
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> saving = lockstep.callbacks.Checkpoint("saved", every=1, keep=2)
+        >>> history = model.fit(np.ones((8, 3)), np.ones(8), batch_size=2, verbose=0, callbacks=[saving])
     """
 
     def __init__(

@@ -80,6 +80,15 @@ def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Lo
             models fit with different values.
         CheckpointError: the checkpoint is damaged, or does not fit: then the message names the variables
             that are missing, or of another shape or dtype. Nothing has been loaded.
+
+    Example:
+        With the checkpoints of the example of `lockstep.callbacks.Checkpoint`:
+
+        >>> import keras, lockstep
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> found = lockstep.load_checkpoint(model, "saved")
+        >>> found.name, found.call
+        ('current', 'fit 1')
     """
     if not getattr(model, "built", False):
         raise InputError(

@@ -16,6 +16,17 @@ class ReportCallback(keras.callbacks.Callback):  # type: ignore[misc]
     Attributes:
         metrics: those of the last epoch, with its validation; empty before.
         report: how many reports all of these callbacks had made then.
+
+    Example:
+        >>> import keras
+        >>> import numpy as np
+        >>> from lockstep.ray import ReportCallback
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> report = ReportCallback()
+        >>> history = model.fit(np.ones((8, 3)), np.ones(8), verbose=0, callbacks=[report])
+        >>> report.metrics == {"loss": history.history["loss"][-1]}
+        True
     """
 
     def __init__(self) -> None:
