@@ -27,7 +27,7 @@ def test_every_class_has_a_section_in_the_order_of_the_module() -> None:
 
 
 def test_the_tree_is_that_of_the_classes() -> None:
-    tree = re.findall(r"^    ((?:[|`] {0,3}|-- )*)(\w+)", TEXT, re.MULTILINE)
+    tree = re.findall(r"^    ((?:[|`] {0,3}|-- | {4})*)(\w+)", TEXT, re.MULTILINE)
     depths = {name: len(getattr(errors, name).__mro__) for name in CLASSES}
     assert {name: len(indent) // 4 for name, indent in ((n, i) for i, n in tree)} == {
         name: depth - depths["LockstepError"] for name, depth in depths.items()
