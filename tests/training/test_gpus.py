@@ -38,7 +38,7 @@ def test_one_and_two_workers_have_the_same_bits(launch: Launch, two: Any, backen
 
 def test_a_lost_worker_does_not_change_a_bit(launch: Launch, two: Any, backend: str) -> None:
     lost = launch(f"-n 2 {ON_ONE_GPU}", "gpus.py", "--lose", "3", backend=backend, optimized=True)
-    assert "(1 lost)" in lost.last_line
+    assert "(1 lost" in lost.last_line
     assert results(lost, 0) == results(two, 0)
 
 

@@ -560,7 +560,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
     reasons = {
         "--replicas": "a step is one batch on one worker",
         "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
-        "--devices": "GPUs are untested there; set CUDA_VISIBLE_DEVICES",
+        "--devices": "all processes share the visible GPUs; set CUDA_VISIBLE_DEVICES",
         "--verify-every": "lockstep rerun repeats the whole run",
         "--min-workers": "lost workers are not replaced",
     }
