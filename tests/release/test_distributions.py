@@ -37,6 +37,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         packed = {name: archive.read(name) for name in archive.namelist()}
     own = {path.removeprefix("src/") for path in own_files() if path.startswith("src/")}
+    assert packed.pop("lockstep/cli/errors.md") == (ROOT / "docs" / "errors.md").read_bytes()
     assert {name for name in packed if not name.startswith(f"{NAME}.dist-info/")} == own
     assert "lockstep/monitoring/static/page.js" in own
     assert all(packed[path] == (ROOT / "src" / path).read_bytes() for path in own)

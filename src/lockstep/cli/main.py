@@ -11,6 +11,7 @@ import click
 from lockstep import __version__
 from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.diff import diff
+from lockstep.cli.explain import explain
 from lockstep.cli.export import export
 from lockstep.cli.logs import logs
 from lockstep.cli.page import report, ui
@@ -81,6 +82,7 @@ def cli(verbose: bool) -> None:
 
 
 cli.add_command(run)
+cli.add_command(explain)
 cli.add_command(export)
 cli.add_command(logs)
 cli.add_command(ui)

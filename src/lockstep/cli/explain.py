@@ -1,0 +1,103 @@
+"""`lockstep explain`: what an error means and what to do, from the page of errors, without a network."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from lockstep.errors import ConfigError
+
+_SECTION = re.compile(r"^## (\w+)\n+(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_ROW = re.compile(r"^\| (`.*?`) \| (.*) \|$", re.MULTILINE)
+_LINK = re.compile(r"\[([^]]*)\]\((?!http|\.\.)([^)]*)\)")
+_PLACEHOLDERS = re.compile(r"'[^']*'|[^\s,;:]*[\d/][^\s,;:]*|\.\.\.")
+"""Names, numbers and paths, which differ from case to case, and parts that are left out."""
+
+
+class _Known(NamedTuple):
+    """A message that the page describes.
+
+    Attributes:
+        error: the class.
+        message: as it may read.
+        advice: what to do.
+    """
+
+    error: str
+    message: str
+    advice: str
+
+
+@click.command()
+@click.argument("error", nargs=-1, metavar="[ERROR]")
+def explain(error: tuple[str, ...]) -> None:
+    """Explain ERROR: the name of a class of lockstep.errors, or a message.
+
+    Without ERROR, list the classes.
+    """
+    click.echo(explanation(_page(), " ".join(error)), nl=False)
+
+
+def explanation(page: str, error: str) -> str:
+    """Return what a page of errors says about a class or a message, or a list of its classes.
+
+    Args:
+        page: in Markdown.
+        error: the class or the message; empty for the list.
+
+    Raises:
+        ConfigError: it says nothing about it.
+    """
+    sections = {name: _LINK.sub(r"\1 (docs/\2)", text).strip() for name, text in _SECTION.findall(page)}
+    if not error:
+        width = max(map(len, sections))
+        return "".join(f"{name:{width}}  {_first_sentence(text)}\n" for name, text in sections.items())
+    for name, text in sections.items():
+        if name.lower() == error.lower().removeprefix("lockstep.errors."):
+            return f"{name}\n\n{text}\n"
+    found = _closest(sections, error)
+    if found is None:
+        raise ConfigError(
+            "no message like this is known: `lockstep explain` without a message lists the classes of "
+            "errors, and docs/operations.md begins with symptoms"
+        )
+    return f"{found.error}: {_first_sentence(sections[found.error])}\n\n{found.message}\n\n{found.advice}\n"
+
+
+def _closest(sections: dict[str, str], message: str) -> _Known | None:
+    """Return the known message that another contains most of; None if it contains less than half of each."""
+    wanted = _phrases(message)
+    best, most = None, (1, 0.0)
+    for known in _messages(sections):
+        phrases = _phrases(known.message)
+        shared = len(phrases & wanted)
+        share = shared / max(1, len(phrases))
+        if share >= 0.5 and (shared, share) > most:
+            best, most = known, (shared, share)
+    return best
+
+
+def _messages(sections: dict[str, str]) -> Iterator[_Known]:
+    for name, text in sections.items():
+        for message, advice in _ROW.findall(text):
+            yield _Known(name, message.strip("`"), advice)
+
+
+def _phrases(message: str) -> set[tuple[str, str]]:
+    """Return the pairs of neighbouring words of a message that do not change from case to case."""
+    parts = re.split(r"[,;:()]", _PLACEHOLDERS.sub(";", message.lower()))
+    return {pair for part in parts for pair in pairwise(part.split())}
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(re.split(r"(?<=\.)\s", text, maxsplit=1)[0].split())
+
+
+def _page() -> str:
+    """Return the page of errors, which the wheel has a copy of."""
+    packed = Path(__file__).with_name("errors.md")
+    page = packed if packed.exists() else Path(__file__).parents[3] / "docs" / "errors.md"
+    return page.read_text()
