@@ -120,6 +120,16 @@ def main(turns: int = TURNS) -> None:
                 print_row("tf_keras, ParameterServerStrategy", others, "batches/s")
                 print_row("lockstep / tf_keras", [a / b for a, b in zip(ours, others, strict=True)], "times")
             print_row("lockstep, a worker and a step", sizes, "kB")
+        for model, kind in (("mlp", "servers"), ("table-100000", "servers"), ("embedding", "loop")):
+            kept, alone = [], []
+            for turn in range(turns):
+                for option in ("", "no-standby") if turn % 2 else ("no-standby", ""):
+                    found = lockstep("-n 2 --ps 2", "tensorflow", model, kind, *option.split())
+                    (alone if option else kept).append(found)
+            print(f"{model} on tensorflow, 2 workers and 2 servers, {turns} jobs each: median (p10-p90)")
+            print_row("each server has a standby", kept, "batches/s")
+            print_row("none has", alone, "batches/s")
+            print_row("with standbys / without", [a / b for a, b in zip(kept, alone, strict=True)], "times")
         asynchronous, without, synchronous = [], [], []
         for _ in range(turns):
             asynchronous.append(lockstep("-n 3 --ps 1", "jax", "mlp", "servers", "slow"))

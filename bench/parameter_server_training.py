@@ -1,11 +1,12 @@
 """A process of a job with parameter servers, or of a synchronous one; the chief prints batches per second.
 
-    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow]
-    parameter_server_training.py embedding loop | tf_keras_loop
+    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow | no-standby]
+    parameter_server_training.py embedding loop | tf_keras_loop [no-standby]
     parameter_server_training.py table-ROWS servers | tf_keras
 
 MODEL is `tutorial`, the model of TensorFlow's tutorial on parameter servers (one dense layer of 10 units,
 batches of 2 examples), or `mlp`, batches of 64. With `slow`, the last worker sleeps in each step of a batch.
+With `no-standby`, no server keeps what another one processes.
 `embedding` is the custom loop of that tutorial: 7 words with an embedding of 16 values, batches of 32.
 `table-ROWS` looks up 20 rows of 8 values for each of 64 examples in a table; each worker of Lockstep also
 prints the bytes of the arrays that it exchanges in a step.
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 MODEL, KIND = sys.argv[1:3]
-SLOW = sys.argv[3:] == ["slow"]
+SLOW, ALONE = (sys.argv[3:] == [option] for option in ("slow", "no-standby"))
 STEPS, BATCH = (200, 2) if MODEL == "tutorial" else (200, 64)
 EPOCHS = 6
 SLOWDOWN = 9
@@ -121,6 +122,18 @@ def slow_down(keras: Any, model: Any, worker: int, slow: int) -> None:
     JaxProgram.compute = slowly  # type: ignore[method-assign]
 
 
+def keep_nothing() -> None:
+    """Let servers have no standbys."""
+    from lockstep.parameter_server.tasks import ServerPlace, Tasks
+
+    places = Tasks.places
+
+    def alone(self: Any, hosts: Any) -> Any:
+        return tuple(ServerPlace(place.process, None) for place in places(self, hosts))
+
+    Tasks.places = alone  # type: ignore[method-assign]
+
+
 def count_bytes() -> list[int]:
     """Return a list of the bytes of arrays in all messages of this process, and of its steps so far."""
     from lockstep.protocol.parameter_server import Push
@@ -195,6 +208,8 @@ def train_in_lockstep() -> None:
     import lockstep
     from lockstep.worker import job
 
+    if ALONE:
+        keep_nothing()
     servers = KIND != "mirrored"
     strategy = lockstep.ParameterServerStrategy() if servers else lockstep.MultiWorkerMirroredStrategy()
     if KIND == "loop":
