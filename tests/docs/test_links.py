@@ -48,3 +48,10 @@ def test_the_pages_link_to_one_another() -> None:
     found = [link for page in PAGES for link in LINK.findall(CODE.sub("", prose(page)))]
     assert len(found) > 100
     assert sum(1 for _, anchor in found if anchor) > 20
+
+
+def test_the_navigation_of_the_site_has_every_page() -> None:
+    navigation = (ROOT / "docs" / "site" / "conf.py").read_text()
+    home = ROOT / "README.md"
+    names = {str(page.relative_to(ROOT).with_suffix("")) for page in PAGES if page != home}
+    assert {name for name in names if f'"{name}"' not in navigation} == set()
