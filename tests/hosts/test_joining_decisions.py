@@ -19,9 +19,9 @@ class Silent:
     """A channel that nothing is sent to."""
 
 
-def agent(peer: str, workers: int) -> JoiningAgent:
+def agent(peer: str, workers: int, task: int | None = None) -> JoiningAgent:
     silent: Any = Silent()
-    return JoiningAgent(silent, peer, 0.0, HostOffer(workers))
+    return JoiningAgent(silent, peer, 0.0, HostOffer(workers, task=task))
 
 
 def test_hosts_get_the_workers_that_they_offer_in_the_order_of_their_agents() -> None:
@@ -31,6 +31,17 @@ def test_hosts_get_the_workers_that_they_offer_in_the_order_of_their_agents() ->
     assert {host: other.name for host, other in others.items()} == {1: "10.0.0.3", 2: "10.0.0.2"}
     twice, _ = placed(3, 1, "127.0.0.1", [agent("127.0.0.1", 1), agent("127.0.0.1", 1)])
     assert [host.name for host in twice] == ["127.0.0.1", "127.0.0.1 (2)", "127.0.0.1 (3)"]
+
+
+def test_hosts_are_placed_in_the_order_of_their_tasks() -> None:
+    agents = [agent("10.0.0.4", 1, 3), agent("10.0.0.2", 1, 1), agent("10.0.0.3", 1, 2)]
+    hosts, others = placed(4, 1, "10.0.0.1", agents)
+    assert [host.name for host in hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]
+    assert {host: other.name for host, other in others.items()} == {
+        1: "10.0.0.2",
+        2: "10.0.0.3",
+        3: "10.0.0.4",
+    }
 
 
 def test_vacancies() -> None:
@@ -53,18 +64,46 @@ def test_objections() -> None:
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 
 
-def place(kind: str, index: int, cluster: Any = CLUSTER) -> TaskPlace:
-    return find_place(json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}}))
+def place(kind: str, index: int, cluster: Any = CLUSTER, here: int = 1, servers: int = 0) -> TaskPlace:
+    config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+    return find_place(config, here, servers)
 
 
 def test_what_a_task_is_for() -> None:
-    assert place("chief", 0) == TaskPlace(TaskRole.COORDINATOR, "chief 0", "a:1", "a:1", 3)
-    assert place("worker", 1) == TaskPlace(TaskRole.AGENT, "worker 1", "c:1", "a:1", 3)
+    assert place("chief", 0) == TaskPlace(TaskRole.COORDINATOR, "chief 0", "a:1", "a:1", 3, 1, 0)
+    assert place("worker", 1) == TaskPlace(TaskRole.AGENT, "worker 1", "c:1", "a:1", 3, 1, 2)
     without = {"worker": ["b:1", "c:1"]}
     assert place("worker", 0, without).role is TaskRole.COORDINATOR
     assert place("worker", 1, without).coordinator == "b:1"
-    assert place("ps", 0).role is TaskRole.SERVER
+    assert place("ps", 0).role is TaskRole.IDLE_SERVER
     assert place("evaluator", 0).role is TaskRole.EVALUATOR
     assert place("chief", 0, {"chief": ["a:1"], "ps": ["d:1"]}).role is TaskRole.ALONE
     with pytest.raises(ConfigError, match="--tf-config needs the variable TF_CONFIG"):
         find_place(None)
+
+
+def test_what_a_task_is_for_in_a_job_with_parameter_servers() -> None:
+    """The chief comes first, and the servers last."""
+    chief, worker = place("chief", 0, servers=1), place("worker", 1, servers=1)
+    assert chief == TaskPlace(TaskRole.COORDINATOR, "chief 0", "a:1", "a:1", 4, 1, 0)
+    assert worker == TaskPlace(TaskRole.AGENT, "worker 1", "c:1", "a:1", 4, 1, 2)
+    assert place("ps", 0, servers=1) == TaskPlace(TaskRole.AGENT, "ps 0", "d:1", "a:1", 4, 1, 3)
+    assert place("evaluator", 0, servers=1).role is TaskRole.EVALUATOR
+
+
+@pytest.mark.parametrize(
+    ("cluster", "here", "said"),
+    [
+        (CLUSTER, 1, "--ps 2, but the cluster of TF_CONFIG has 1 task ps"),
+        ({"chief": ["a:1"], "worker": ["b:1"]}, 1, "--ps 2, but the cluster of TF_CONFIG has 0 tasks ps"),
+        ({"worker": ["a:1", "b:1"], "ps": ["c:1", "d:1"]}, 1, "needs a task chief, and at least one worker"),
+        ({"chief": ["a:1"], "ps": ["c:1", "d:1"]}, 1, "needs a task chief, and at least one worker"),
+        ({**CLUSTER, "ps": ["d:1", "e:1"]}, 2, "each task of TF_CONFIG is one process: omit --workers-here"),
+    ],
+)
+def test_a_cluster_that_does_not_fit_its_parameter_servers_is_refused(
+    cluster: Any, here: int, said: str
+) -> None:
+    kind = "chief" if "chief" in cluster else "worker"
+    with pytest.raises(ConfigError, match=said):
+        place(kind, 0, cluster, here, servers=2)

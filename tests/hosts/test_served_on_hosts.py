@@ -1,5 +1,6 @@
 """Parameter servers, workers and the chief on several hosts."""
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,6 +100,31 @@ def test_hosts_join_a_job_with_parameter_servers(
     assert [one.end() for one in (job, *agents)] == [0, 0, 0], job.err
     logs = [(nodes[0].work / "run" / f"worker-{worker}.log").read_text() for worker in range(5)]
     assert len({_digest(log) for log in logs}) == 1
+
+
+@pytest.mark.slow
+def test_the_tasks_of_tf_config_are_a_chief_workers_and_servers(
+    nodes: Sequence[Host], lean: Callable[..., dict[str, str]]
+) -> None:
+    """Whatever the order in which they start: the last ones here are the first to start."""
+    environment = {**lean(TRAINING / "together.py", "jax"), "LOCKSTEP_KEY_FILE": "job.key"}
+    tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
+    cluster = {
+        "chief": ["node1:2222"],
+        "worker": ["node2:2222", "node3:2222"],
+        "ps": ["node4:2222", "node5:2222"],
+    }
+    command = "run --tf-config --ps 2 --backend jax --threads-per-worker 1 --run-dir run serving.py long 5"
+    started = []
+    for node, (kind, index) in reversed(list(zip(nodes, tasks, strict=True))):
+        _copy(node, "serving.py")
+        config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+        started.append(node.lockstep(*command.split(), **environment, TF_CONFIG=config))
+    assert [one.end() for one in started] == [0] * 5, started[-1].err
+    logs = [(nodes[0].work / "run" / f"worker-{worker}.log").read_text() for worker in range(5)]
+    assert len({_digest(log) for log in logs}) == 1
+    first = json.loads((nodes[0].work / "run" / "events.jsonl").read_text().splitlines()[0])
+    assert first["hosts"] == [[f"10.119.0.{number}", 1] for number in range(1, 6)]
 
 
 def _copy(host: Host, script: str) -> None:

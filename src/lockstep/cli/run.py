@@ -553,7 +553,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
     """Raise ConfigError for options that jobs with parameter servers do not support."""
     names = ("replicas", "checkpoint", "devices", "verify_every")
     given = [
-        *(way for way in ways if way not in ("--hosts", "--listen", "--slurm")),
+        *(way for way in ways if way == "--on"),
         *(f"--{name.replace('_', '-')}" for name in names if options[name] is not None),
     ]
     given += ["--min-workers"] if options["min_workers"] > 1 else []
@@ -565,7 +565,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
         "--min-workers": "lost workers are not replaced",
     }
     if given:
-        reason = reasons.get(given[0], "use --hosts, --listen or --slurm, or one machine")
+        reason = reasons.get(given[0], "use --hosts, --listen, --tf-config or --slurm, or one machine")
         raise ConfigError(f"--ps cannot be combined with {given[0]}: {reason}")
 
 
@@ -578,9 +578,12 @@ def _take_place(script: Script, options: dict[str, Any]) -> str:
 
     slurm, here = options["slurm"], options["here"] or 1
     others, asked = _others(options), options["workers"]
-    place = own_place(asked and asked + others) if slurm else find_place(tf_config_given(), here)
+    if slurm:
+        place = own_place(asked and asked + others)
+    else:
+        place = find_place(tf_config_given(), here, options["servers"] or 0)
     match place.role:
-        case TaskRole.SERVER:
+        case TaskRole.IDLE_SERVER:
             note("a parameter server has nothing to do: the workers hold the whole state")
             sys.exit(0)
         case TaskRole.EVALUATOR:
@@ -588,7 +591,9 @@ def _take_place(script: Script, options: dict[str, Any]) -> str:
         case TaskRole.AGENT:
             # Its own name may not be known in the cluster yet.
             _, port = split_address(place.address)
-            joins = AgentOptions(place.coordinator, place.here, port=port, encrypted=not options["plain"])
+            joins = AgentOptions(
+                place.coordinator, place.here, port=port, encrypted=not options["plain"], task=place.task
+            )
             if slurm:
                 # All tasks write to one terminal, and all get the signals that the coordinator gets.
                 joins = replace(joins, quiet=True, grace=parse_seconds(options["grace"], "--grace"))

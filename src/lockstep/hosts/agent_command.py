@@ -94,6 +94,7 @@ class AgentOptions:
             signal too and ends the job; None to leave the job at once.
         engine: that has started this agent; None for none.
         inherited: see `StartedWorkers`.
+        task: see `HostOffer`.
     """
 
     coordinator: str
@@ -107,6 +108,7 @@ class AgentOptions:
     grace: float | None = None
     engine: EngineLink | None = None
     inherited: tuple[int, ...] = ()
+    task: int | None = None
 
 
 def run_for_engine(engine: EngineLink) -> int:
@@ -173,7 +175,7 @@ def _join(
         connection = _connect(options, address, command, loop, clock)
         own = options.listen or join_address((connection.getsockname()[0], options.port))
         channel = address.channel(connection)
-        channel.send(HostOffer(options.workers))
+        channel.send(HostOffer(options.workers, task=options.task))
 
         def listen(prepare: Prepare) -> HostListener:
             return HostListener.open(own, credentials, note, loop=loop, clock=clock)

@@ -1,5 +1,6 @@
 """A job that agents of other hosts join: waits until its hosts are complete, then coordinates."""
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -140,10 +141,11 @@ def placed(
         workers: of the job.
         here: those of this host.
         own: the name of this host.
-        agents: that have offered enough workers; the last one may get fewer than it has offered.
+        agents: that have offered enough workers, in their order of arrival, which that of their tasks
+            replaces; the last one may get fewer than it has offered.
     """
     hosts, others, missing = [JobHost(own, here)] if here else [], {}, workers - here
-    for agent in agents:
+    for agent in sorted(agents, key=_task_of):
         assert agent.offer is not None
         names = [host.name for host in hosts]
         name = agent.peer if agent.peer not in names else f"{agent.peer} ({len(hosts) + 1})"
@@ -151,6 +153,12 @@ def placed(
         hosts.append(JobHost(name, min(missing, agent.offer.workers)))
         missing -= hosts[-1].workers
     return tuple(hosts), others
+
+
+def _task_of(agent: JoiningAgent) -> int:
+    """Return the number of an agent's task; agents without tasks keep their order."""
+    assert agent.offer is not None
+    return sys.maxsize if agent.offer.task is None else agent.offer.task
 
 
 def _agent_ended() -> str:

@@ -15,8 +15,8 @@ class TaskRole(Enum):
     """It is the only one that trains."""
     EVALUATOR = auto()
     """It evaluates, and trains nothing."""
-    SERVER = auto()
-    """A parameter server: it does nothing."""
+    IDLE_SERVER = auto()
+    """A parameter server of a job that has none: it does nothing."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class TaskPlace:
         coordinator: the address of the coordinator; empty if there is none.
         workers: of the job.
         here: those that this process starts.
+        task: the number of its task, in whose order the hosts of the job are placed; None for any order.
     """
 
     role: TaskRole
@@ -38,3 +39,4 @@ class TaskPlace:
     coordinator: str
     workers: int
     here: int = 1
+    task: int | None = None

@@ -116,12 +116,15 @@ class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
             as places. None if the agent starts the workers.
         slots: the tasks of which a process waits on the host.
         running: the job that runs on the host, whose coordinator was lost; None before a job.
+        task: the number of the agent's task in its cluster: hosts of a new job are placed in this order.
+            None if any order will do.
     """
 
     workers: int
     first: Arrival | None = None
     slots: tuple[int, ...] = ()
     running: RunningJob | None = None
+    task: int | None = None
 
 
 class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
