@@ -7,7 +7,7 @@ over. When they need more memory than the shards, the server sends the state of 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -43,10 +43,14 @@ class StandbyLink:
     Args:
         channel: to the standby.
         name: of the standby, for messages.
+        confirm_loss: waits until the standby is known to be lost, given the error of the connection; raises
+            that otherwise.
     """
 
-    def __init__(self, channel: AskingChannel, name: str) -> None:
-        self._channel, self._name = channel, name
+    def __init__(
+        self, channel: AskingChannel, name: str, confirm_loss: Callable[[PeerLostError], object]
+    ) -> None:
+        self._channel, self._name, self._confirm_loss = channel, name, confirm_loss
         self._kept = 0
 
     def send(self, process: int, question: Processed, arrays: Sequence[Array]) -> None:
@@ -88,9 +92,14 @@ class StandbyLink:
         self._channel.send(self._asked, state)
         self.confirm()
 
-    def close(self) -> None:
-        """Close the connection."""
+    def lose(self, error: PeerLostError) -> None:
+        """Close the connection, whose other end is lost.
+
+        Raises:
+            PeerLostError: the standby has not ended: it would take over what it has kept until now.
+        """
         self._channel.close()
+        self._confirm_loss(error)
 
 
 class TakenOverError(PeerLostError):
