@@ -454,6 +454,14 @@ def test_a_worker_that_is_lost_before_it_connects_is_not_awaited(make: Make) -> 
     assert not coordinator._live
 
 
+def test_the_servers_without_which_no_worker_is_left_are_named(make: Make) -> None:
+    coordinator = make(workers=(), lost=lambda: frozenset({4, 5}))
+    with pytest.raises(
+        PeerLostError, match="parameter server 0 and parameter server 1 ended, and no worker is left"
+    ):
+        coordinator.result(0)
+
+
 def test_a_step_that_a_lost_worker_still_takes_goes_to_another(make: Make, enter: Any) -> None:
     coordinator, (one, two, _) = begun(make, enter)
     coordinator._lose(1)

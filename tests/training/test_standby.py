@@ -328,6 +328,16 @@ def test_a_server_that_cannot_be_reached_at_the_beginning_is_lost() -> None:
     assert channel.ask(EndCall())[0] == Applied(7)
 
 
+def test_a_standby_that_was_lost_before_its_server_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    def unreachable() -> Any:
+        raise PeerLostError("parameter server 1 has ended")
+
+    channel = ServerChannel([lambda: Channel(0), unreachable])  # type: ignore[list-item, return-value]
+    with pytest.raises(PeerLostError, match=r"server 0 has ended; no standby has its weights: .* server 1"):
+        channel.ask(Pull(0))
+    assert "continues" not in capfd.readouterr().err
+
+
 def test_the_loss_of_a_standby_too_is_named() -> None:
     channel = ServerChannel([lambda: Channel(0), lambda: Channel(1)])  # type: ignore[list-item, return-value]
     with pytest.raises(PeerLostError, match="has ended; no standby has its weights"):

@@ -145,9 +145,7 @@ class Dispatcher(ABC):
                 if self._failure is not None:
                     raise self._failure
                 if not self._live and not leaving:
-                    raise PeerLostError(
-                        f"{self._what}: no worker is left to compute gradients; their logs say why"
-                    )
+                    raise PeerLostError(self._without_workers())
                 if self._assignments.completed > before:
                     before = self._assignments.completed
                     begun = reported = time.monotonic()
@@ -171,6 +169,14 @@ class Dispatcher(ABC):
                     # It may have been lost before it has connected.
                     self._inbox.put(Asked(process, None))
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
+
+    def _without_workers(self) -> str:
+        # The coordinator announces a moment later which server the workers have missed.
+        self._changed.wait_for(lambda: False, _LOOK_EVERY)
+        tasks = self._tasks
+        servers = [tasks.name(process) for process in sorted(self._lost()) if tasks.of(process)[0] == "ps"]
+        lost = f"{' and '.join(servers)} ended, and " if servers else ""
+        return f"{self._what}: {lost}no worker is left to compute gradients; their logs say why"
 
     def _left(self) -> str:
         return f"{', '.join(self._tasks.name(worker) for worker in sorted(self._live))} did not leave it"
