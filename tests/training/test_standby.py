@@ -344,6 +344,19 @@ def test_the_loss_of_a_standby_too_is_named() -> None:
         channel.ask(Pull(0))
 
 
+def test_a_standby_repeats_few_small_updates() -> None:
+    kept = KeptServer()
+    link = linked(Link(kept, lambda _: None))
+    sent = 0
+    while not link.is_due(state_bytes=8):
+        link.send(1, Pull(sent), [])
+        link.confirm()
+        link.send(1, Push(sent, (0,)), [np.zeros(2, np.float32)])
+        link.confirm()
+        sent += 1
+    assert len(kept.messages) == sent == standby.KEPT_BYTES // standby.LEAST_BYTES + 1
+
+
 def test_what_was_kept_before_a_state_is_dropped() -> None:
     kept = KeptServer()
     link = linked(Link(kept, lambda _: None))

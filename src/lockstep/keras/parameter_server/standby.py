@@ -23,6 +23,9 @@ Processed = Pull | Push | Read | Write
 KEPT_BYTES = 16 << 20
 """A standby keeps messages of as many bytes, or of as many as the state has, if that is more."""
 
+LEAST_BYTES = 64 << 10
+"""A message counts as many bytes at least: it takes time to repeat it."""
+
 
 def record_of(process: int, question: Processed) -> Record:
     """Return what the order of arrivals says about a message of a process."""
@@ -61,7 +64,8 @@ class StandbyLink:
             PeerStuckError: it does not read.
         """
         given = () if isinstance(question, Pull) else arrays
-        self._kept += sum(array.nbytes for array in given)
+        if not isinstance(question, Pull):
+            self._kept += max(LEAST_BYTES, sum(array.nbytes for array in given))
         self._asked: Keep | KeepState = Keep(process, question)
         self._channel.send(self._asked, given)
 
