@@ -276,6 +276,16 @@ def test_a_server_whose_standby_is_lost_before_it_connects_has_none(
         opening(unreachable, frozenset(), frozenset())._link({}, 3, 0)
 
 
+def test_a_server_that_fails_writes_its_order_before_its_standby_continues_it() -> None:
+    server = opening(lambda *_: None)
+    closed: list[str] = []
+    server._served = {0: SimpleNamespace(close=lambda: closed.append("order"))}
+    server._end = SimpleNamespace(close=lambda: closed.append("connections"))
+    server._asking, server.writer = [], OrderWriter(None)
+    server.close()
+    assert closed == ["order", "connections"]
+
+
 def test_a_server_waits_until_the_loss_of_its_standby_is_announced(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -273,9 +273,10 @@ class ServerProcess(TaskProcess):
 
     def close(self) -> None:
         """Close all connections."""
-        self._end.close()
+        # First the orders: when the connections end, the standbys continue them in the same files.
         for shards in self._served.values():
             shards.close()
+        self._end.close()
         super().close()
 
     def _link(self, known: Mapping[int, bytes], standby: int, server: int) -> StandbyLink | None:
