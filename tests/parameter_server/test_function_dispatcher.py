@@ -69,12 +69,13 @@ def make() -> Iterator[Make]:
             recorded: Sequence[Record] | None = None,
             timeout: float = PATIENCE,
             max_staleness: int | None = None,
+            lost: Callable[[], frozenset[int]] = frozenset,
         ) -> FunctionDispatcher:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
             writer.add(Kind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
             dispatcher = FunctionDispatcher(
-                DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout)
+                DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout, lost=lost)
             )
             stack.callback(lambda: dispatcher._thread.is_alive() and dispatcher.close())
             dispatcher.add_variables({"0": np.array(10.0), "7": np.array(1.0)})
@@ -167,6 +168,16 @@ def test_a_call_with_a_result_is_not_passed_over(make: Make, connect: Any) -> No
     assert server.ask(at(0)) == Passed(2, done=True)
     assert server.ask(at(1)) == Passed(2)
     assert server.ask(at(2)) == Passed(3, done=True)
+
+
+def test_a_server_that_is_lost_before_it_connects_is_not_awaited(make: Make, connect: Any) -> None:
+    dispatcher = make(lost=lambda: frozenset({SERVER}))
+    one, two = connect(dispatcher, *WORKERS)
+    dispatcher.publish(0, Passed(1, "join", True), [])
+    for worker in (one, two):
+        assert worker.ask(at(0)) == Passed(1, "join", True)
+    assert dispatcher._calls
+    dispatcher.wait_until_taken()
 
 
 def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make, connect: Any) -> None:

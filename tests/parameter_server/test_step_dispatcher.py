@@ -70,12 +70,13 @@ def make() -> Iterator[Make]:
             recorded: Sequence[Record] | None = None,
             timeout: float = PATIENCE,
             workers: tuple[int, ...] = WORKERS,
+            lost: Callable[[], frozenset[int]] = frozenset,
         ) -> StepDispatcher:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
             writer.add(Kind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
             coordinator = StepDispatcher(
-                DispatchedCall(TASKS, "fit 1", max_staleness, writer, order, timeout)
+                DispatchedCall(TASKS, "fit 1", max_staleness, writer, order, timeout, lost=lost)
             )
             coordinator.keep(workers)
             stack.callback(close, coordinator)
@@ -445,6 +446,30 @@ def test_a_turn_that_does_not_come_is_named(make: Make, enter: Any) -> None:
     three.send(Next())
     with pytest.raises(PeerStuckError, match="step 1 of worker 2 is next in the recorded order"):
         coordinator.result(0)
+
+
+def test_a_worker_that_is_lost_before_it_connects_is_not_awaited(make: Make) -> None:
+    coordinator = make(workers=(1,), timeout=PATIENCE, lost=lambda: frozenset({1}))
+    coordinator.finish()
+    assert not coordinator._live
+
+
+def test_the_servers_without_which_no_worker_is_left_are_named(make: Make) -> None:
+    coordinator = make(workers=(), lost=lambda: frozenset({4, 5}))
+    with pytest.raises(
+        PeerLostError, match="parameter server 0 and parameter server 1 ended, and no worker is left"
+    ):
+        coordinator.result(0)
+
+
+def test_a_step_that_a_lost_worker_still_takes_goes_to_another(make: Make, enter: Any) -> None:
+    coordinator, (one, two, _) = begun(make, enter)
+    coordinator._lose(1)
+    # The worker had asked for it before it was lost.
+    assert one.ask(Next()).step == 0
+    one.close()
+    until(coordinator, lambda: not coordinator._assignments.in_work())
+    assert two.ask(Next()).step == 0
 
 
 def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> None:

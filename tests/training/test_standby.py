@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server import standby
-from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
 from lockstep.keras.parameter_server.servers import ServerChannel
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink, TakenOverError
 from lockstep.parameter_server import order
 from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record
+from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import Applied, EndCall, Keep, Pull, Push, Question, Read, Write
 from lockstep.transport.array_channel import Asked
 
@@ -113,6 +115,15 @@ class Link:
         """Close nothing."""
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
+def linked(channel: Link, confirm: Callable[[PeerLostError], object] = fail) -> StandbyLink:
+    """Return the connection to a standby."""
+    return StandbyLink(channel, "parameter server 1", confirm)  # type: ignore[arg-type]
+
+
 def run(path: Any, seed: int, lose_at: int | None) -> tuple[list[Client], list[Record], Variables, bool]:
     """Serve clients in a random order; the server is lost at a point.
 
@@ -131,7 +142,7 @@ def run(path: Any, seed: int, lose_at: int | None) -> tuple[list[Client], list[R
     writer = OrderWriter(OrderFile(path).write)
     writer.add(Kind.CALL, 0, 1)
     variables = Variables()
-    shards = ServerShards(variables, writer, None, StandbyLink(Link(kept, lose), "server 1"))  # type: ignore[arg-type]
+    shards = ServerShards(variables, writer, None, linked(Link(kept, lose)))  # type: ignore[arg-type]
     clients = [Client(process) for process in range(WORKERS + 1)]
     lost = False
     while waiting := [client for client in clients if len(client.answers) < 2 * STEPS]:
@@ -196,7 +207,7 @@ def test_a_server_whose_shards_were_taken_over_answers_nothing() -> None:
         Variables(),  # type: ignore[arg-type]
         OrderWriter(None),
         None,
-        StandbyLink(Link(kept, lambda _: None), "parameter server 1"),  # type: ignore[arg-type]
+        linked(Link(kept, lambda _: None)),
     )
     kept.take_over()
     asked = Asked(1, Pull(0))
@@ -206,18 +217,82 @@ def test_a_server_whose_shards_were_taken_over_answers_nothing() -> None:
     assert kept.records == []
 
 
-def test_a_server_continues_without_its_standby(capfd: pytest.CaptureFixture[str]) -> None:
-    class Broken(Link):
-        def send(self, message: Question, arrays: Sequence[Any] = ()) -> None:
-            raise PeerLostError("parameter server 1 has ended")
+class Broken(Link):
+    """A connection that has ended."""
 
-    link = StandbyLink(Broken(KeptServer(), lambda _: None), "parameter server 1")  # type: ignore[arg-type]
+    def send(self, message: Question, arrays: Sequence[Any] = ()) -> None:
+        raise PeerLostError("parameter server 1 has ended")
+
+
+def test_a_server_continues_without_its_standby() -> None:
+    confirmed: list[PeerLostError] = []
+    link = linked(Broken(KeptServer(), lambda _: None), confirmed.append)
     shards = ServerShards(Variables(), OrderWriter(None), None, link)  # type: ignore[arg-type]
     for step in range(2):
         asked = Asked(1, Pull(step))
         shards.arrive(asked)
         assert asked._answer.get_nowait() is not None
-    assert capfd.readouterr().err.count("it was the standby of this server, which has none until") == 1
+    assert [str(error) for error in confirmed] == ["parameter server 1 has ended"]
+
+
+def test_a_server_answers_nothing_without_a_standby_that_may_take_over() -> None:
+    link = linked(Broken(KeptServer(), lambda _: None), fail)
+    shards = ServerShards(Variables(), OrderWriter(None), None, link)  # type: ignore[arg-type]
+    asked = Asked(1, Pull(0))
+    with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
+        shards.arrive(asked)
+    assert asked._answer.empty()
+
+
+def opening(connect: Callable[..., Any], *lost: frozenset[int], timeout: float = 0.0) -> Any:
+    """Return a server that connects to its standby, process 3.
+
+    Args:
+        connect: to it.
+        lost: the processes that are lost, as the server learns it in turn.
+        timeout: of the server.
+    """
+    server: Any = object.__new__(ServerProcess)
+    told = iter(lost)
+    server.tasks, server.timeout, server.connect = Tasks(4, 2), timeout, connect
+    server._began = frozenset(range(4))
+    server.job = SimpleNamespace(membership=SimpleNamespace(lost_workers=lambda _: next(told)))
+    return server
+
+
+def test_a_server_whose_standby_is_lost_before_it_connects_has_none(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise PeerLostError("parameter server 1 has ended")
+
+    for server in (
+        opening(unreachable, frozenset({3})),
+        opening(unreachable, frozenset(), frozenset({3}), timeout=60.0),
+    ):
+        assert server._link({}, 3, 0) is None
+        assert "which has none until the next call" in capfd.readouterr().err
+    with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
+        opening(unreachable, frozenset(), frozenset())._link({}, 3, 0)
+
+
+def test_a_server_that_fails_writes_its_order_before_its_standby_continues_it() -> None:
+    server = opening(lambda *_: None)
+    closed: list[str] = []
+    server._served = {0: SimpleNamespace(close=lambda: closed.append("order"))}
+    server._end = SimpleNamespace(close=lambda: closed.append("connections"))
+    server._asking, server.writer = [], OrderWriter(None)
+    server.close()
+    assert closed == ["order", "connections"]
+
+
+def test_a_server_waits_until_the_loss_of_its_standby_is_announced(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    connection = Broken(KeptServer(), lambda _: None)
+    server = opening(lambda *_: connection, frozenset(), frozenset({3}), timeout=60.0)
+    server._link({}, 3, 0).lose(PeerLostError("parameter server 1 has ended"))
+    assert capfd.readouterr().err.count("it was the standby of this server") == 1
 
 
 class Channel:
@@ -255,12 +330,22 @@ def test_a_question_without_an_answer_is_asked_again(left: int) -> None:
 
 
 def test_a_server_that_cannot_be_reached_at_the_beginning_is_lost() -> None:
-    def fail() -> Any:
+    def unreachable() -> Any:
         raise PeerLostError("parameter server 0 has ended")
 
     second = Channel(100)
-    channel = ServerChannel([fail, lambda: second])  # type: ignore[list-item, return-value]
+    channel = ServerChannel([unreachable, lambda: second])  # type: ignore[list-item, return-value]
     assert channel.ask(EndCall())[0] == Applied(7)
+
+
+def test_a_standby_that_was_lost_before_its_server_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    def unreachable() -> Any:
+        raise PeerLostError("parameter server 1 has ended")
+
+    channel = ServerChannel([lambda: Channel(0), unreachable])  # type: ignore[list-item, return-value]
+    with pytest.raises(PeerLostError, match=r"server 0 has ended; no standby has its weights: .* server 1"):
+        channel.ask(Pull(0))
+    assert "continues" not in capfd.readouterr().err
 
 
 def test_the_loss_of_a_standby_too_is_named() -> None:
@@ -269,9 +354,22 @@ def test_the_loss_of_a_standby_too_is_named() -> None:
         channel.ask(Pull(0))
 
 
+def test_a_standby_repeats_few_small_updates() -> None:
+    kept = KeptServer()
+    link = linked(Link(kept, lambda _: None))
+    sent = 0
+    while not link.is_due(state_bytes=8):
+        link.send(1, Pull(sent), [])
+        link.confirm()
+        link.send(1, Push(sent, (0,)), [np.zeros(2, np.float32)])
+        link.confirm()
+        sent += 1
+    assert len(kept.messages) == sent == standby.KEPT_BYTES // standby.LEAST_BYTES + 1
+
+
 def test_what_was_kept_before_a_state_is_dropped() -> None:
     kept = KeptServer()
-    link = StandbyLink(Link(kept, lambda _: None), "parameter server 1")  # type: ignore[arg-type]
+    link = linked(Link(kept, lambda _: None))
     gradient = np.zeros(3, np.float32)
     for step in range(2):
         link.send(1, Push(step, (0,)), [gradient])

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +91,8 @@ class Membership(Protocol):
             NetworkError: by what is returned: the other worker cannot be reached.
         """
 
-    def lost_workers(self) -> frozenset[int]:
-        """Return the workers of this view that are not in the next one, if that is announced.
-
-        In a job on one host, the ends of their connections tell. For the main thread.
-        """
+    def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
+        """Return those of some workers that are not in the newest announced view; for the main thread."""
 
     @property
     def accept(self) -> Callable[[socket.socket], socket.socket] | None:
@@ -137,7 +134,7 @@ class Alone:
         """Return None: there is no other host."""
         return None
 
-    def lost_workers(self) -> frozenset[int]:
+    def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
         """Return none."""
         return frozenset()
 

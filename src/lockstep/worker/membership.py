@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.checkpoint.checkpoint_files import Contents
@@ -187,11 +187,10 @@ class AgentMembership:
         """Return what connects to a worker on another host; see `Membership`."""
         return None if self._entrance is None else self._entrance.dial(worker)
 
-    def lost_workers(self) -> frozenset[int]:
-        """Return the workers of this view that are not in the next one; see `Membership`."""
-        if not self.over_hosts or (newest := self._client.newest_view()) is None:
-            return frozenset()
-        return frozenset(self._view.workers).difference(*newest.hosts)
+    def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
+        """Return those that are not in the newest view; see `Membership`."""
+        newest = self._client.newest_view()
+        return frozenset(workers).difference(*([self._view.workers] if newest is None else newest.hosts))
 
     @property
     def accept(self) -> Callable[[socket.socket], socket.socket] | None:

@@ -30,7 +30,7 @@ _REPORT_EVERY = 5.0
 """Seconds between two notes on what the chief waits for."""
 
 _LOOK_EVERY = 1.0
-"""Seconds between two looks whether hosts are lost."""
+"""Seconds between two looks whether processes are lost."""
 
 _SHOWN = "`w` in lockstep top shows what a worker does"
 
@@ -47,7 +47,7 @@ class DispatchedCall:
         recorded: the order to follow; None for the order of arrival.
         timeout: seconds without a completed step after which a worker counts as stuck.
         accept: completes connections from other hosts; None in a job on one host.
-        lost: returns the processes that are lost with their hosts.
+        lost: returns the processes that the coordinator has announced as lost.
     """
 
     tasks: Tasks
@@ -145,9 +145,7 @@ class Dispatcher(ABC):
                 if self._failure is not None:
                     raise self._failure
                 if not self._live and not leaving:
-                    raise PeerLostError(
-                        f"{self._what}: no worker is left to compute gradients; their logs say why"
-                    )
+                    raise PeerLostError(self._without_workers())
                 if self._assignments.completed > before:
                     before = self._assignments.completed
                     begun = reported = time.monotonic()
@@ -168,7 +166,17 @@ class Dispatcher(ABC):
                     note(f"{self._what}, after {now - begun:.0f} s: {late}")
                 for process in self._lost():
                     self.end.drop(process)
+                    # It may have been lost before it has connected.
+                    self._inbox.put(Asked(process, None))
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
+
+    def _without_workers(self) -> str:
+        # The coordinator announces a moment later which server the workers have missed.
+        self._changed.wait_for(lambda: False, _LOOK_EVERY)
+        tasks = self._tasks
+        servers = [tasks.name(process) for process in sorted(self._lost()) if tasks.of(process)[0] == "ps"]
+        lost = f"{' and '.join(servers)} ended, and " if servers else ""
+        return f"{self._what}: {lost}no worker is left to compute gradients; their logs say why"
 
     def _left(self) -> str:
         return f"{', '.join(self._tasks.name(worker) for worker in sorted(self._live))} did not leave it"
@@ -207,11 +215,10 @@ class Dispatcher(ABC):
 
     def _lose(self, process: int) -> None:
         self._parked.pop(process, None)
-        if process not in self._live:
-            return
-        self._live.discard(process)
         lost = self._assignments.give_back(process)
-        if not self._ended:
+        known = process in self._live
+        self._live.discard(process)
+        if known and not self._ended:
             numbers = ", ".join(str(step + 1) for step in lost)
             steps = f"; another worker computes {self._unit} {numbers}" if lost else ""
             note(f"{self._what}: worker {process} has ended{steps}")

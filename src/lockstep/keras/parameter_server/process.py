@@ -123,6 +123,7 @@ class TaskProcess:
         self.job, self.call, self.tasks = job, call, job.context.tasks
         self.timeout = job.policy.timeout
         self.places: tuple[ServerPlace, ...] = ()
+        self._began: frozenset[int] = frozenset()
         self._asking: list[AskingChannel] = []
         self.writer, self.recorded = self.order(order) if order else (OrderWriter(None), None)
 
@@ -149,8 +150,15 @@ class TaskProcess:
             self.recorded,
             self.timeout,
             membership.accept,
-            membership.lost_workers,
+            self.lost,
         )
+
+    def lost(self) -> frozenset[int]:
+        """Return the processes of the call that the coordinator has announced as lost.
+
+        For the main thread.
+        """
+        return self.job.membership.lost_workers(self._began)
 
     def addresses(self, end: AnsweringEnd | None = None) -> dict[int, bytes]:
         """Exchange addresses with the other processes; return those of the chief and the servers by process.
@@ -173,6 +181,7 @@ class TaskProcess:
                 dict(zip(view.workers, communicator.gather(own, what=what), strict=True)),
             )
         )
+        self._began = frozenset(known)
         servers = [self.tasks.id_of_server(index) for index in range(self.tasks.servers)]
         left = [server for server in servers if server in known]
         for process in (0, *([] if left else servers)):
@@ -199,7 +208,7 @@ class TaskProcess:
         dial, name = membership.dial(process), self.tasks.name(process)
         # The chief's host is lost only with the job.
         watched = self.job.context.over_hosts and server >= 0
-        lost = (lambda: process in membership.lost_workers()) if watched else None
+        lost = (lambda: process in self.lost()) if watched else None
         made = AskingChannel(addresses[process], self.job.worker, name, self.timeout, dial, server, lost)
         self._asking.append(made)
         return made

@@ -7,7 +7,7 @@ depend on the process that has its shards, and a replay needs no loss.
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -45,8 +45,11 @@ from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
 
+_LOOK_AGAIN = 0.01
+"""Seconds between two looks whether a standby is lost whose connection has ended."""
+
 _LOOK_EVERY = 1.0
-"""Seconds between two looks whether hosts are lost."""
+"""Seconds between two looks whether processes are lost."""
 
 
 class ServerShards:
@@ -99,6 +102,7 @@ class ServerShards:
         """Process a message, at its turn.
 
         Raises:
+            PeerLostError: the connection to the standby has ended, but not the standby.
             PeerStuckError: the standby has not answered in time.
             TakenOverError: the standby has taken over the shards.
         """
@@ -146,24 +150,23 @@ class ServerShards:
         """Process a message, while the standby receives it; return the answer."""
         if self._standby is None:
             return self._process(process, message, arrays, again)
-        standby, lost = self._standby, ""
+        standby, lost = self._standby, None
         try:
             standby.send(process, message, arrays)
         except PeerLostError as error:
-            lost = str(error)
+            lost = error
         answer = self._process(process, message, arrays, again)
         try:
-            if not lost:
+            if lost is None:
                 standby.confirm()
                 if standby.is_due(self._variables.state_bytes):
                     standby.send_state(self._variables.state())
         except TakenOverError:
             raise
         except PeerLostError as error:
-            lost = str(error)
-        if lost:
-            note(f"{lost}; it was the standby of this server, which has none until the next call")
-            standby.close()
+            lost = error
+        if lost is not None:
+            standby.lose(lost)
             self._standby = None
         return answer
 
@@ -228,7 +231,7 @@ class ServerProcess(TaskProcess):
                 link = None
                 # A replay loses no server.
                 if standby is not None and recorded is None:
-                    link = StandbyLink(self.connect(known, standby, server), self.tasks.name(standby))
+                    link = self._link(known, standby, server)
                 self._served[server] = ServerShards(self._variables[server], writer, recorded, link)
         return known
 
@@ -270,10 +273,30 @@ class ServerProcess(TaskProcess):
 
     def close(self) -> None:
         """Close all connections."""
-        self._end.close()
+        # First the orders: when the connections end, the standbys continue them in the same files.
         for shards in self._served.values():
             shards.close()
+        self._end.close()
         super().close()
+
+    def _link(self, known: Mapping[int, bytes], standby: int, server: int) -> StandbyLink | None:
+        """Connect to the standby of a server; return None if it is lost."""
+        name = self.tasks.name(standby)
+
+        def confirm(error: PeerLostError) -> None:
+            # A standby that is not lost would take over what it has kept: old weights.
+            begun = time.monotonic()
+            while standby not in self.lost():
+                if time.monotonic() - begun > self.timeout:
+                    raise error
+                time.sleep(_LOOK_AGAIN)
+            note(f"{error}; it was the standby of this server, which has none until the next call")
+
+        try:
+            return StandbyLink(self.connect(known, standby, server), name, confirm)
+        except PeerLostError as error:
+            confirm(error)
+            return None
 
     def _put(self, asked: Asked) -> None:
         if isinstance(asked.message, Keep | KeepState):
@@ -313,7 +336,7 @@ class ServerProcess(TaskProcess):
             try:
                 return self._inbox.get(timeout=min(_LOOK_EVERY, self.timeout))
             except queue.Empty:
-                for process in self.job.membership.lost_workers():
+                for process in self.lost():
                     self._end.drop(process)
                 late = time.monotonic() - begun >= self.timeout
                 for server, shards in self._served.items() if late else ():

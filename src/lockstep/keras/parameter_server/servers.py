@@ -70,8 +70,11 @@ class ServerChannel:
         assert self._channel is not None
         self._channel.close()
         self._channel = None
+        try:
+            self._connect()
+        except PeerLostError as error:
+            raise PeerLostError(f"{lost}; no standby has its weights: {error}") from None
         note(f"{lost}; its standby continues with its weights")
-        self._connect()
 
     def _connect(self) -> None:
         while True:

@@ -7,7 +7,7 @@ over. When they need more memory than the shards, the server sends the state of 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -22,6 +22,9 @@ Processed = Pull | Push | Read | Write
 
 KEPT_BYTES = 16 << 20
 """A standby keeps messages of as many bytes, or of as many as the state has, if that is more."""
+
+LEAST_BYTES = 64 << 10
+"""A message counts as many bytes at least: it takes time to repeat it."""
 
 
 def record_of(process: int, question: Processed) -> Record:
@@ -43,10 +46,14 @@ class StandbyLink:
     Args:
         channel: to the standby.
         name: of the standby, for messages.
+        confirm_loss: waits until the standby is known to be lost, given the error of the connection; raises
+            that otherwise.
     """
 
-    def __init__(self, channel: AskingChannel, name: str) -> None:
-        self._channel, self._name = channel, name
+    def __init__(
+        self, channel: AskingChannel, name: str, confirm_loss: Callable[[PeerLostError], object]
+    ) -> None:
+        self._channel, self._name, self._confirm_loss = channel, name, confirm_loss
         self._kept = 0
 
     def send(self, process: int, question: Processed, arrays: Sequence[Array]) -> None:
@@ -57,7 +64,8 @@ class StandbyLink:
             PeerStuckError: it does not read.
         """
         given = () if isinstance(question, Pull) else arrays
-        self._kept += sum(array.nbytes for array in given)
+        if not isinstance(question, Pull):
+            self._kept += max(LEAST_BYTES, sum(array.nbytes for array in given))
         self._asked: Keep | KeepState = Keep(process, question)
         self._channel.send(self._asked, given)
 
@@ -88,9 +96,14 @@ class StandbyLink:
         self._channel.send(self._asked, state)
         self.confirm()
 
-    def close(self) -> None:
-        """Close the connection."""
+    def lose(self, error: PeerLostError) -> None:
+        """Close the connection, whose other end is lost.
+
+        Raises:
+            PeerLostError: the standby has not ended: it would take over what it has kept until now.
+        """
         self._channel.close()
+        self._confirm_loss(error)
 
 
 class TakenOverError(PeerLostError):
