@@ -86,7 +86,7 @@ def check_repeated(run: Any, environment: dict[str, str], folder: Path, left: tu
     command = [sys.executable, "-m", "lockstep", "rerun", str(run.folder), "--run-dir", str(folder)]
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
-    assert "the states of the runs are equal at 14 recorded points" in again.stdout
+    assert "the states of the runs are equal at 17 recorded points" in again.stdout
     assert "the models at the end are equal to the last bit" in again.stdout
     assert [line for line in (folder / "worker-2.log").read_text().splitlines() if line in digests]
     for name in ("chief", "ps-0", "ps-1"):

@@ -82,7 +82,7 @@ class ParameterServerStrategy(Strategy):
         if self.has_servers:
             assignments.install()
             self._job.at_completion(self._close_functions)
-            self._methods.on_functions_end(self._close_functions)
+            self._methods.has_functions(self._join_functions, self._close_functions)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -176,6 +176,10 @@ class ParameterServerStrategy(Strategy):
         """Return a dataset that each process creates with `dataset_fn(InputContext())`."""
         made = DatasetFunction(dataset_fn)
         return made if self.has_servers else made.create()
+
+    def _join_functions(self) -> None:
+        if self._calls is not None:
+            self._calls.join()
 
     def _close_functions(self) -> None:
         calls, self._calls = self._calls, None

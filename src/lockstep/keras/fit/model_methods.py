@@ -113,6 +113,7 @@ class ModelMethods:
         self._evaluator_fit = EvaluatorFit()
         self._last = LastModel(job)
         self.step_loops = StepLoops(job, backend, self._calls, self._snapshots, self._checkpoints, self._last)
+        self._joins_functions: list[Callable[[], object]] = []
         self._ends_functions: list[Callable[[], object]] = []
         self._adopts_all = False
         self._introduced: list[str] | None = None
@@ -145,14 +146,24 @@ class ModelMethods:
         """Return the number of the call in progress, equal on workers that have skipped earlier calls."""
         return self._calls.current.number
 
-    def on_functions_end(self, act: Callable[[], object]) -> None:
-        """Call `act`, which ends the functions of a strategy, with `end_functions`."""
-        self._ends_functions.append(act)
+    def has_functions(self, join: Callable[[], object], end: Callable[[], object]) -> None:
+        """Let a strategy schedule functions.
+
+        Args:
+            join: waits for them; called before all processes evaluate or predict together.
+            end: ends them, with `end_functions`.
+        """
+        self._joins_functions.append(join)
+        self._ends_functions.append(end)
 
     def end_functions(self) -> None:
         """End the functions of all strategies: one call of the servers at a time has an order of arrival."""
-        for act in self._ends_functions:
-            act()
+        for end in self._ends_functions:
+            end()
+
+    def _join_functions(self) -> None:
+        for join in self._joins_functions:
+            join()
 
     def number_functions(self) -> NumberedCall:
         """Number the functions that a `ClusterCoordinator` schedules from now on."""
@@ -407,6 +418,7 @@ class ModelMethods:
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
         self._refuse_within_function("evaluate")
+        self._join_functions()
         self._job.note_distribution()
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
@@ -434,6 +446,7 @@ class ModelMethods:
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
         self._refuse_within_function("predict")
+        self._join_functions()
         self._job.note_distribution()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments

@@ -130,6 +130,9 @@ class FunctionCalls(ABC):
         """
         with observed_by(None):
             if self._runner.is_new(scheduled.function):
+                if self._opened:
+                    # A replay's functions in work may need a process that waits for others in there.
+                    self._learn("join", *self._make("join"))
                 self._introduce(scheduled)
             step = self._scheduled
             self._remember(step, scheduled)
