@@ -133,6 +133,12 @@ class _JaxVisits(_ArrayVisits):
     def begin(self) -> Iterator[Indices]:
         yield from self._adapter.get_numpy_iterator()
 
+    def sample(self) -> Indices:
+        # Up to Keras 3.14, and on GPUs, Keras's iterator reads a second batch before it returns the first one.
+        from keras.src.backend.jax.trainer import JAXEpochIterator
+
+        return np.asarray(next(iter(JAXEpochIterator(self._adapter)._get_iterator())))
+
 
 class _TorchVisits(_ArrayVisits):
     """Drawn by PyTorch: the whole pass when its first batch is read, or each batch separately."""
