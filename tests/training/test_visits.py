@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import show_input
 from lockstep.keras.input.fit_inputs import AN_ITERATOR, global_input
-from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed, visits
+from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, order_seed, visits
 from lockstep.keras.randomness import script_seeds
 
 ROWS = np.arange(20, dtype="float32")
@@ -75,6 +75,27 @@ def test_a_sample_draws_for_the_batch_that_keras_reads_ahead(monkeypatch: pytest
     keras.utils.set_random_seed(1)
     assert np.array_equal(visits(len(ROWS), 6, "batch", None).sample(), first)
     assert np.random.random() == following
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sample_of_a_dataset_reads_the_batch_that_keras_reads_ahead(
+    monkeypatch: pytest.MonkeyPatch, shuffle: bool
+) -> None:
+    read: list[int] = []
+
+    class Noted(Rows):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return index
+
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    order = list(range(len(ROWS)))
+    keras.utils.set_random_seed(3)
+    if shuffle:
+        random.shuffle(order)
+    keras.utils.set_random_seed(3)
+    assert ReorderedDataset(Noted(), shuffle, None).first() == order[0]
+    assert read == order[:2]
 
 
 def test_seeds_are_the_same_without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
