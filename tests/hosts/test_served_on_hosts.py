@@ -31,9 +31,9 @@ def test_a_run_on_several_hosts_that_lost_a_worker_is_repeated_on_one(
     job = hosts[3].lockstep("run", *options, "--run-dir", "run", script, "free", **environment)
     assert job.end() == 0, job.err
     assert "worker 2 was killed by SIGKILL" in job.err
-    logs = {worker: (hosts[3].work / "run" / f"worker-{worker}.log").read_text() for worker in range(6)}
-    digests = {worker: _digest(log) for worker, log in logs.items() if worker != 2}
-    assert set(digests.values()) == {digests[0]}
+    # The lost worker may have written nothing.
+    logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 4, 5)]
+    assert len({_digest(log.read_text()) for log in logs}) == 1
     again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
     assert again.end() == 0, again.err
     assert "the models at the end are equal to the last bit" in again.out
