@@ -14,7 +14,7 @@ COMPILE_OWN := $(BIN)/python -m compileall -q -j 0 src tests
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo docs test test-all gpu check style types layers bench soak dist clean
+.PHONY: demo docs test test-all gpu matrix check style types layers bench soak dist clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,11 @@ test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 gpu:
 	$(PYTHON) -m lockstep doctor
 	$(PYTHON) -m pytest tests/training/test_gpus.py
+
+# The core tests with other versions of the libraries, each corner in an environment of its own: all, or CORNERS="oldest
+# newest". Pins are a corner too: CORNERS=keras==3.16.0,jax==0.10.2. All of them take an hour, and gigabytes of disk.
+matrix:
+	$(PYTHON) tests/matrix.py $(CORNERS)
 
 check: style types layers
 
@@ -65,7 +70,7 @@ dist: .venv/dev
 	$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf .venv dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'

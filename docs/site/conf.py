@@ -38,7 +38,14 @@ NAVIGATION = {
     "Reference": ["docs/api", "docs/commands", "docs/errors", "docs/run-folder"],
     "Explanation": ["docs/design", "docs/results", "docs/trust", "docs/reliability", "docs/scaling"],
     "Operations": ["docs/operations", "docs/monitoring", "docs/doctor"],
-    "Project": ["docs/benchmarks", "docs/compatibility", "docs/versioning", "SECURITY", "CHANGELOG", "CONTRIBUTING"],
+    "Project": [
+        "docs/benchmarks",
+        "docs/compatibility",
+        "docs/versioning",
+        "SECURITY",
+        "CHANGELOG",
+        "CONTRIBUTING",
+    ],
     "Examples": sorted(
         str(file.relative_to(ROOT).with_suffix("")) for file in (ROOT / "examples").rglob("*.py")
     ),

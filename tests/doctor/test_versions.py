@@ -9,7 +9,11 @@ from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.versions import LOCKSTEP, Packages, examine_versions
 from lockstep.launcher.backend import Wishes
 
-NEEDS = ("keras>=3.12", 'jax>=0.7; extra == "jax"', 'torch>=2.6; extra == "torch"', "numpy>=1.26")
+NEEDS = (
+    *("keras>=3.12", 'jax>=0.7; extra == "jax"', "numpy>=1.26"),
+    # Those of another extra do not count.
+    *('torch==2.13.0; extra == "bench"', 'torch>=2.6; extra == "torch"'),
+)
 VERSIONS = {LOCKSTEP: "0.1", "keras": "3.15.1", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.3"}
 REQUIREMENTS = {LOCKSTEP: NEEDS, "jax": ("jaxlib<=0.10.2,>=0.10.2",), "keras": ("numpy",)}
 NOTHING = Wishes()

@@ -1,6 +1,5 @@
 """`lockstep export kubernetes`: manifests that the official client accepts, and pods that they start."""
 
-import json
 import os
 import re
 import shutil
@@ -59,8 +58,10 @@ def test_the_official_client_knows_every_field_and_its_type(export: Export) -> N
     options = ["-n", "4", "--pods", "2", "--cpu", "1.5", "--memory", "2Gi", "--grace", "2m"]
     secret, service, job = yaml.safe_load_all(exported(export, *options, "train.py"))
     client = ApiClient()
+    # The public method has other arguments in each version.
+    deserialize = client._ApiClient__deserialize
     for document, model in ((secret, "V1Secret"), (service, "V1Service"), (job, "V1Job")):
-        parsed = client.deserialize(json.dumps(document), model, "application/json")
+        parsed = deserialize(document, model)
         assert client.sanitize_for_serialization(parsed) == document
     assert [each["metadata"]["name"] for each in (secret, service, job)] == ["train"] * 3
     assert JobKey.parse(secret["stringData"]["job.key"], "the secret").secret
@@ -134,7 +135,7 @@ LONG = "a" * 61
         (["-n", "2", "--grace", "long", "train.py"], "--grace long: give a time"),
         (["-n", "2", "--checkpoint-every", "x", "train.py"], "--checkpoint-every x"),
         (["-n", "4096", "--name", "a" * 50, "train.py"], "characters, but TF_CONFIG has room for 131061"),
-        (["-n", "2", "--hosts", "a", "train.py"], "No such option '--hosts'"),
+        (["-n", "2", "--hosts", "a", "train.py"], "No such option"),
         (["train.py"], "Missing option '-n'"),
     ],
 )

@@ -40,9 +40,9 @@ def test_a_run_on_several_hosts_that_lost_a_worker_and_a_server_is_repeated_on_o
     assert job.end() == 0, job.err
     lost = 2, 4 + int(server[0])
     assert all(f"worker {worker} was killed by SIGKILL" in job.err for worker in lost)
-    logs = {worker: (hosts[3].work / "run" / f"worker-{worker}.log").read_text() for worker in range(6)}
-    digests = {worker: _digest(log) for worker, log in logs.items() if worker not in lost}
-    assert set(digests.values()) == {digests[0]}
+    # A lost process may have written nothing.
+    logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in range(6) if worker not in lost]
+    assert len({_digest(log.read_text()) for log in logs}) == 1
     again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
     assert again.end() == 0, again.err
     assert "the models at the end are equal to the last bit" in again.out

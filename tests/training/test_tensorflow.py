@@ -51,7 +51,10 @@ Array = npt.NDArray[Any]
 
 @pytest.mark.skipif(HERE, reason="this is that process")
 def test_in_a_process_with_the_tensorflow_backend(lean: Callable[..., dict[str, str]]) -> None:
+    private = Path(__file__).with_name("test_private_parts.py")
+    names = ("test_private_modules_have_the_parts_in_use", "test_a_private_part_exists")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += [f"{private}::{name}" for name in names]
     environment = os.environ | {"KERAS_BACKEND": "tensorflow"} | lean(Path(__file__), "tensorflow")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout[-5000:]

@@ -38,7 +38,10 @@ Y = X[:, :1]
 
 @pytest.mark.skipif(HERE or not find_spec("torch"), reason="this is that process, or there is no PyTorch")
 def test_in_a_process_with_the_pytorch_backend(lean: Callable[..., dict[str, str]]) -> None:
+    private = Path(__file__).with_name("test_private_parts.py")
+    names = ("test_private_modules_have_the_parts_in_use", "test_a_private_part_exists")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += [f"{private}::{name}" for name in names]
     environment = os.environ | {"KERAS_BACKEND": "torch"} | lean(Path(__file__), "torch")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout[-5000:]

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import show_input
 from lockstep.keras.input.fit_inputs import AN_ITERATOR, global_input
-from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed
+from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, order_seed, visits
 from lockstep.keras.randomness import script_seeds
 
 ROWS = np.arange(20, dtype="float32")
@@ -64,6 +64,38 @@ def test_only_the_seed_of_the_script_decides(make: Source, shuffle: Any) -> None
     assert found[0] == found[2] != found[1]
     for rows in found[0][1:]:
         assert sorted(rows) == ROWS.tolist()
+
+
+def test_a_sample_draws_for_the_batch_that_keras_reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where Keras reads ahead depends on its version and the device; it does on GPUs.
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    keras.utils.set_random_seed(1)
+    first, _ = np.random.permutation(6), np.random.permutation(6)
+    following = np.random.random()
+    keras.utils.set_random_seed(1)
+    assert np.array_equal(visits(len(ROWS), 6, "batch", None).sample(), first)
+    assert np.random.random() == following
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_sample_of_a_dataset_reads_the_batch_that_keras_reads_ahead(
+    monkeypatch: pytest.MonkeyPatch, shuffle: bool
+) -> None:
+    read: list[int] = []
+
+    class Noted(Rows):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return index
+
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    order = list(range(len(ROWS)))
+    keras.utils.set_random_seed(3)
+    if shuffle:
+        random.shuffle(order)
+    keras.utils.set_random_seed(3)
+    assert ReorderedDataset(Noted(), shuffle, None).first() == order[0]
+    assert read == order[:2]
 
 
 def test_seeds_are_the_same_without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import random
 import re
 import socket
 import subprocess
@@ -177,7 +178,7 @@ NOT_OURS = "it is not a process of Lockstep"
         (b"\x16\x03\x01\x02\x00", NOT_OURS),
         (b"\0", NOT_OURS),
         (b"LOCKSTEQ", NOT_OURS),
-        (os.urandom(4 * SIZE).replace(b"L", b""), NOT_OURS),
+        (random.Random(0).randbytes(4 * SIZE).replace(b"L", b""), NOT_OURS),
         (b"LOCKSTEP".ljust(4 * SIZE, b"\xff"), "greets in format 65535, this one in format 1"),
         (b"LOCKSTEP\0\1".ljust(SIZE, b"\xff"), "its key is not the key of this job"),
     ],

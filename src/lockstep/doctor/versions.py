@@ -88,9 +88,11 @@ class Packages:
         return dict(sorted(found.items()))
 
     def lowest(self, name: str) -> Requirement | None:
-        """Return Lockstep's requirement of a distribution, optional or not; None if it has none."""
+        """Return Lockstep's requirement of a distribution, or that of the extra with its name; or None."""
         for requirement in map(Requirement, self.requirements.get(LOCKSTEP, ())):
-            if canonicalize_name(requirement.name) == canonicalize_name(name) and requirement.specifier:
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": name})
+            same = canonicalize_name(requirement.name) == canonicalize_name(name)
+            if same and applies and requirement.specifier:
                 return requirement
         return None
 

@@ -48,7 +48,13 @@ from lockstep.keras.input.shards import shard_pipelines
 from lockstep.keras.input.sources import DividedSource, Element, GlobalBatchPass, GlobalBatchSource, Source
 from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
-from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
+from lockstep.keras.input.visits import (
+    OrderSeed,
+    ReorderedDataset,
+    draw_as_a_loader,
+    first_of_pass,
+    visits,
+)
 from lockstep.keras.nests import Nest, packed, parts_of
 
 ARRAYS = Way.by_rows("arrays")
@@ -391,7 +397,7 @@ class StreamInput(GlobalInput):
         """
         if self._unsplit and keras.backend.backend() == "tensorflow":
             return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
-        return next(_begin(self._inner))
+        return first_of_pass(_begin(self._inner))
 
     def peek(self) -> Any:
         """Return the first batch of the next pass, which still yields it."""

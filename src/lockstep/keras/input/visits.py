@@ -4,18 +4,21 @@ After `keras.utils.set_random_seed`, Keras's own order is a function of the scri
 as Keras does, from the same random states and at the same times, so that these also match plain Keras.
 """
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import keras
 import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from lockstep.data.order import Indices, Order, Shuffle
 from lockstep.keras.input.streams import easily_freed, on_host
 from lockstep.keras.randomness import digest_of_states, script_seed
 
+Batch = TypeVar("Batch")
 OrderSeed = tuple[int, ...] | None
 """The numbers that determine the job's own order; None for the order that Keras draws."""
 
@@ -61,6 +64,39 @@ def draw_as_a_loader() -> None:
         iter(DataLoader([None]))
 
 
+def first_of_pass(batches: Iterator[Batch]) -> Batch:
+    """Return the first batch of a pass; read as many as Keras reads before it returns that."""
+    first, *_ = itertools.islice(batches, _batches_of_a_sample())
+    return first
+
+
+def _batches_of_a_sample() -> int:
+    """Return how many batches Keras reads from an input to get its first one.
+
+    On JAX, it reads one ahead on GPUs, and up to Keras 3.14 also on CPUs.
+    """
+    if keras.backend.backend() != "jax":
+        return 1
+    from keras.src.backend.jax.trainer import JAXEpochIterator
+
+    counted = _Counted()
+    next(iter(JAXEpochIterator(counted)._get_iterator()))
+    return counted.read
+
+
+class _Counted(DataAdapter):  # type: ignore[misc]
+    """Counts the batches that are read from it."""
+
+    num_batches = 3
+    read = 0
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """Yield batches."""
+        for _ in range(self.num_batches):
+            self.read += 1
+            yield np.zeros(1)
+
+
 class _JobsVisits:
     """The job's own order: different in each pass, independent of the random states."""
 
@@ -95,7 +131,7 @@ class _KerasVisits:
         raise NotImplementedError
 
     def sample(self) -> Indices:
-        return next(self.begin())
+        return first_of_pass(self.begin())
 
     def fact(self) -> str:
         return f"{self._about}, random states {digest_of_states(self.states)}"
@@ -189,8 +225,11 @@ class ReorderedDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def first(self) -> Any:
         """Return the first batch of a pass that Keras begins to read a sample."""
-        sample = slice(0, 1) if self.visits is None else self.visits.sample()
-        return self.inner[sample.start if isinstance(sample, slice) else int(sample[0])]
+        own = self.visits.begin() if isinstance(self.visits, _PythonVisits) else None
+        order = (
+            itertools.count() if own is None else (int(one[0]) for one in own if not isinstance(one, slice))
+        )
+        return first_of_pass(self.inner[index] for index in itertools.islice(order, self.num_batches))
 
     def __getitem__(self, index: int) -> Any:
         return self.inner[index if self.visits is None else self._order[index]]

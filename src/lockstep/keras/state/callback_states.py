@@ -45,7 +45,7 @@ KEPT: Mapping[type, tuple[str, ...]] = {
 """The attributes of callbacks of Keras and Lockstep that training changes; `rows` is of `ChiefCSVLogger`."""
 
 _PER_PROCESS: Mapping[type, tuple[str, ...]] = {
-    keras.callbacks.Callback: ("_model", "model", "_params", "params"),
+    keras.callbacks.Callback: ("_model", "model", "params"),
     keras.callbacks.CSVLogger: ("keys",),
     keras.callbacks.TensorBoard: ("_log_write_dir", "_train_dir", "_val_dir"),
 }
