@@ -56,7 +56,7 @@ def test_a_run_on_several_hosts_that_lost_a_worker_and_a_server_is_repeated_on_o
         (1, 2, 1, "the job cannot continue without worker 4"),
         (2, 2, 0, "its standby continues with its weights"),
         (3, 2, 0, "its standby continues with its weights"),
-        (4, 2, 1, "no worker is left to compute gradients; their logs say why"),
+        (4, 2, 1, "lost workers 3, 4, 5 and 6; lost workers are not replaced"),
     ],
 )
 def test_the_loss_of_a_host(
