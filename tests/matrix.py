@@ -117,7 +117,8 @@ def main(*names: str) -> int:
     print(row(["corner", "Python", *SHOWN, "result", "minutes"]))
     print(row(["---"] * (4 + len(SHOWN))))
     for name, (versions, faults, minutes) in outcomes.items():
-        result = f"{len(faults)} failed, see .matrix/{name}.log" if faults else "passed"
+        failed = f"{len(faults)} failed" if versions[0] else "not installed"
+        result = f"{failed}, see .matrix/{name}.log" if faults else "passed"
         print(row([name, *versions, result, f"{minutes:.1f}"]))
     return 1 if any(outcome.faults for outcome in outcomes.values()) else 0
 

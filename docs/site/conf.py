@@ -41,6 +41,7 @@ NAVIGATION = {
     "Project": [
         "docs/benchmarks",
         "docs/compatibility",
+        "docs/versions",
         "docs/versioning",
         "SECURITY",
         "CHANGELOG",
