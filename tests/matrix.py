@@ -1,7 +1,7 @@
 """Runs the core tests with other versions of the libraries: matrix.py [CORNER...]
 
 A corner is a name in CORNERS, or pins with commas between them, such as `keras==3.16.0,jax==0.10.2`; what
-is not pinned is the newest that pip finds. Each one is installed into an environment of its own in `.matrix`,
+is not pinned is the newest that pip finds. Each one is installed into its own environment in `.matrix`,
 which is deleted if its tests pass. Without arguments, all of CORNERS. The status is 1 if a corner fails.
 """
 

@@ -1,7 +1,7 @@
 """Files of an earlier version stay readable: checkpoints, events, measurements, digest logs, orders.
 
 The files in `golden` were written by version 0.1.0.dev0 and do not change: a version with other formats reads
-them too, and adds files of its own.
+them too, and adds its own files.
 """
 
 import hashlib

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import WORKER_EVENTS, Event
+from lockstep.parameter_server.order import read_order
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
@@ -103,6 +104,26 @@ def launch(
         return Run(result.returncode, result.stdout, result.stderr, folder)
 
     return run
+
+
+@pytest.fixture
+def repeat(environment: dict[str, str], tmp_path: Path) -> Callable[..., Run]:
+    """Repeat a run with parameter servers; check that the bits and the orders of its calls are equal."""
+
+    def again(run: Run, calls: Sequence[int]) -> Run:
+        folder = tmp_path / "again"
+        command = [sys.executable, "-m", "lockstep", "rerun", str(run.folder), "--run-dir", str(folder)]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        assert result.returncode == 0, result.stderr
+        assert "the models at the end are equal to the last bit" in result.stdout
+        for name in ("chief", "ps-0", "ps-1"):
+            orders = [
+                [read_order(one / "order" / name, call) for call in calls] for one in (run.folder, folder)
+            ]
+            assert orders[0] == orders[1]
+        return Run(result.returncode, result.stdout, result.stderr, folder)
+
+    return again
 
 
 @pytest.fixture(scope="session")

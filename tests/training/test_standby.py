@@ -201,11 +201,12 @@ def test_every_point_is_reached(tmp_path: Any) -> None:
     assert not run(tmp_path / "ps-1", 1, None)[3]
 
 
-def test_a_server_whose_shards_were_taken_over_answers_nothing() -> None:
+def test_a_server_whose_shards_were_taken_over_answers_and_writes_nothing() -> None:
     kept = KeptServer()
+    written: list[bytes] = []
     shards = ServerShards(
         Variables(),  # type: ignore[arg-type]
-        OrderWriter(None),
+        OrderWriter(written.append),
         None,
         linked(Link(kept, lambda _: None)),
     )
@@ -213,8 +214,10 @@ def test_a_server_whose_shards_were_taken_over_answers_nothing() -> None:
     asked = Asked(1, Pull(0))
     with pytest.raises(TakenOverError, match="parameter server 1 has taken over the shards of this server"):
         shards.arrive(asked)
+    shards.close()
     assert asked._answer.empty()
     assert kept.records == []
+    assert written == []
 
 
 class Broken(Link):

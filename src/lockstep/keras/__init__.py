@@ -1,5 +1,5 @@
 """All that uses Keras or a backend, and the only room that does; nothing that starts or watches workers."""
 
-# Keras first: in a worker, its import ends with that of `patches` and most modules of this room. None of them
-# may be in the middle of its own import then.
+# Keras first: in a worker, its import ends with that of `patches` and most modules of this room, which
+# must not be partly imported at that time.
 import keras as keras

@@ -141,6 +141,11 @@ class OrderWriter:
         """Mark the end of a call: its order is complete."""
         self.add(Kind.END, 0, 0)
 
+    def drop(self) -> None:
+        """Forget what is not written yet: another process writes the order from now on."""
+        self._records.clear()
+        self._write = None
+
     def close(self) -> None:
         """Write everything."""
         if self._write is not None and self._records:

@@ -190,6 +190,9 @@ class TaskProcess:
                     f"{self.tasks.name(process)} has ended before {self.call.name}; its log says why"
                 )
         self.places = self.tasks.places(hosts)
+        if self.job.context.order is not None:
+            # A replay repeats a run, also one that lost a server, without a loss: nothing is kept for one.
+            self.places = tuple(ServerPlace(place.process, None) for place in self.places)
         self.live = tuple(process for process in known if process in self.tasks.workers)
         return known
 

@@ -162,6 +162,8 @@ class ServerShards:
                 if standby.is_due(self._variables.state_bytes):
                     standby.send_state(self._variables.state())
         except TakenOverError:
+            # The standby continues the order, in the same file.
+            self._writer.drop()
             raise
         except PeerLostError as error:
             lost = error
@@ -228,10 +230,7 @@ class ServerProcess(TaskProcess):
             self._variables[server] = self._make()
             if self.job.worker == process:
                 writer, recorded = self.order(f"ps-{server}")
-                link = None
-                # A replay loses no server.
-                if standby is not None and recorded is None:
-                    link = self._link(known, standby, server)
+                link = None if standby is None else self._link(known, standby, server)
                 self._served[server] = ServerShards(self._variables[server], writer, recorded, link)
         return known
 
