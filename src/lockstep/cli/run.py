@@ -562,7 +562,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
         "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
         "--devices": "all processes share the visible GPUs; set CUDA_VISIBLE_DEVICES",
         "--verify-every": "lockstep rerun repeats the whole run",
-        "--min-workers": "lost workers are not replaced",
+        "--min-workers": "workers do not wait for one another",
     }
     if given:
         reason = reasons.get(given[0], "use --hosts, --listen, --tf-config or --slurm, or one machine")
@@ -721,7 +721,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         joint_input=(options["reading"] or _past_reading(past)) == "joint" or bool(others),
         timeout=options["timeout"],
         min_workers=options["min_workers"],
-        max_restarts=0 if others else options["max_restarts"],
+        max_restarts=options["max_restarts"],
         grace=parse_seconds(options["grace"], "--grace"),
         accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
@@ -870,6 +870,7 @@ def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]", ex
         JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
         keeps=spec.checkpoints is not None,
         vital=spec.vital,
+        servers=spec.servers,
     )
     starter = LocalStarter(spec, paths, os.getpid(), launcher, output)
     local = LocalHost(output, starter, LinuxDescendants())

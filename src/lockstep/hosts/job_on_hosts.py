@@ -281,6 +281,7 @@ class JobOnHosts:
             keeps=spec.checkpoints is not None,
             cores=tuple(one.cores for one in _in_order(spec, facts)),
             vital=spec.vital,
+            servers=spec.servers,
         )
         return replace(state, size=replace(state.size, wanted=self.wanted or spec.workers))
 

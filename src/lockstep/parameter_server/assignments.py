@@ -5,6 +5,7 @@ Every worker visits all steps in order and computes those that it is assigned. A
 leaves incomplete goes to another one.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lockstep.errors import InternalError
@@ -44,11 +45,15 @@ class Assignments:
     completed_below: int = 0
     _next: int = 0
     _returned: set[int] = field(default_factory=set)
+    _lost_with: dict[int, set[int]] = field(default_factory=dict)
     _active: dict[int, _StepInWork] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
 
     def assign(self, worker: int, below: int | None = None) -> int | None:
         """Assign the first step that no worker computes; None if it has to wait for another step.
+
+        A step that was lost with a worker is not assigned to the one that replaces it: a recorded order tells
+        what they do apart by the step.
 
         Args:
             worker: that gets it.
@@ -56,7 +61,8 @@ class Assignments:
         """
         if not self._may_begin():
             return None
-        step = min(self._returned, default=self._next)
+        fit = (step for step in self._returned if worker not in self._lost_with.get(step, ()))
+        step = min(fit, default=self._next)
         if below is not None and step >= below:
             return None
         if step == self._next:
@@ -83,18 +89,31 @@ class Assignments:
         del self._active[step]
         for other in self._active.values():
             other.passed += 1
+        self._lost_with.pop(step, None)
         self._done.add(step)
         self._advance()
         self.completed += 1
         return True
 
     def give_back(self, worker: int) -> list[int]:
-        """Take back the steps of a worker that is lost, or has not begun them; return them."""
-        lost = [step for step, active in self._active.items() if active.worker == worker]
-        for step in lost:
+        """Take back the steps that a worker has not begun; return them."""
+        steps = [step for step, active in self._active.items() if active.worker == worker]
+        for step in steps:
             del self._active[step]
             self._returned.add(step)
+        return steps
+
+    def lose(self, worker: int) -> list[int]:
+        """Take back the steps of a worker that is lost; return them."""
+        lost = self.give_back(worker)
+        for step in lost:
+            self._lost_with.setdefault(step, set()).add(worker)
         return lost
+
+    def lost_with_all(self, workers: Collection[int]) -> int | None:
+        """Return a step that was lost with each of these workers; None if there is none."""
+        lost = (step for step in self._returned if self._lost_with.get(step, set()).issuperset(workers))
+        return min(lost, default=None)
 
     def cancel(self) -> list[int]:
         """Drop the steps below `stop` that no worker computes; return them."""
@@ -105,10 +124,6 @@ class Assignments:
         self._done.update(dropped)
         self._advance()
         return dropped
-
-    def returned_below(self, stop: int) -> bool:
-        """Whether there is a step below `stop` that was given back and that no worker computes."""
-        return min(self._returned, default=stop) < stop
 
     def incomplete_below(self, step: int) -> list[int]:
         """Return the steps before a step that are not complete, in order.

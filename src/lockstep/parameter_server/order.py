@@ -233,6 +233,11 @@ class RecordedOrder:
         """Return the arrival whose turn it is; None after the last one."""
         return self._records[self._position] if self._position < len(self._records) else None
 
+    def next_of(self, worker: int) -> Record | None:
+        """Return the next arrival of a worker; None after its last one."""
+        later = (self._records[i] for i in range(self._position, len(self._records)))
+        return next((record for record in later if record.worker == worker), None)
+
     def advance(self) -> None:
         """Pass on to the next turn."""
         self._position += 1

@@ -126,6 +126,11 @@ class JobSpec:
         return frozenset((self.view.chief,))
 
     @property
+    def servers(self) -> frozenset[int]:
+        """The parameter servers."""
+        return frozenset(range(self.workers - self.parameter_servers, self.workers))
+
+    @property
     def labels(self) -> dict[str, str]:
         """What tells this job from others, for programs that collect figures of many."""
         return {

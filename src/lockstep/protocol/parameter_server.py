@@ -11,12 +11,14 @@ class Introduction(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a connection: who asks.
 
     Attributes:
-        process: that asks.
+        process: the id of the task of the process that asks.
         server: the number of the parameter server whose shards the questions are about; -1 for the chief.
+        worker: the worker id of the process.
     """
 
     process: int
     server: int = -1
+    worker: int = -1
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -244,9 +246,15 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The training begins at this epoch."""
+    """The training begins at this epoch.
+
+    Attributes:
+        epoch: its number.
+        completed: all steps before this one are complete.
+    """
 
     epoch: int
+    completed: int = 0
 
 
 class Assigned(msgspec.Struct, frozen=True, tag="assigned"):

@@ -109,7 +109,7 @@ class ParameterServerStrategy(Strategy):
     def dataset_seeds(self, number: int) -> tuple[int, int]:
         """Return the seed with which this worker creates a dataset, and that of trial runs, equal in all."""
         seed = self._job.context.seed
-        return seed_of(seed, "dataset", number, self._job.worker), seed_of(seed, "dataset", number)
+        return seed_of(seed, "dataset", number, self._job.process), seed_of(seed, "dataset", number)
 
     def function_calls(self) -> Calls:
         """Return what runs scheduled functions.

@@ -237,7 +237,10 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
         lost = JobOutcome(shell_status(event.status), how, (worker,), Evidence.LOG)
         first = next((failures[one] for one in failures if one in state.members), lost)
         return _finish(_with_outcome(state, first), f"{how}; no workers remain")
-    state = _count_loss(state, state.workers[worker], now)
+    if worker in state.servers:
+        state = _without_servers(state, 1)
+    else:
+        state = _count_loss(state, state.workers[worker], now)
     if worker not in state.members:
         return _loss_noted(state, f"{how}; the others had already continued without it", reported=True)
     if worker not in failures:
@@ -269,8 +272,9 @@ def _host_retires(state: State, event: HostRetires, now: float) -> Decision:
     """Let the workers of a host leave before it goes."""
     if event.host in state.lost_hosts | state.retiring or not state.active:
         return Decision(state, reason=f"{event.reason}; this is known, or the job is already ending")
-    if state.size.by_hand:
-        return Decision(state, reason=f"{event.reason}; its workers are started by hand, and stay")
+    if state.size.by_hand or state.vital:
+        why = "belong to a job with parameter servers" if state.vital else "are started by hand"
+        return Decision(state, reason=f"{event.reason}; its workers {why}, and stay")
     dropped = tuple(worker for worker in state.joiners if state.workers[worker].host == event.host)
     state, kills = _without_joiners(replace(state, retiring=state.retiring | {event.host}), dropped)
     there = tuple(worker for worker in state.staying if state.workers[worker].host == event.host)
@@ -299,6 +303,8 @@ def _host_lost(state: State, event: HostLost, now: float) -> Decision:
     members = state.present.intersection(gone)
     state = replace(state, lost_hosts=state.lost_hosts | {event.host})
     state = state.with_phase(Phase.LOST, *gone).with_phase(Phase.LEFT, *leaving.intersection(gone))
+    if servers := state.servers.intersection(gone):
+        state = _without_servers(state, len(servers))
     state = _with_missing(state, event.host)
     if not state.running or (state.active and not state.present):
         succeeded = state.active and bool(state.finished)
@@ -327,8 +333,6 @@ def _with_missing(state: State, lost: int) -> State:
     there, then = state.filled + len(arrivals), ""
     if size.by_hand and there < size.wanted:
         size, then = replace(size, wanted=max(there, 1)), _no_more(size)
-    elif state.vital and there < size.wanted:
-        then = "lost workers are not replaced"
     elif there < size.wanted and state.roomiest_host() is None:
         then = "others start when a host joins"
     if lost in admission.holders:
@@ -734,6 +738,13 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
     return replace(state, size=size, admission=admission)
 
 
+def _without_servers(state: State, number: int) -> State:
+    """Aim for fewer processes: others do not replace parameter servers, whose standbys continue."""
+    admission = replace(state.admission, unreported="a lost parameter server is not replaced")
+    wanted = max(state.size.wanted - number, 1)
+    return replace(state, size=replace(state.size, wanted=wanted), admission=admission)
+
+
 def _no_more(size: JobSize) -> str:
     if size.by_hand and not size.closed:
         return "start it again and it joins"
@@ -849,7 +860,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     paused = admission.backoff_until is not None and now < admission.backoff_until
     # Perhaps the script raises on all workers, and no other worker is needed.
     unsure = state.failures and state.shutdown.deadline is not None
-    if missing > 0 and not paused and not unsure and not state.vital:
+    if missing > 0 and not paused and not unsure:
         for worker in range(first := max(state.workers) + 1, first + missing):
             host, *later = admission.arrivals or (state.roomiest_host(),)
             if host is None:

@@ -259,8 +259,9 @@ class State:
         cores: for each host, the number of its cores; only their ratios matter.
         lost_hosts: the indices of hosts that are lost for good; a host that comes back has a new index.
         retiring: the indices of hosts that will go, or have gone, as announced; they get no more workers.
-        vital: the workers without which the job cannot continue. If there are some, lost workers are not
-            replaced.
+        vital: the workers without which the job cannot continue; of a job with parameter servers, which keeps
+            its number of workers.
+        servers: the parameter servers, which are not replaced.
         workers: every worker that was ever started, by id.
         limits: the time limits.
         size: how many workers there should be.
@@ -291,6 +292,7 @@ class State:
     lost_hosts: frozenset[int] = frozenset()
     retiring: frozenset[int] = frozenset()
     vital: frozenset[int] = frozenset()
+    servers: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -302,6 +304,7 @@ class State:
         keeps: bool = False,
         cores: tuple[int, ...] = (),
         vital: frozenset[int] = frozenset(),
+        servers: frozenset[int] = frozenset(),
     ) -> "State":
         """Return the state of a new job that begins with `view`, of which each host has workers.
 
@@ -310,8 +313,8 @@ class State:
         cores = cores or (1,) * len(view.hosts)
         hosts = enumerate(view.hosts)
         workers = {worker: WorkerRecord(host=host) for host, there in hosts for worker in there}
-        first = cls(view, tuple(map(len, view.hosts)), cores, workers, limits, size, keeps=keeps, vital=vital)
-        return first.with_slots(size.wanted)
+        first = cls(view, tuple(map(len, view.hosts)), cores, workers, limits, size, keeps=keeps)
+        return replace(first, vital=vital, servers=servers).with_slots(size.wanted)
 
     @property
     def stage(self) -> Stage:

@@ -126,12 +126,13 @@ class AskingChannel:
 
     Args:
         address: of the other end, if it is on this host.
-        process: the id of this process.
+        process: the id of this process's task.
         peer: names the other end in messages.
         timeout: seconds after which an answer counts as missing.
         dial: connects to the other end, if that is on another host.
         server: the parameter server whose shards the questions are about; -1 for the chief.
         lost: whether the other end is lost, which the network may tell only much later; None on one host.
+        worker: the worker id of this process; None if it is that of its task.
 
     Raises:
         PeerLostError: the other end has ended, or cannot be reached.
@@ -146,6 +147,7 @@ class AskingChannel:
         dial: Callable[[], socket.socket] | None = None,
         server: int = -1,
         lost: Callable[[], bool] | None = None,
+        worker: int | None = None,
     ) -> None:
         self._address, self._peer, self._timeout, self._dial = address, peer, timeout, dial
         self._lost = lost
@@ -154,7 +156,7 @@ class AskingChannel:
         if lost is not None:
             self._connection.settimeout(min(_LOOK_EVERY, timeout))
         try:
-            self.send(Introduction(process, server))
+            self.send(Introduction(process, server, process if worker is None else worker))
         except PeerError:
             self._connection.close()
             raise
@@ -293,16 +295,18 @@ class Asked:
     """A question that has arrived.
 
     Attributes:
-        process: the id of the process that asks.
+        process: the id of the task of the process that asks.
         message: the question; None if the process has closed its connection.
         arrays: of the question.
         server: the parameter server that is asked; -1 for the chief.
+        worker: the worker id of the process; another one after a worker was replaced.
     """
 
     process: int
     message: Question | None
     arrays: list[Array] = field(default_factory=list)
     server: int = -1
+    worker: int = -1
     _answer: "queue.SimpleQueue[tuple[Answer, Sequence[Array]] | None]" = field(
         default_factory=queue.SimpleQueue
     )
@@ -338,7 +342,7 @@ class AnsweringEnd:
     ) -> None:
         self._put, self._complete = put, accept
         self._open: set[socket.socket] = set()
-        self._processes: dict[socket.socket, int] = {}
+        self._workers: dict[socket.socket, int] = {}
         self._unanswered: set[Asked] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -361,11 +365,11 @@ class AnsweringEnd:
             for asked in self._unanswered:
                 asked.abandon()
 
-    def drop(self, process: int) -> None:
-        """End the connections of a process: it is lost, which the network may tell only much later."""
+    def drop(self, worker: int) -> None:
+        """End the connections of a worker id: it is lost, which the network may tell only much later."""
         with self._lock:
-            for connection, own in self._processes.items():
-                if own == process:
+            for connection, own in self._workers.items():
+                if own == worker:
                     _end(connection)
 
     def _listen(self, serve: Callable[[socket.socket], None]) -> bytes:
@@ -431,12 +435,12 @@ class AnsweringEnd:
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
             self._open.discard(connection)
-            self._processes.pop(connection, None)
+            self._workers.pop(connection, None)
             connection.close()
 
     def _answer_all(self, connection: socket.socket) -> None:
         """Answer the questions of a connection until it ends."""
-        process = server = -1
+        process = server = worker = -1
         try:
             fill = functools.partial(_fill, connection)
             hello, _ = _receive(fill, _questions)
@@ -444,12 +448,12 @@ class AnsweringEnd:
                 _send(connection.sendall, Applied(), ())
             if not isinstance(hello, Introduction):
                 return
-            process, server = hello.process, hello.server
+            process, server, worker = hello.process, hello.server, hello.worker
             with self._lock:
-                self._processes[connection] = process
+                self._workers[connection] = worker
             while True:
                 message, arrays = _receive(fill, _questions)
-                asked = Asked(process, message, arrays, server)
+                asked = Asked(process, message, arrays, server, worker)
                 with self._lock:
                     if self._closed:
                         return
@@ -466,7 +470,7 @@ class AnsweringEnd:
         finally:
             self._forget(connection)
             if process >= 0:
-                self._put(Asked(process, None, server=server))
+                self._put(Asked(process, None, server=server, worker=worker))
 
 
 def _end(connection: socket.socket) -> None:

@@ -135,6 +135,10 @@ class AgentClient:
             self._kept.append(message)
         return next((one for one in reversed(self._kept) if isinstance(one, NewView)), None)
 
+    def put_back(self, view: NewView) -> None:
+        """Leave a view that was received to the next call of `receive`."""
+        self._kept.appendleft(view)
+
     def connections(self, view: int) -> list[PeerConnected]:
         """Return the connections of a view that were kept, and close those of earlier ones."""
         kept, self._connected = self._connected, []

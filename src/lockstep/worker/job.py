@@ -1,5 +1,6 @@
 """One worker in its job: what it knows of the job, and the commands that move it from view to view."""
 
+import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -31,6 +32,9 @@ GRACE_FOR_AGENT = 60.0
 _ADVICE_ON_JOINING = (
     "a worker that joins skips finished calls: give each call its own input, equal in every process"
 )
+
+_POSITION_EVERY = 1.0
+"""Seconds between two answers to a request for the position, which stays posted for a moment."""
 
 Place = tuple[View, Communicator]
 """A view, and this worker's end of its exchange."""
@@ -64,6 +68,12 @@ class Membership(Protocol):
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
         """Give the state of the training, or only the position, to joining workers."""
 
+    def refuse_joiners(self, why: str) -> None:
+        """Tell the coordinator that no worker can join."""
+
+    def posted(self) -> tuple[int, Notice]:
+        """Return the number of the newest announced view, and its notice; for the main thread."""
+
     def prepare(self, contents: Contents) -> None:
         """Prepare to hand over contents like these."""
 
@@ -76,6 +86,16 @@ class Membership(Protocol):
 
     def join(self) -> tuple[Contents, Place]:
         """Wait for the state, and for the view that admits this worker; for a joining worker.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+    def join_later(self) -> tuple[Contents, tuple[int, ...]]:
+        """Wait for the state, and for the view that admits this worker; leave the view to `next_place`.
+
+        Returns:
+            The state, and the workers of the view.
 
         Raises:
             PeerLostError: the job is over.
@@ -116,6 +136,13 @@ class Alone:
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
         """Do nothing: no worker joins."""
 
+    def refuse_joiners(self, why: str) -> None:
+        """Do nothing: no worker joins."""
+
+    def posted(self) -> tuple[int, Notice]:
+        """Return nothing new."""
+        return 1, Notice.NOTHING
+
     def prepare(self, contents: Contents) -> None:
         """Do nothing: no worker joins."""
 
@@ -124,6 +151,10 @@ class Alone:
         raise InternalError("a process on its own has no job to join")
 
     def join(self) -> tuple[Contents, Place]:
+        """Raise InternalError: there is no job to join."""
+        raise InternalError("a process on its own has no job to join")
+
+    def join_later(self) -> tuple[Contents, tuple[int, ...]]:
         """Raise InternalError: there is no job to join."""
         raise InternalError("a process on its own has no job to join")
 
@@ -201,6 +232,9 @@ class Job:
     Attributes:
         task: the type of this process's task in `TF_CONFIG`: "worker", also for a chief, or "evaluator",
             which does not belong to the workers' job.
+        process: the id of this process's task in a job with parameter servers: its worker id, or that of the
+            lost worker that it replaces.
+        joined_with: the workers of the view that has admitted this worker with `join_apart`, until it enters it.
         policy: as given.
         timer: measures the steps of the main thread.
     """
@@ -219,12 +253,17 @@ class Job:
         self.checkpoints = checkpoints or WorkerCheckpoints()
         self.policy = policy or WaitPolicy()
         self.task = "worker"
+        self.process = context.worker
         self.timer = StepTimer(context.events, lambda: self.waited)
         self._context = context
         self._place = place
         self._joins = joins
         self._waited_before = 0.0
         self._drives = False
+        self.joined_with: tuple[int, ...] = ()
+        self._next_after: int | None = None
+        self._refused_in: int | None = None
+        self._gave_position_at = -math.inf
         self._undone: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._published: set[Event] = set()
         self._at_end: list[Callable[[], object]] = []
@@ -282,7 +321,8 @@ class Job:
     @property
     def is_chief(self) -> bool:
         """Whether this worker is the one that writes and prints in the current view."""
-        return self.worker == self.view.chief and not self.joins
+        chief = self.joined_with[0] if self.joined_with else self.view.chief
+        return self.worker == chief and not self.joins
 
     def set_timeout(self, timeout: float) -> None:
         """Set the seconds after which a worker that others wait for is stuck; all workers call this."""
@@ -418,6 +458,33 @@ class Job:
             self._enter_next_place(lost, expected=expected)
             self._tell_of_pause(begun)
 
+    def admit(self, take: Callable[[bool], Contents]) -> None:
+        """Within `apart`, on the chief: let workers join, if the coordinator has requested it.
+
+        The others learn of them when they leave the block: then all enter the next view.
+
+        Args:
+            take: as for `between_steps`.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        view, notice = self.membership.posted()
+        now = time.monotonic()
+        if notice is Notice.POSITION and now - self._gave_position_at >= _POSITION_EVERY:
+            self._gave_position_at = now
+            self.membership.hand_over(take(False), whole=False)
+        elif notice is Notice.CHANGE and self._next_after != view:
+            self._next_after = view
+            self.membership.hand_over(take(True), whole=True)
+
+    def admit_none(self, why: str) -> None:
+        """On the chief of a job whose workers do not stop between steps: let no worker join."""
+        view, notice = self.membership.posted()
+        if notice is not Notice.NOTHING and self._refused_in != view:
+            self._refused_in = view
+            self.membership.refuse_joiners(why)
+
     def _tell_of_pause(self, begun: float) -> None:
         if self.is_chief:
             self.events.publish(TrainingPaused(self.view.number, round(time.monotonic() - begun, 6)))
@@ -439,7 +506,8 @@ class Job:
     def apart(self) -> Iterator[None]:
         """Let this process be the only worker of a job with one replica within the block.
 
-        All processes of the job are in such a block, and communicate in other ways.
+        All processes of the job are in such a block, and communicate in other ways. After it, they enter the
+        next view if workers have joined.
         """
         before = self._place, self._waited_before
         view = place(1, (self.worker,), self.view.number)
@@ -449,6 +517,9 @@ class Job:
         finally:
             self.communicator.close()
             self._place, self._waited_before = before
+        while self._next_after is not None and self.view.number <= self._next_after:
+            self._enter_next_place(PeerLostError("the workers change"), expected=True)
+        self._next_after = None
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -469,6 +540,21 @@ class Job:
         self._enter(admitted)
         self._joins = False
         self._undone.clear()
+        return contents
+
+    def join_apart(self) -> Contents:
+        """Become a member while all others are in a block of `apart`, which this worker enters next.
+
+        Returns:
+            The state that the chief has given.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        contents, self.joined_with = self.membership.join_later()
+        self._joins = False
+        self._undone.clear()
+        self._next_after = self.view.number
         return contents
 
     def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:
@@ -499,7 +585,7 @@ class Job:
     def _enter(self, place: Place) -> None:
         self._waited_before = self.waited
         self.communicator.close()
-        self._place = place
+        self._place, self.joined_with = place, ()
 
     def _leads_host(self) -> bool:
         return any(host[0] == self.worker for host in self.view.hosts)

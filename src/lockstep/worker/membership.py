@@ -30,6 +30,7 @@ from lockstep.protocol.worker import (
     Leave,
     NetworkEndpoint,
     NewView,
+    Notice,
     Position,
     StateReply,
     Welcome,
@@ -81,6 +82,7 @@ class AgentMembership:
         self._policy = policy
         self._states = states
         self._segment: ControlSegment | None = None
+        self._peeked_segment: tuple[int, ControlSegment] | None = None
         self._communicator: Communicator | None = None
         welcome = self._receive()
         if isinstance(welcome, JobOver):
@@ -144,13 +146,35 @@ class AgentMembership:
 
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
         """Give the agent the state, or the position, for joining workers."""
-        number = self._view.number
+        number, _ = self.posted()
         try:
             state = self._states.publish(contents, prepared=whole)
         except CheckpointError as error:
             self._client.send_state(StateReply(number, whole, failure=str(error)))
         else:
             self._client.send_state(StateReply(number, whole, state))
+
+    def refuse_joiners(self, why: str) -> None:
+        """Tell the agent that no worker can join."""
+        self._client.send_state(StateReply(self.posted()[0], whole=False, failure=why))
+
+    def posted(self) -> tuple[int, Notice]:
+        """Return the newest announced view, and its notice; see `Membership`."""
+        newest = self._client.newest_view()
+        if newest is None:
+            assert self._segment is not None
+            return self._view.number, Notice(self._segment.posted)
+        return newest.number, Notice(self._peeked(newest).posted)
+
+    def _peeked(self, announced: NewView) -> ControlSegment:
+        """Return the control segment of a view that this worker has not entered."""
+        number, segment = self._peeked_segment or (0, None)
+        if segment is None or number != announced.number:
+            if segment is not None:
+                segment.close()
+            segment = ControlSegment.attach(os.dup(announced.endpoint.control.descriptor))
+            self._peeked_segment = announced.number, segment
+        return segment
 
     def position(self) -> Contents:
         """Wait for the position of the training, which the members send after a step, without a time limit.
@@ -178,6 +202,20 @@ class AgentMembership:
         if not isinstance(message, NewView) or message.state is None:
             raise InternalError("the agent admitted a worker without the state")
         return self._states.fetch(message.state), admitted
+
+    def join_later(self) -> tuple[Contents, tuple[int, ...]]:
+        """Wait until this worker is admitted; leave the view to `next_place`; see `Membership`."""
+        self._buffers.map_allocated()
+        self._client.request_to_join(whole=True)
+        message = self._receive()
+        if not isinstance(message, NewView) or message.state is None:
+            self._enter_announced(message)
+            raise InternalError("the agent admitted a worker without the state")
+        contents = self._states.fetch(message.state)
+        self._client.put_back(message)
+        if isinstance(message.endpoint, NetworkEndpoint):
+            self._network_entrance().look_at(message.endpoint)
+        return contents, tuple(worker for host in message.hosts for worker in host)
 
     def answers_at(self, entrance: bytes) -> None:
         """Tell the agent; see `Membership`."""
@@ -232,16 +270,8 @@ class AgentMembership:
         return view, self._communicator
 
     def _enter_network(self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment) -> Place:
-        if self._entrance is None:
-            # Most jobs have one host, and need none of this.
-            from lockstep.worker.network_entrance import NetworkEntrance
-
-            assert self._credentials is not None
-            self._entrance = NetworkEntrance(
-                self._config, self._job, self._credentials, self._pool, self._client, self._policy
-            )
         try:
-            entered = self._entrance.enter(view, endpoint, segment, self._observe)
+            entered = self._network_entrance().enter(view, endpoint, segment, self._observe)
         except UnreachableError as error:
             self._client.broken(view.number, str(error), fatal=True)
             return self._await_next(error)
@@ -251,6 +281,17 @@ class AgentMembership:
             return self._enter_announced(entered)
         self._communicator = entered
         return view, entered
+
+    def _network_entrance(self) -> "NetworkEntrance":
+        if self._entrance is None:
+            # Most jobs have one host, and need none of this.
+            from lockstep.worker.network_entrance import NetworkEntrance
+
+            assert self._credentials is not None
+            self._entrance = NetworkEntrance(
+                self._config, self._job, self._credentials, self._pool, self._client, self._policy
+            )
+        return self._entrance
 
     def _observe(self, wait: PeerWait) -> None:
         self._client.waiting(wait.what, wait.workers, wait.seconds)

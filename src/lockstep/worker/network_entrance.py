@@ -116,6 +116,10 @@ class NetworkEntrance:
         )
         return self._current
 
+    def look_at(self, endpoint: NetworkEndpoint) -> None:
+        """Let `dial` connect to the workers of a view that this worker enters later."""
+        self._endpoint = endpoint
+
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:
         """Return what connects to a worker of the current view; see `lockstep.worker.job.Membership`."""
         assert self._endpoint is not None

@@ -126,6 +126,11 @@ class ControlSegment:
         if not self.control.closed:
             self._words[_NOTICE // 4] = notice
 
+    @property
+    def posted(self) -> int:
+        """The notice as it is now, which the members may see from different calls on."""
+        return self._words[_NOTICE // 4]
+
     def publish_notice(self, arrival: int) -> None:
         """Publish the current notice to all members; the first member calls this before it arrives."""
         self._words[(_ARRIVALS + 8) // 4 + arrival % 2] = self._words[_NOTICE // 4]

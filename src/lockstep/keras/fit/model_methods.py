@@ -168,6 +168,9 @@ class ModelMethods:
     def number_functions(self) -> NumberedCall:
         """Number the functions that a `ClusterCoordinator` schedules from now on."""
         self._job.note_distribution()
+        if self._job.joins:
+            self._job.membership.position()
+            raise ModelError("a worker that joins cannot repeat functions of a ClusterCoordinator")
         with self._resumable.call("functions") as call:
             self._job.events.publish(CallStarted(call.name))
             self._digests.begin_call(call.name, self._steps, {"the seeds of the script": f"{call.seed:x}"})
@@ -294,6 +297,8 @@ class ModelMethods:
         self._iterators.refuse_again(given["x"])
         self._last.trains(model)
         with self._resumable.call("fit") as call:
+            if finished := self._resumable.resume():
+                return replay_fit(model, given["callbacks"], finished)
             x, y, weight = given["x"], given["y"], given["sample_weight"]
             if given["validation_data"] is None and given["validation_split"]:
                 (x, y, weight), given["validation_data"] = split_validation(
@@ -309,15 +314,22 @@ class ModelMethods:
                 lambda: {**epochs, **_all_facts(training, None), **_setting_facts(model)},
                 lambda: self._recorded_settings(model, given),
             )
+            tables, joins = self._tables(call, model, training), None
+            if self._resumable.behind:
+                if self._job.joins and self._resumable.join_apart():
+                    return replay_fit(model, given["callbacks"], self._resumable.replay())
+                joins = self._snapshots.join_on_servers(model)
             served = ServedCall(
                 self._job,
                 self._backend,
                 call,
                 model,
                 self._served[model],
-                self._tables(call, model, training),
+                tables,
                 self._calls.taken,
                 lambda step: setattr(model, "train_function", self._backend.function(model, step, "train")),
+                lambda whole, steps, known: self._snapshots.take_from_servers(whole, model, steps, known),
+                joins,
             )
             plain_steps = self._plain_steps
             # Functions that were made outside of the call do not fit within it, nor the other way round.

@@ -7,12 +7,14 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
 from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.system.notes import note
 from lockstep.system.prose import count
 
@@ -50,10 +52,12 @@ class ChiefProcess(FitProcess):
         """
         self._steps_per_epoch = steps_per_epoch
         self._dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
-        addresses = self.addresses(self._dispatcher.end)
+        self._addresses = self.addresses(self._dispatcher.end)
+        addresses = self._addresses
         self._dispatcher.keep(addresses)
         self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
         self._known, self._known_others = self._values(None), self._others(None)
+        self._first_others = self._known_others
         batches = training.batches
         training.batches = lambda: self._one_ahead(batches())
         with self.job.apart():
@@ -180,7 +184,29 @@ class ChiefProcess(FitProcess):
             self._known_others = self._others(state)
             timer.lap("exchange")
         timer.end(step + 1, logs, trained=self.served.trained + step + 1, examples=data.examples)
+        if self.recorded is None:
+            self.job.admit(self._for_joiners)
+        else:
+            self.job.admit_none("a replay has the processes of its run")
         return logs, state
+
+    def _for_joiners(self, whole: bool) -> Contents:
+        """Return the state for workers that join, or only the position.
+
+        Of the weights, those at the end of the last epoch do: at the end of the call, all processes get the
+        present ones, of tables the rows that the call has updated. The other variables, such as the states of
+        random generators, are those at the beginning of the call, from which a worker computes any step.
+        """
+        assert self._known is not None
+        groups = (self.model.trainable_variables, self.model.optimizer.variables)
+        values = [
+            pair
+            for group, known in zip(groups, self._known, strict=True)
+            for pair in zip(group, known, strict=True)
+        ]
+        others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
+        known = KnownOnServers([*values, *others], self.facts(self._addresses))
+        return self.served.take(whole, self._steps, known)
 
     def _compare_batches(self) -> None:
         """Check that workers have read the same batches as this process.

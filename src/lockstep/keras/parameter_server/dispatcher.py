@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class DispatchedCall:
         timeout: seconds without a completed step after which a worker counts as stuck.
         accept: completes connections from other hosts; None in a job on one host.
         lost: returns the processes that the coordinator has announced as lost.
+        workers: the worker ids of the call's processes, which others replace.
     """
 
     tasks: Tasks
@@ -58,6 +59,7 @@ class DispatchedCall:
     timeout: float
     accept: Callable[[socket.socket], socket.socket] | None = None
     lost: Callable[[], frozenset[int]] = frozenset
+    workers: dict[int, int] = field(default_factory=dict)
 
 
 class Dispatcher(ABC):
@@ -75,7 +77,7 @@ class Dispatcher(ABC):
     def __init__(self, call: DispatchedCall, unit: str) -> None:
         self.staleness: list[int] = []
         self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
-        self._live, self._lost = set(call.tasks.workers), call.lost
+        self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
         self._assignments = Assignments(call.max_staleness)
         self._writer, self._recorded = call.writer, call.recorded
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
@@ -83,6 +85,7 @@ class Dispatcher(ABC):
         self._changed = threading.Condition()
         self._parked: dict[int, Asked] = {}
         self._arrived: dict[Record, Asked] = {}
+        self._followed: dict[int, Answered] = {}
         self._layers: dict[str, Array] | None = None
         self._assigns = True
         self._ended = False
@@ -165,9 +168,10 @@ class Dispatcher(ABC):
                     late = self._left() if leaving else f"no {self._unit} completed; {self._in_work()}"
                     note(f"{self._what}, after {now - begun:.0f} s: {late}")
                 for process in self._lost():
-                    self.end.drop(process)
+                    worker = self._worker(process)
+                    self.end.drop(worker)
                     # It may have been lost before it has connected.
-                    self._inbox.put(Asked(process, None))
+                    self._inbox.put(Asked(process, None, worker=worker))
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
 
     def _without_workers(self) -> str:
@@ -179,12 +183,12 @@ class Dispatcher(ABC):
         return f"{self._what}: {lost}no worker is left to compute gradients; their logs say why"
 
     def _left(self) -> str:
-        return f"{', '.join(self._tasks.name(worker) for worker in sorted(self._live))} did not leave it"
+        return f"{', '.join(f'worker {self._worker(one)}' for one in sorted(self._live))} did not leave it"
 
     def _in_work(self) -> str:
         steps = [
-            f"worker {worker} computes {self._unit} {step + 1}"
-            for step, worker in self._assignments.in_work().items()
+            f"worker {self._worker(process)} computes {self._unit} {step + 1}"
+            for step, process in self._assignments.in_work().items()
         ]
         if self._recorded is not None and (turn := self._recorded.awaited()) is not None:
             steps.append(
@@ -196,10 +200,11 @@ class Dispatcher(ABC):
         while (asked := self._inbox.get()) is not None:
             with self._changed:
                 try:
-                    if asked.message is None:
-                        self._lose(asked.process)
-                    else:
+                    if asked.message is not None:
+                        self._admit(asked)
                         self._handle(asked)
+                    elif asked.worker == self._worker(asked.process):
+                        self._lose(asked.process)
                     self._pump()
                 except Exception as error:
                     self._failure = error
@@ -213,15 +218,33 @@ class Dispatcher(ABC):
         elif self._recorded.has(record):
             self._arrived[record] = asked
 
+    def _worker(self, process: int) -> int:
+        """Return the worker id of a process."""
+        return self._workers.get(process, process)
+
+    def _admit(self, asked: Asked) -> None:
+        """Take in a worker that replaces a lost one."""
+        process, worker = asked.process, asked.worker
+        if worker != self._worker(process):
+            replaced, self._workers[process] = self._worker(process), worker
+            self._live.add(process)
+            note(f"{self._what}: worker {worker} takes the place of worker {replaced}")
+
     def _lose(self, process: int) -> None:
         self._parked.pop(process, None)
-        lost = self._assignments.give_back(process)
+        lost = self._assignments.lose(process)
         known = process in self._live
         self._live.discard(process)
         if known and not self._ended:
             numbers = ", ".join(str(step + 1) for step in lost)
             steps = f"; another worker computes {self._unit} {numbers}" if lost else ""
-            note(f"{self._what}: worker {process} has ended{steps}")
+            note(f"{self._what}: worker {self._worker(process)} has ended{steps}")
+            step = self._assignments.lost_with_all(self._tasks.workers)
+            if step is not None and self._live:
+                raise PeerLostError(
+                    f"{self._what}: each worker that has computed {self._unit} {step + 1} has ended with it; "
+                    "their logs say why"
+                )
 
     def _complete(self, worker: int, step: int, staleness: int) -> bool:
         """Complete a step; return False if another worker computes it."""
@@ -270,5 +293,6 @@ class Dispatcher(ABC):
                 return
             else:
                 self._assignments.follow(turn.worker, turn.step)
-                self._parked.pop(turn.worker).answer(*self._assigned(turn.worker, turn.step))
+                self._followed[turn.worker] = answer = self._assigned(turn.worker, turn.step)
+                self._parked.pop(turn.worker).answer(*answer)
             recorded.advance()

@@ -54,7 +54,7 @@ def fit_on_servers(
     refuse_unserved(served.model, served.shards)
     refuse_buffers(served.backend.training_state(served.model))
     states = random_states()
-    task, _ = served.tasks.of(served.job.worker)
+    task = served.task
     given = bound.arguments
     given.update(x=training, y=None, sample_weight=None, class_weight=None, validation_split=0.0)
 
@@ -92,7 +92,7 @@ def _shared(
         updated: see `ChiefProcess.updated_rows`.
     """
     job, model, call = served.job, served.model, served.call
-    is_chief = served.tasks.of(job.worker)[0] == "chief"
+    is_chief = served.task == "chief"
     blob = b""
     if is_chief:
         rows = {id(variable): numbers for numbers, variables in updated.values() for variable in variables}

@@ -58,6 +58,8 @@ from lockstep.worker.job import Job
 Array = npt.NDArray[Any]
 Kind = Literal["schedule", "join", "done", "fetch", "close"]
 
+_NO_JOINERS = "the script schedules functions, which a worker that joins could not repeat"
+
 MOST_KEPT = 4096
 """Results that all processes keep when the calls end."""
 
@@ -386,6 +388,7 @@ class ChiefCalls(FunctionCalls):
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         dispatcher = self._dispatcher
         assert dispatcher is not None
+        self._job.admit_none(_NO_JOINERS)
         number, self._calls = self._calls, self._calls + 1
         # A change that the script makes by other means than Keras is found at the next call but `schedule`.
         if self._learned or kind != "schedule" or assignments.count() != self._assigned:
@@ -685,7 +688,7 @@ def calls_of(program: ScheduleContext) -> FunctionCalls:
     """Return the calls of this process."""
     tasks = program.job.context.tasks
     assert tasks is not None
-    task, _ = tasks.of(program.job.worker)
+    task, _ = tasks.of(program.job.process)
     kinds: dict[str, type[FunctionCalls]] = {"chief": ChiefCalls, "worker": WorkerCalls, "ps": ServerCalls}
     return kinds[task](program)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy.typing as npt
 import xxhash
 
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.data.batch import GlobalBatch, PendingBatch
 from lockstep.errors import DataError, ModelError, PeerLostError
 from lockstep.keras.backends.common import misfits_explained
@@ -23,15 +24,20 @@ from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.served_variables import place_weights
 from lockstep.keras.parameter_server.servers import ServerChannel, Servers
+from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, RecordedOrder, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
-from lockstep.parameter_server.tasks import ServerPlace, Tasks
+from lockstep.parameter_server.tasks import ServerPlace, Tasks, TaskType
 from lockstep.system.paths import RunPaths
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
+
+
+_ADDRESS = struct.Struct(">I")
+"""What precedes an address: the id of the process."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,9 @@ class ServedCall:
         tables: of which workers read rows.
         trained: number of training steps of the job before the call.
         install: makes Keras's loop call a step.
+        take: returns the state for a worker that joins, or only the position; given the number of completed
+            steps, 1 or more, and what the chief knows of the servers.
+        joins: what the chief has known of the servers, in a worker that joins; None in others.
     """
 
     job: Job
@@ -71,6 +80,8 @@ class ServedCall:
     tables: EmbeddingTables
     trained: int
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
+    take: Callable[[bool, int, KnownOnServers], Contents]
+    joins: Mapping[str, Any] | None = None
 
     @property
     def tasks(self) -> Tasks:
@@ -78,6 +89,11 @@ class ServedCall:
         tasks = self.job.context.tasks
         assert tasks is not None
         return tasks
+
+    @property
+    def task(self) -> TaskType:
+        """The type of this process's task."""
+        return "worker" if self.joins is not None else self.tasks.of(self.job.process)[0]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -116,6 +132,11 @@ class TaskProcess:
         job: of the process.
         call: the call of `fit`, or the calls of a `ClusterCoordinator`.
         order: the name of the order that this process writes; empty for none.
+
+    Attributes:
+        tasks: of the job.
+        places: where the shards of each server are.
+        workers: the worker ids of the call's processes; another one once a lost worker is replaced.
     """
 
     def __init__(self, job: Job, call: NumberedCall, order: str) -> None:
@@ -123,7 +144,7 @@ class TaskProcess:
         self.job, self.call, self.tasks = job, call, job.context.tasks
         self.timeout = job.policy.timeout
         self.places: tuple[ServerPlace, ...] = ()
-        self._began: frozenset[int] = frozenset()
+        self.workers: dict[int, int] = {}
         self._asking: list[AskingChannel] = []
         self.writer, self.recorded = self.order(order) if order else (OrderWriter(None), None)
 
@@ -151,6 +172,7 @@ class TaskProcess:
             self.timeout,
             membership.accept,
             self.lost,
+            self.workers,
         )
 
     def lost(self) -> frozenset[int]:
@@ -158,7 +180,8 @@ class TaskProcess:
 
         For the main thread.
         """
-        return self.job.membership.lost_workers(self._began)
+        lost = self.job.membership.lost_workers(tuple(self.workers.values()))
+        return frozenset(process for process, worker in self.workers.items() if worker in lost)
 
     def addresses(self, end: AnsweringEnd | None = None) -> dict[int, bytes]:
         """Exchange addresses with the other processes; return those of the chief and the servers by process.
@@ -175,13 +198,17 @@ class TaskProcess:
             if end.entrance:
                 self.job.membership.answers_at(end.entrance)
         what = f"the addresses of {self.call.name}"
-        hosts, known = self.job.exchange(
+        given = _ADDRESS.pack(self.job.process) + own
+        hosts, gathered = self.job.exchange(
             lambda view, communicator: (
                 view.hosts,
-                dict(zip(view.workers, communicator.gather(own, what=what), strict=True)),
+                dict(zip(view.workers, communicator.gather(given, what=what), strict=True)),
             )
         )
-        self._began = frozenset(known)
+        process_of = {worker: _ADDRESS.unpack_from(one)[0] for worker, one in gathered.items()}
+        known = {process_of[worker]: one[_ADDRESS.size :] for worker, one in gathered.items()}
+        # The dispatcher has it, too.
+        self.workers.update({process: worker for worker, process in process_of.items()})
         servers = [self.tasks.id_of_server(index) for index in range(self.tasks.servers)]
         left = [server for server in servers if server in known]
         for process in (0, *([] if left else servers)):
@@ -189,11 +216,11 @@ class TaskProcess:
                 raise PeerLostError(
                     f"{self.tasks.name(process)} has ended before {self.call.name}; its log says why"
                 )
-        self.places = self.tasks.places(hosts)
+        self.places = self.tasks.places([{process_of[one] for one in host} for host in hosts])
         if self.job.context.order is not None:
             # A replay repeats a run, also one that lost a server, without a loss: nothing is kept for one.
             self.places = tuple(ServerPlace(place.process, None) for place in self.places)
-        self.live = tuple(process for process in known if process in self.tasks.workers)
+        self.live = tuple(sorted(process for process in known if process in self.tasks.workers))
         return known
 
     def connect(self, addresses: Mapping[int, bytes], process: int, server: int = -1) -> AskingChannel:
@@ -208,13 +235,43 @@ class TaskProcess:
             PeerLostError: the process has ended.
         """
         membership = self.job.membership
-        dial, name = membership.dial(process), self.tasks.name(process)
+        dial, name = membership.dial(self.workers[process]), self.tasks.name(process)
         # The chief's host is lost only with the job.
         watched = self.job.context.over_hosts and server >= 0
         lost = (lambda: process in self.lost()) if watched else None
-        made = AskingChannel(addresses[process], self.job.worker, name, self.timeout, dial, server, lost)
+        made = AskingChannel(
+            addresses[process], self.job.process, name, self.timeout, dial, server, lost, self.job.worker
+        )
         self._asking.append(made)
         return made
+
+    def facts(self, addresses: Mapping[int, bytes]) -> dict[str, Any]:
+        """Return what a worker that joins has to know of the processes of the call; on the chief."""
+        lost = self.lost()
+        return {
+            "addresses": dict(addresses),
+            "workers": dict(self.workers),
+            "places": [tuple(place) for place in self.places],
+            "lost": sorted(
+                process for process in self.tasks.workers if process not in self.workers or process in lost
+            ),
+        }
+
+    def take_place(self, facts: Mapping[str, Any]) -> dict[int, bytes]:
+        """Take the place of a lost worker, in a worker that has joined; return the addresses.
+
+        All workers that have joined together take the places of the lost ones in the same order.
+
+        Args:
+            facts: returned by `facts` of the chief.
+        """
+        self.workers.update(facts["workers"])
+        known = frozenset(self.workers.values())
+        new = sorted(worker for worker in self.job.joined_with if worker not in known)
+        self.job.process = facts["lost"][new.index(self.job.worker)]
+        self.places = tuple(ServerPlace(*place) for place in facts["places"])
+        addresses: dict[int, bytes] = facts["addresses"]
+        return addresses
 
     def connect_servers(self, addresses: Mapping[int, bytes], shards: Sequence[Shard]) -> Servers:
         """Connect to all servers, which have these shards."""

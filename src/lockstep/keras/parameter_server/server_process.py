@@ -225,10 +225,10 @@ class ServerProcess(TaskProcess):
         """
         known = self.addresses(self._end)
         for server, (process, standby) in enumerate(self.places):
-            if self.job.worker not in (process, standby):
+            if self.job.process not in (process, standby):
                 continue
             self._variables[server] = self._make()
-            if self.job.worker == process:
+            if self.job.process == process:
                 writer, recorded = self.order(f"ps-{server}")
                 link = None if standby is None else self._link(known, standby, server)
                 self._served[server] = ServerShards(self._variables[server], writer, recorded, link)
@@ -336,7 +336,7 @@ class ServerProcess(TaskProcess):
                 return self._inbox.get(timeout=min(_LOOK_EVERY, self.timeout))
             except queue.Empty:
                 for process in self.lost():
-                    self._end.drop(process)
+                    self._end.drop(self.workers[process])
                 late = time.monotonic() - begun >= self.timeout
                 for server, shards in self._served.items() if late else ():
                     if (turn := shards.awaited()) is not None:

@@ -61,9 +61,19 @@ class StepDispatcher(Dispatcher):
         match asked.message:
             case Done(step):
                 self._receive(asked, step)
-            case EpochDone():
+            case EpochDone() if not self._is_ahead(asked.process):
                 self._assignments.give_back(asked.process)
         self._parked[asked.process] = asked
+
+    def _is_ahead(self, process: int) -> bool:
+        """Whether a worker has a step of an epoch that it has not begun, in a recorded order.
+
+        There, it was one that had replaced a lost worker, and was further.
+        """
+        if self._recorded is None:
+            return False
+        step = next((step for step, worker in self._assignments.in_work().items() if worker == process), -1)
+        return self._recorded.next_of(process) == Record(Kind.DONE, process, step)
 
     def _take(self, asked: Asked) -> None:
         done = asked.message
@@ -83,12 +93,15 @@ class StepDispatcher(Dispatcher):
         if self._ended:
             return Ended(), []
         if isinstance(message, Enter):
-            return (Begin(self._first), []) if self._first is not None else None
+            if self._first is None:
+                return None
+            return Begin(self._first, self._assignments.completed_below), []
         if isinstance(message, EpochDone):
             if self._opened > message.epoch:
                 return Opened(self._opened), []
-            if not self._assignments.returned_below(message.steps):
-                return None
+            return self._assign(process, message.steps)
+        if self._recorded is not None and isinstance(message, Next) and self._is_ahead(process):
+            return self._followed[process]
         return self._assign(process)
 
     def _may_assign(self, turn: Record) -> bool:

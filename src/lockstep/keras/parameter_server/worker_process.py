@@ -1,6 +1,7 @@
 """A worker in a call of `fit`: runs Keras's loop, and computes the steps that the chief assigns to it."""
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import keras
 import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch
+from lockstep.errors import PeerLostError
 from lockstep.keras.backends.contract import ServedProgram
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
@@ -27,6 +29,10 @@ from lockstep.protocol.parameter_server import (
 Array = npt.NDArray[Any]
 
 
+_ASK_EVERY = 1.0
+"""Seconds between two questions whether the training has ended, while a worker skips batches."""
+
+
 class _TrainingEnded(BaseException):
     """Ends Keras's loop in a worker: the chief has stopped the training within an epoch."""
 
@@ -38,7 +44,8 @@ class WorkerProcess(FitProcess):
         super().__init__(served, "")
         self._rows = LookedUpRows(served.tables, self.model)
         self._program: ServedProgram | None = None
-        self._steps, self._measured = 0, 0
+        self._steps, self._measured, self._skipped = 0, 0, 0
+        self._asked_at = time.monotonic()
         self._assigned: Assigned | None = None
         self._layers: dict[str, Array] = {}
         self._kept: dict[int, Any] = {}
@@ -50,17 +57,25 @@ class WorkerProcess(FitProcess):
         Raises:
             PeerLostError: the chief or a server has ended.
         """
-        addresses = self.addresses()
+        joins = self.served.joins
+        addresses = self.addresses() if joins is None else self.take_place(joins)
         with self.job.apart():
-            self._servers = self.connect_servers(addresses, self.served.shards)
-            self._chief = self.connect(addresses, 0)
-            # The chief evaluates, and its callbacks run, while workers wait.
-            self._chief.be_patient()
-            answer, _ = self._chief.ask(Enter())
+            try:
+                self._servers = self.connect_servers(addresses, self.served.shards)
+                self._chief = self.connect(addresses, 0)
+                # The chief evaluates, and its callbacks run, while workers wait.
+                self._chief.be_patient()
+                answer, _ = self._chief.ask(Enter())
+            except PeerLostError:
+                if joins is None:
+                    raise
+                # The call has ended meanwhile: its end tells, also whether the chief is lost.
+                return
             if isinstance(answer, Ended):
                 return
             assert isinstance(answer, Begin)
             given.update(initial_epoch=answer.epoch)
+            self._skipped = answer.completed
             self.served.install(self._take)
             with self._rows, contextlib.suppress(_TrainingEnded):
                 keras_fit([_EpochEnd(self._end_epoch)])
@@ -74,11 +89,22 @@ class WorkerProcess(FitProcess):
             self._rows.look_up(lambda: _inputs(data))
             self._rows.make_room()
             self._prepare(step, data)
+        if step < self._skipped:
+            self._skip()
+            return {}, self._state
         self._kept[step] = batch
         if self._assigned is None:
             self._ask(Next())
         self._compute_visited()
         return {}, self._state
+
+    def _skip(self) -> None:
+        """Skip a batch whose step was completed before this worker has joined."""
+        now = time.monotonic()
+        if now - self._asked_at >= _ASK_EVERY:
+            self._asked_at = now
+            if isinstance(self._chief.ask(Enter())[0], Ended):
+                raise _TrainingEnded
 
     def _compute_visited(self) -> None:
         """Compute the assigned steps of visited batches, until a later step is assigned."""

@@ -317,7 +317,14 @@ class ResumableCalls:
 
         If they have not, its steps up to the step of the received state are skipped.
         """
-        self._follow(self._job.join(), joined=True)
+        return self._joined_in(self._job.join())
+
+    def join_apart(self) -> bool:
+        """Work like `join`, in a call in which the members do not wait for each other."""
+        return self._joined_in(self._job.join_apart())
+
+    def _joined_in(self, contents: Contents) -> bool:
+        self._follow(contents, joined=True)
         assert self._resumption is not None
         if self._calls.outermost <= len(self._resumption.journal):
             return True

@@ -3,9 +3,9 @@
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -44,6 +44,18 @@ from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources
 
 _LAST_SECONDS = 60.0
+
+
+class KnownOnServers(NamedTuple):
+    """What the chief of a job with parameter servers knows of them in a call of `fit`.
+
+    Attributes:
+        values: variables of the model, with their values at some time within the call.
+        facts: on the processes of the call, for those that join.
+    """
+
+    values: Sequence[tuple[Any, Any]]
+    facts: Mapping[str, Any]
 
 
 class Snapshots:
@@ -161,6 +173,56 @@ class Snapshots:
         if (verifications := verifications_of(self._job)).plan.every:
             manifest["verified"] = verifications.up_to
         return Contents(self._calls.taken, manifest, {**converted, **values})
+
+    def take_from_servers(self, whole: bool, model: Any, steps: int, known: KnownOnServers) -> Contents:
+        """Return the state for a worker that joins a `fit` in progress on parameter servers.
+
+        Args:
+            whole: whether all of it; otherwise only the position.
+            model: of the call.
+            steps: number of completed steps of the call, 1 or more.
+            known: what the chief knows of the servers.
+        """
+        call = self._calls.current
+        facts: dict[str, Any] = {
+            "journal": self.resumable.journal.packed(),
+            "steps": steps,
+            "call": call.name,
+        }
+        arrays: dict[str, Any] = {}
+        if whole:
+            values = {id(variable): value for variable, value in known.values}
+            named = step_state(model).items()
+            arrays = {f"current/{name}": values[id(one)] for name, one in named if id(one) in values}
+            arrays |= self.models.values(apart_from=model)
+            facts |= {"methods": dict(self._calls.methods), "taken": self._calls.taken}
+            facts["servers"] = dict(known.facts)
+        packed, more = pack(facts, "training")
+        converted = {
+            name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
+            for name, value in arrays.items()
+        }
+        return self._for_joiners(Contents(self._calls.taken, {"training": packed}, {**converted, **more}))
+
+    def join_on_servers(self, model: Any) -> Mapping[str, Any]:
+        """Restore the state that `take_from_servers` has taken; return the facts of the servers.
+
+        The random states stay as they are: the call in progress begins with them, as on the others.
+        """
+        resumption = self.resumable.resumption
+        assert resumption is not None
+        facts = unpack(resumption.contents.manifest["training"], resumption.contents.arrays)
+        self.models.load(resumption.contents.arrays)
+        assign(model, below("current/", resumption.contents.arrays))
+        self._calls.methods.clear()
+        self._calls.methods.update(facts["methods"])
+        self._calls.taken = facts["taken"]
+        self.resumable.arrive()
+        call = self._calls.current
+        call.skipped = 0
+        self._job.events.publish(TrainingResumed(f"step {resumption.steps} of {call.name}", facts["taken"]))
+        servers: Mapping[str, Any] = facts["servers"]
+        return servers
 
     def facts(self) -> dict[str, Any]:
         """Return the facts, besides the script, on which the bits of the training depend."""
