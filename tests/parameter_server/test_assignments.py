@@ -2,6 +2,7 @@
 
 import heapq
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,7 +43,7 @@ class Server:
 
 @dataclass
 class Training:
-    """A training in virtual time: workers of random speeds, which are lost at random.
+    """A training in virtual time: workers of random speeds, which are lost and replaced at random.
 
     Attributes:
         assignments: that are tested.
@@ -58,6 +59,8 @@ class Training:
         incomplete: the earlier steps that were not complete, at each assignment.
         staleness: the largest, on a server or at the chief.
         losses: how many workers were lost.
+        lost_with: the workers with which each step was lost.
+        lives: how often a worker was replaced.
         most_in_work: the largest number of steps that were in work together.
         epoch: the present one.
         servers: that workers pull from and push to.
@@ -80,12 +83,14 @@ class Training:
     incomplete: list[list[int]] = field(default_factory=list)
     staleness: int = 0
     losses: int = 0
+    lost_with: dict[int, set[int]] = field(default_factory=dict)
+    lives: dict[int, int] = field(default_factory=dict)
     most_in_work: int = 0
     epoch: int = 0
     servers: tuple[Server, ...] = field(default_factory=lambda: tuple(Server() for _ in range(SERVERS)))
     asking: list[int] = field(default_factory=list)
     at_the_end: list[int] = field(default_factory=list)
-    events: list[tuple[float, int, int, What, int]] = field(default_factory=list)
+    events: list[tuple[float, int, tuple[int, int], What, int]] = field(default_factory=list)
     made: int = 0
     now: float = 0.0
 
@@ -96,8 +101,8 @@ class Training:
             self.answer(speeds)
             self.check()
             assert self.events, "every worker waits"
-            self.now, _, worker, what, step = heapq.heappop(self.events)
-            if worker in self.workers:
+            self.now, _, (worker, life), what, step = heapq.heappop(self.events)
+            if worker in self.workers and life == self.lives.get(worker, 0):
                 self.happen(worker, what, step)
                 self.check()
 
@@ -107,20 +112,27 @@ class Training:
             if self.ended[worker] < self.epoch:
                 self.at_the_end.remove(worker)
                 self.asking.append(worker)
-            elif self.assignments.returned_below(self.stop):
+            else:
                 self.assign(worker, speeds[worker], self.at_the_end)
         for worker in list(self.asking):
             self.assign(worker, speeds[worker], self.asking)
 
     def assign(self, worker: int, speed: float, waiting: list[int]) -> None:
-        step = self.assignments.assign(worker)
+        below = self.stop if waiting is self.at_the_end else None
+        step = self.assignments.assign(worker, below)
+        fit = [
+            one for one in range(self.stop) if self.is_free(one) and worker not in self.lost_with.get(one, ())
+        ]
         if step is None:
-            assert self.holders, "nothing is in work, and no step is assigned"
-            assert self.assignments.max_staleness is not None
+            if self.assignments.max_staleness is None:
+                assert below is not None
+                assert not fit
+            elif below is None:
+                assert self.holders, "nothing is in work, and no step is assigned"
             return
         waiting.remove(worker)
         assert self.is_free(step)
-        assert not [earlier for earlier in range(step) if self.is_free(earlier)]
+        assert step == fit[0] if fit else step >= self.stop
         self.holders[step] = worker
         self.most_in_work = max(self.most_in_work, len(self.holders))
         self.done_at_assignment[step] = len(self.done)
@@ -137,10 +149,12 @@ class Training:
             self.later(worker, what, step, speed * index)  # type: ignore[arg-type]
 
     def happen(self, worker: int, what: What, step: int) -> None:
-        if len(self.workers) > 1 and self.rng.random() < self.loss:
+        others = self.workers - {worker}
+        clean = others.difference(*self.lost_with.values())
+        if clean and self.rng.random() < self.loss:
             self.lose(worker)
         elif what == "end of epoch":
-            self.return_steps(worker)
+            self.return_steps(worker, self.assignments.give_back)
             self.ended[worker] = self.epoch
             self.at_the_end.append(worker)
         elif what == "done":
@@ -156,6 +170,7 @@ class Training:
         assert not self.assignments.complete(worker, step)
         self.staleness = max(self.staleness, len(self.done) - self.done_at_assignment[step])
         del self.holders[step]
+        self.lost_with.pop(step, None)
         self.done.append(step)
         self.recorded.append(("done", worker, step))
         if len(self.done) == self.stop:
@@ -163,15 +178,21 @@ class Training:
         self.asking.append(worker)
 
     def lose(self, worker: int) -> None:
-        self.workers.remove(worker)
         self.losses += 1
-        for step in self.return_steps(worker):
+        for step in self.return_steps(worker, self.assignments.lose):
+            self.lost_with.setdefault(step, set()).add(worker)
             assert not self.assignments.complete(worker, step)
+        if self.rng.random() < 0.5:
+            self.workers.remove(worker)
+        else:
+            # Another one takes its place.
+            self.lives[worker] = self.lives.get(worker, 0) + 1
+            self.asking.append(worker)
 
-    def return_steps(self, worker: int) -> list[int]:
+    def return_steps(self, worker: int, take_back: Callable[[int], list[int]]) -> list[int]:
         held = [step for step, holder in self.holders.items() if holder == worker]
-        assert self.assignments.give_back(worker) == held
-        assert self.assignments.give_back(worker) == []
+        assert take_back(worker) == held
+        assert take_back(worker) == []
         for step in held:
             del self.holders[step]
         return held
@@ -183,9 +204,6 @@ class Training:
         while below in self.done:
             below += 1
         assert self.assignments.completed_below == below
-        free = [step for step in range(self.stop) if self.is_free(step)]
-        begun = max(self.done_at_assignment, default=-1)
-        assert self.assignments.returned_below(self.stop) == bool(free and free[0] <= begun)
 
     def is_free(self, step: int) -> bool:
         return step not in self.holders and step not in self.done
@@ -193,7 +211,7 @@ class Training:
     def later(self, worker: int, what: What, step: int, duration: float) -> None:
         self.made += 1
         time = self.now + duration * self.rng.uniform(0.9, 1.1)
-        heapq.heappush(self.events, (time, self.made, worker, what, step))
+        heapq.heappush(self.events, (time, self.made, (worker, self.lives.get(worker, 0)), what, step))
 
     @property
     def stop(self) -> int:
@@ -291,14 +309,25 @@ def test_the_steps_of_a_lost_worker_are_assigned_first_and_in_order() -> None:
     assert (assignments.completed, assignments.completed_below) == (2, 2)
 
 
-def test_a_step_that_was_given_back_is_found_below_later_steps_only() -> None:
+def test_a_step_that_was_given_back_is_assigned_below_later_steps_only() -> None:
     assignments = Assignments()
     assert [assignments.assign(1) for _ in range(2)] == [0, 1]
-    assert not assignments.returned_below(5)
+    assert assignments.assign(2, below=2) is None
     assert assignments.give_back(1) == [0, 1]
-    assert [assignments.returned_below(stop) for stop in (0, 1, 2)] == [False, True, True]
-    assert assignments.assign(2) == 0
-    assert [assignments.returned_below(stop) for stop in (0, 1, 2)] == [False, False, True]
+    assert [assignments.assign(2, below=stop) for stop in (0, 1, 1, 2)] == [None, 0, None, 1]
+
+
+def test_a_step_is_not_assigned_again_where_it_was_lost() -> None:
+    assignments = Assignments()
+    assert [assignments.assign(worker) for worker in (1, 2)] == [0, 1]
+    assert assignments.lose(1) == [0]
+    assert [assignments.assign(1, below=2), assignments.assign(1)] == [None, 2]
+    assert assignments.lost_with_all((1,)) == 0
+    assert assignments.lost_with_all((1, 2)) is None
+    assert assignments.lose(2) == [1]
+    assert [assignments.assign(worker) for worker in (2, 1)] == [0, 1]
+    assert assignments.lose(2) == [0]
+    assert assignments.lost_with_all((1, 2)) == 0
 
 
 def test_the_incomplete_steps_before_one_that_was_never_assigned_are_unknown() -> None:

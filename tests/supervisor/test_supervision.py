@@ -633,19 +633,46 @@ def test_a_worker_that_a_user_starts_joins_on_its_host() -> None:
 
 
 SERVED = replace(
-    State.of(place(5, (0, 1, 2, 3, 4)), TimeLimits(), JobSize.of(5, 1, 3), vital=frozenset({0, 3, 4})),
+    State.of(
+        place(5, (0, 1, 2, 3, 4)),
+        TimeLimits(),
+        JobSize.of(5, 1, 3),
+        vital=frozenset({0}),
+        servers=frozenset({3, 4}),
+    ),
     elastic=True,
 )
 """A job with a chief, two workers and two parameter servers."""
 
 
-def test_a_job_with_parameter_servers_continues_without_a_worker_and_starts_no_other() -> None:
+def test_a_job_with_parameter_servers_replaces_a_lost_worker() -> None:
     decision = decide(SERVED, WorkerExited(2, -9), 9.0)
     assert decision.state.stage is Stage.RUNNING
-    assert [action for action in decision.actions if isinstance(action, StartWorker)] == []
+    assert [action.worker for action in decision.actions if isinstance(action, StartWorker)] == [5]
     assert [action.view.workers for action in decision.actions if isinstance(action, StartView)] == [
         (0, 1, 3, 4)
     ]
+
+
+def test_a_job_with_parameter_servers_replaces_no_lost_server() -> None:
+    decision = decide(SERVED, WorkerExited(3, -9), 9.0)
+    assert decision.state.stage is Stage.RUNNING
+    assert decision.reason == (
+        "worker 3 was killed by SIGKILL; a lost parameter server is not replaced; workers 0, 1, 2 and 4 "
+        "continue (view 2)"
+    )
+    assert [action for action in decision.actions if isinstance(action, StartWorker)] == []
+    decision = decide(decision.state, WorkerExited(1, -9), 10.0)
+    assert [action.worker for action in decision.actions if isinstance(action, StartWorker)] == [5]
+
+
+def test_the_processes_of_a_job_with_parameter_servers_stay_on_a_host_that_retires() -> None:
+    state = replace(SERVED, view=place_on_hosts(5, ((0, 1), (2, 3, 4)))).with_slots(5)
+    for worker in (2, 3, 4):
+        state = state.with_worker(worker, replace(state.workers[worker], host=1))
+    decision = decide(state, HostRetires(1, "host b retires"), 9.0)
+    assert decision.reason == "host b retires; its workers belong to a job with parameter servers, and stay"
+    assert decision.actions == ()
 
 
 def test_a_job_with_parameter_servers_continues_without_a_host_of_workers_only() -> None:
@@ -655,7 +682,9 @@ def test_a_job_with_parameter_servers_continues_without_a_host_of_workers_only()
     decision = decide(state, HostLost(1, "host b has been silent for 5 s"), 9.0)
     assert decision.state.stage is Stage.RUNNING
     assert [action for action in decision.actions if isinstance(action, StartWorker)] == []
-    assert "lost workers are not replaced" in decision.reason
+    assert "others start when a host joins" in decision.reason
+    joined = decide(decision.state, HostJoined("d", 1, 2), 9.5)
+    assert [action.worker for action in joined.actions if isinstance(action, StartWorker)] == [5]
     decision = decide(state, HostLost(2, "host c has been silent for 5 s"), 9.0)
     assert decision.state.stage is Stage.ENDING
     assert decision.state.shutdown.outcome is not None
@@ -666,12 +695,13 @@ def test_a_job_with_parameter_servers_continues_without_a_host_of_workers_only()
 
 
 @pytest.mark.parametrize("worker", [0, 3, 4])
-def test_a_job_with_parameter_servers_ends_with_its_chief_or_a_server(worker: int) -> None:
-    state = decide(SERVED, WorkerExited(worker, -9), 9.0).state
+def test_a_job_with_parameter_servers_ends_with_a_process_that_it_cannot_lose(worker: int) -> None:
+    served = replace(SERVED, vital=frozenset({0, 3, 4}))
+    state = decide(served, WorkerExited(worker, -9), 9.0).state
     assert state.stage is Stage.ENDING
     assert state.shutdown.outcome is not None
     assert state.shutdown.outcome.message == f"worker {worker} was killed by SIGKILL"
-    failed = decide(SERVED, FailureReported(worker, 1, "ValueError", blames=False, prints=True), 9.0).state
+    failed = decide(served, FailureReported(worker, 1, "ValueError", blames=False, prints=True), 9.0).state
     assert failed.stage is Stage.ENDING
 
 

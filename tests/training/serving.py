@@ -1,11 +1,13 @@
 """Trains models asynchronously on parameter servers; prints exact results and rounded ones.
 
-    serving.py serial | free [SERVER CALL KIND NUMBER WHEN] | long | alone | lost-server | lost-chief |
-        raising | faster | differing | again | unscoped | mirrored
+    serving.py serial | free [SERVER CALL KIND NUMBER WHEN] | replaced FILE [SERVER ...] | long | alone |
+        lost-server | lost-chief | raising | faster | differing | again | unscoped | mirrored
 
 `serial` lets one step be in work at a time, as plain Keras does; without Lockstep, it prints what plain Keras
 computes. `free` has no bound; unless it follows a recorded order, a worker ends between its pushes to two
-servers, and a server at the given point (see `losing_servers.py`). `alone` trains in one process with and
+servers, and a server at the given point (see `losing_servers.py`). In `replaced`, a worker ends so within the
+second `fit`, and then the one that replaces it; the training stops soon after the next one takes part, whose
+step it writes to FILE, or at the step in FILE. `alone` trains in one process with and
 without the strategy. `lost-server` and `lost-chief` end such a process within `fit`, `raising` and `faster`
 have a callback that raises and one that changes the learning rate within an epoch; in `differing` a worker
 reads other data, and `again` reads an iterator twice. The models of the last two do not belong to a strategy
@@ -18,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -26,6 +29,7 @@ from losing_servers import lose_servers
 
 import lockstep
 from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
 from lockstep.protocol.parameter_server import Push
 from lockstep.transport.array_channel import Asked, AskingChannel
 from lockstep.worker import job
@@ -148,6 +152,32 @@ class Lost(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class StopsOnceReplaced(keras.callbacks.Callback):
+    """Stops the training some steps after a worker has completed its first one.
+
+    Args:
+        file: has the number of the last step; is written if it does not exist.
+        worker: the id of the worker.
+    """
+
+    def __init__(self, file: Path, worker: int) -> None:
+        super().__init__()
+        self.file, self.step, self.last = file, 0, int(file.read_text()) if file.exists() else None
+        take = StepDispatcher._take
+
+        def taken(dispatcher: StepDispatcher, asked: Asked) -> None:
+            take(dispatcher, asked)
+            if asked.worker == worker and self.last is None:
+                self.last = self.step + 30
+                file.write_text(str(self.last))
+
+        StepDispatcher._take = taken  # type: ignore[method-assign]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step += 1
+        self.model.stop_training = self.step == self.last
+
+
 def show(name: str, model: keras.Model, history: Any) -> None:
     found = dict(history.history)
     found |= {"epochs": history.epoch, "drawn": float(np.random.rand()), "stops": bool(model.stop_training)}
@@ -186,7 +216,7 @@ def serial(scope: Callable[[], Any]) -> None:
     show("outputs", model, model.fit(WORDS, [TAGS, TAGS.mean(1)], 25, 2, **options))
 
 
-def lose_between_pushes() -> None:
+def lose_between_pushes(*workers: int) -> None:
     send = AskingChannel.send
 
     def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
@@ -194,12 +224,12 @@ def lose_between_pushes() -> None:
         if isinstance(message, Push) and message.step >= LOSE_AT:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if job.current().worker == 2 and job.current().context.order is None:
+    if job.current().worker in workers and job.current().context.order is None:
         AskingChannel.send = sent  # type: ignore[method-assign]
 
 
 def free() -> None:
-    lose_between_pushes()
+    lose_between_pushes(2)
     lose_servers(sys.argv[2:])
     scope = strategy().scope
     model = dense(scope(), keras.optimizers.Adam(0.01))
@@ -209,6 +239,21 @@ def free() -> None:
     model = recommender(scope())
     show("rows", model, model.fit(WORDS, TAGS.mean(1), 7, 2, verbose=0, callbacks=[Halves()]))
     print("digest", lockstep.digest(model), flush=True)
+
+
+def replaced() -> None:
+    lose_servers(sys.argv[3:])
+    scope = strategy().scope
+    first, second = dense(scope(), keras.optimizers.Adam(0.01)), recommender(scope())
+    show("first", first, first.fit(X, Y, 20, 2, verbose=0, validation_data=(X[:50], Y[:50])))
+    print("evaluated", first.evaluate(X, Y, verbose=0), flush=True)
+    lose_between_pushes(2, 6)
+    stops = StopsOnceReplaced(Path(sys.argv[2]), 7)
+    show("rows", second, second.fit(WORDS, TAGS.mean(1), 7, 10**6, verbose=0, callbacks=[stops]))
+    show("again", second, second.fit(WORDS, TAGS.mean(1), 7, 2, verbose=0))
+    show("last", first, first.fit(X, Y, 20, 2, verbose=0))
+    print("digests", lockstep.digest(second), flush=True)
+    print("digest", lockstep.digest(first), flush=True)
 
 
 def lose_a_server() -> None:
@@ -227,6 +272,8 @@ match KIND:
         serial(strategy().scope if job.is_worker() else nullcontext)
     case "free":
         free()
+    case "replaced":
+        replaced()
     case "long":
         model = dense(strategy().scope(), "adam")
         shown = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", flush=True))

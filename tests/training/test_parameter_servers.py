@@ -10,6 +10,7 @@ import pytest
 
 Launch = Callable[..., Any]
 Repeat = Callable[..., Any]
+ALONE = "--max-restarts 0"
 
 
 def results(lines: list[str]) -> dict[str, Any]:
@@ -54,9 +55,12 @@ def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
 ) -> None:
     """The worker ends between its pushes to two servers, the server within an update of a table."""
     run = launch(
-        "-n 3 --ps 2", "serving.py", *["free", "0", "fit-3", "push", "7", "sent"], backend=thorough_backend
+        f"-n 3 --ps 2 {ALONE}",
+        "serving.py",
+        *("free", "0", "fit-3", "push", "7", "sent"),
+        backend=thorough_backend,
     )
-    assert "worker 2 was killed by SIGKILL; lost workers are not replaced" in run.stderr
+    assert "worker 2 was killed by SIGKILL; lost workers are not replaced (--max-restarts 0)" in run.stderr
     assert "parameter server 0 has ended; its log says why; its standby continues with its wei" in run.stderr
     (taken,) = run.marked(5, "lockstep: parameter server 0 is lost")
     assert taken.endswith("; this process continues with its weights after 7 updates")
@@ -81,14 +85,28 @@ def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
 def test_a_run_that_lost_a_server_at_any_point_can_be_repeated(
     launch: Launch, repeat: Repeat, lost: str, backend: str
 ) -> None:
-    run = launch("-n 3 --ps 2", "serving.py", "free", *lost.split(), backend=backend)
+    run = launch(f"-n 3 --ps 2 {ALONE}", "serving.py", "free", *lost.split(), backend=backend)
     check_repeated(run, repeat, (0, 1, 3, 5 - int(lost[0])))
 
 
-def check_repeated(run: Any, repeat: Repeat, left: tuple[int, ...]) -> None:
-    """Check that a run that lost a worker and a server can be repeated."""
+@pytest.mark.parametrize("lost", ["", pytest.param("1 fit-2 push 200 sent", marks=pytest.mark.slow)])
+def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
+    launch: Launch, repeat: Repeat, tmp_path: Path, thorough_backend: str, lost: str
+) -> None:
+    """Each worker ends between its pushes to two servers; the last one goes on to the end of the script."""
+    file = tmp_path / "last"
+    run = launch("-n 3 --ps 2", "serving.py", "replaced", str(file), *lost.split(), backend=thorough_backend)
+    for worker, replaced in ((6, 2), (7, 6)):
+        assert f"fit 2: worker {worker} takes the place of worker {replaced}\n" in run.stderr
+    check_repeated(run, repeat, (0, 1, 3, 4, 7) if lost else (0, 1, 3, 4, 5, 7), 2)
+
+
+def check_repeated(run: Any, repeat: Repeat, left: tuple[int, ...], joined: int = 0) -> None:
+    """Check that a run that lost workers and servers can be repeated."""
     assert run.status == 0, run.stderr
-    assert "(2 lost)" in run.last_line
+    began = 6
+    counts = f"{began + joined - len(left)} lost" + (f", {joined} joined" if joined else "")
+    assert f"({counts})" in run.last_line
     digests = {line for worker in left for line in run.marked(worker, "digest ")}
     assert len(digests) == 1
     assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 2, 5)).stdout

@@ -258,7 +258,7 @@ def opening(connect: Callable[..., Any], *lost: frozenset[int], timeout: float =
     server: Any = object.__new__(ServerProcess)
     told = iter(lost)
     server.tasks, server.timeout, server.connect = Tasks(4, 2), timeout, connect
-    server._began = frozenset(range(4))
+    server.workers = {process: process for process in range(4)}
     server.job = SimpleNamespace(membership=SimpleNamespace(lost_workers=lambda _: next(told)))
     return server
 

@@ -118,7 +118,7 @@ def _options(job: Mapping[str, Any]) -> list[str]:
     """Return the options of `lockstep run` that bits depend on, and the number of workers."""
     servers = job.get("parameter_servers", 0)
     if servers:
-        # The order has what a worker did that has replaced a lost one: that, which is not lost here, repeats it.
+        # A worker that was lost and replaced is not lost here: it also repeats what the other one did.
         words = ["-n", str(job["workers"] - servers - 1), "--ps", str(servers), "--max-restarts", "0"]
     else:
         words = ["-n", str(job["workers"]), "--replicas", str(job["replicas"])]

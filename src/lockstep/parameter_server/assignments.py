@@ -59,11 +59,9 @@ class Assignments:
             worker: that gets it.
             below: only a step below this one; None for any.
         """
-        if not self._may_begin():
-            return None
         fit = (step for step in self._returned if worker not in self._lost_with.get(step, ()))
         step = min(fit, default=self._next)
-        if below is not None and step >= below:
+        if (below is not None and step >= below) or not self._may_begin(step):
             return None
         if step == self._next:
             if step == self.stop:
@@ -144,10 +142,12 @@ class Assignments:
             self._done.remove(self.completed_below)
             self.completed_below += 1
 
-    def _may_begin(self) -> bool:
+    def _may_begin(self, step: int) -> bool:
         bound = self.max_staleness
         if bound is None:
             return True
-        others = len(self._active)
-        # Each step in work may be passed by all others in work, and by the new one.
+        # Each step in work may be passed by all others in work, by the new one, and by lost ones: a server
+        # may have their gradients.
+        lost = self._returned.intersection(self._lost_with)
+        others = len(self._active) + len(lost - {step})
         return all(active.passed + others <= bound for active in self._active.values()) and others <= bound

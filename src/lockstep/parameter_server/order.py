@@ -37,6 +37,7 @@ class Kind(IntEnum):
     RAISE = 8
     POLL = 9
     TAKEN = 10
+    JOINED = 11
 
 
 class Record(NamedTuple):
@@ -44,11 +45,11 @@ class Record(NamedTuple):
 
     Attributes:
         kind: what was processed. `CALL` begins a call of `fit`, or the calls of a `ClusterCoordinator`, with
-            the number of the call as the step; `END` ends it. At `TAKEN`,
-            another process has taken over the shards of a server.
+            the number of the call as the step; `END` ends it. At `TAKEN`, another process has taken over the
+            shards of a server. At `JOINED`, another worker has taken the place of the lost one.
         worker: that sent it; of a `POLL`, whether `done` returned True.
-        step: for which; of `READ`, `WRITE`, `RAISE` and `POLL`, the number of completed steps in `fit`, or
-            the number of the call of the `ClusterCoordinator`.
+        step: for which; of `JOINED`, the worker id of the other one; of `READ`, `WRITE`, `RAISE` and `POLL`,
+            the number of completed steps in `fit`, or the number of the call of the `ClusterCoordinator`.
         part: of a function that applies optimizers several times: the number of the time, of which the lower
             8 bits are recorded.
     """

@@ -234,7 +234,7 @@ class Job:
             which does not belong to the workers' job.
         process: the id of this process's task in a job with parameter servers: its worker id, or that of the
             lost worker that it replaces.
-        joined_with: the workers of the view that has admitted this worker with `join_apart`, until it enters it.
+        joined_with: the workers of the view that this worker has joined with `join_apart` and not entered.
         policy: as given.
         timer: measures the steps of the main thread.
     """

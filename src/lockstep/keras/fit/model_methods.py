@@ -472,7 +472,7 @@ class ModelMethods:
             explain_memory(self._job, data.held)
             samples = keras.backend.backend() == "jax"
             self._models.build(
-                model, "predict", lambda: self._sample(data, model) if samples else data.peek()
+                model, "predict", lambda: self._sample(data, model, "predict") if samples else data.peek()
             )
             if keras.backend.backend() != "tensorflow":
                 # While some layer is not built, Keras first calls the model on a batch of its own.
@@ -659,7 +659,7 @@ class ModelMethods:
         """Build what needs the first batch, and refuse what replicas cannot compute; see `_compare`."""
         if self._alone and not (self._resumable.behind or self._models.awaits(model)):
             return
-        self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model)))
+        self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model, kind)))
         if self._alone:
             return
         refuse_metrics_that_do_not_add(model, data.peek)
@@ -687,10 +687,13 @@ class ModelMethods:
             self._built_with[model] = keras.tree.map_structure(lambda leaf: leaf[:1], _inputs_of(batch))
         return batch
 
-    def _sample(self, data: GlobalInput, model: Any) -> Any:
-        """Return a batch to build a model with, read from the data as Keras reads one."""
-        reads = keras.backend.backend() != "tensorflow" and not self._models.awaits(model)
-        if not reads or not self._resumable.may_sample:
+    def _sample(self, data: GlobalInput, model: Any, kind: Kind) -> Any:
+        """Return a batch to build a model with, read from the data as Keras reads one.
+
+        Reading draws random numbers, so it is only done where each process does it.
+        """
+        known = self._models.awaits(model) or self._models.was_built(model, kind)
+        if keras.backend.backend() == "tensorflow" or known or not self._resumable.may_sample:
             return data.peek()
         self._calls.current.samples += 1
         data.on_epoch_begin()
@@ -698,7 +701,7 @@ class ModelMethods:
 
     def _first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
         """Yield the first batch in the form of Keras's epoch iterators; read it only when asked for it."""
-        yield 0, 0, [self._sample(data, model)]
+        yield 0, 0, [self._sample(data, model, "train")]
 
     def _recorded_settings(self, model: Any, given: Mapping[str, Any]) -> Facts:
         """Return settings of a `fit` that may differ between runs, but not between workers."""

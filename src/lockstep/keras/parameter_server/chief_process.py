@@ -57,7 +57,7 @@ class ChiefProcess(FitProcess):
         self._dispatcher.keep(addresses)
         self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
         self._known, self._known_others = self._values(None), self._others(None)
-        self._first_others = self._known_others
+        self._first_others, self._random = self._known_others, random_states()
         batches = training.batches
         training.batches = lambda: self._one_ahead(batches())
         with self.job.apart():
@@ -205,7 +205,7 @@ class ChiefProcess(FitProcess):
             for pair in zip(group, known, strict=True)
         ]
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
-        known = KnownOnServers([*values, *others], self.facts(self._addresses))
+        known = KnownOnServers([*values, *others], self._random, self.facts(self._addresses))
         return self.served.take(whole, self._steps, known)
 
     def _compare_batches(self) -> None:

@@ -228,6 +228,7 @@ class Dispatcher(ABC):
         if worker != self._worker(process):
             replaced, self._workers[process] = self._worker(process), worker
             self._live.add(process)
+            self._writer.add(Kind.JOINED, process, worker)
             note(f"{self._what}: worker {worker} takes the place of worker {replaced}")
 
     def _lose(self, process: int) -> None:
@@ -289,6 +290,8 @@ class Dispatcher(ABC):
                 if asked is None:
                     return
                 self._take(asked)
+            elif turn.kind is Kind.JOINED:
+                self._writer.add(*turn)
             elif turn.kind is not Kind.ASSIGN or not self._may_assign(turn):
                 return
             else:

@@ -66,14 +66,15 @@ class StepDispatcher(Dispatcher):
         self._parked[asked.process] = asked
 
     def _is_ahead(self, process: int) -> bool:
-        """Whether a worker has a step of an epoch that it has not begun, in a recorded order.
+        """Whether a worker that follows a recorded order keeps a step of an epoch that it has not begun.
 
-        There, it was one that had replaced a lost worker, and was further.
+        There, it was one that had replaced a lost worker, and was further. It has computed the step, or was
+        lost with it; otherwise, it has got another one later.
         """
-        if self._recorded is None:
+        if self._recorded is None or process not in self._assignments.in_work().values():
             return False
-        step = next((step for step, worker in self._assignments.in_work().items() if worker == process), -1)
-        return self._recorded.next_of(process) == Record(Kind.DONE, process, step)
+        following = self._recorded.next_of(process)
+        return following is None or following.kind is not Kind.ASSIGN
 
     def _take(self, asked: Asked) -> None:
         done = asked.message

@@ -18,11 +18,14 @@ class CompiledModels:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._models: list[weakref.ref[Any]] = []
-        self._built: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._built: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._built_before: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._waiting: dict[int, Mapping[str, Any]] = {}
 
     def add(self, model: Any) -> None:
         """Add `model`, which was just compiled."""
+        for built in (self._built, self._built_before):
+            built.pop(model, None)
         if all(known() is not model for known in self._models):
             self._models.append(weakref.ref(model))
 
@@ -35,12 +38,30 @@ class CompiledModels:
             batch: reads a batch to build the model with.
         """
         self._backend.build(model, kind, batch)
-        self._built.add(model)
+        self._built[model] = self._built.get(model, False) or kind != "predict"
         self.load_waiting(model)
 
     def is_built(self, model: Any) -> bool:
         """Whether `model` has its variables; unlike Keras's `built`, also if it is never called."""
         return model is not None and (model.built or model in self._built)
+
+    @property
+    def built(self) -> dict[int, bool]:
+        """The models that calls of the script have built, by their numbers: whether with their metrics."""
+        found = {**self._built_before, **self._built}
+        return {
+            index: found[model] for index, known in enumerate(self._models) if (model := known()) in found
+        }
+
+    def were_built(self, built: Mapping[int, bool]) -> None:
+        """Note which models calls have built that this process has skipped: what `built` returned there."""
+        for index, known in enumerate(self._models):
+            if index in built and (model := known()) is not None:
+                self._built_before[model] = built[index]
+
+    def was_built(self, model: Any, kind: Kind) -> bool:
+        """Whether a call that this process has skipped has built what a step of `model` needs."""
+        return self._built_before.get(model, False) or (kind == "predict" and model in self._built_before)
 
     def awaits(self, model: Any) -> bool:
         """Whether values are pending until `model` is built."""

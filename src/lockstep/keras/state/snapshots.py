@@ -51,10 +51,12 @@ class KnownOnServers(NamedTuple):
 
     Attributes:
         values: variables of the model, with their values at some time within the call.
+        random: the random states at its beginning.
         facts: on the processes of the call, for those that join.
     """
 
     values: Sequence[tuple[Any, Any]]
+    random: Mapping[str, Any]
     facts: Mapping[str, Any]
 
 
@@ -163,6 +165,7 @@ class Snapshots:
             "heard": callbacks_done,
             "stops": callbacks_done and bool(model.stop_training),
             "verified": verifications_of(self._job).packed,
+            "built": self.models.built,
         }
         packed, values = pack(facts, "training")
         converted = {
@@ -187,6 +190,7 @@ class Snapshots:
         facts: dict[str, Any] = {
             "journal": self.resumable.journal.packed(),
             "steps": steps,
+            "looks": call.samples,
             "call": call.name,
         }
         arrays: dict[str, Any] = {}
@@ -196,7 +200,8 @@ class Snapshots:
             arrays = {f"current/{name}": values[id(one)] for name, one in named if id(one) in values}
             arrays |= self.models.values(apart_from=model)
             facts |= {"methods": dict(self._calls.methods), "taken": self._calls.taken}
-            facts["servers"] = dict(known.facts)
+            facts["built"] = self.models.built
+            facts |= {"random": dict(known.random), "servers": dict(known.facts)}
         packed, more = pack(facts, "training")
         converted = {
             name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
@@ -205,18 +210,17 @@ class Snapshots:
         return self._for_joiners(Contents(self._calls.taken, {"training": packed}, {**converted, **more}))
 
     def join_on_servers(self, model: Any) -> Mapping[str, Any]:
-        """Restore the state that `take_from_servers` has taken; return the facts of the servers.
-
-        The random states stay as they are: the call in progress begins with them, as on the others.
-        """
+        """Restore the state that `take_from_servers` has taken; return the facts of the servers."""
         resumption = self.resumable.resumption
         assert resumption is not None
         facts = unpack(resumption.contents.manifest["training"], resumption.contents.arrays)
         self.models.load(resumption.contents.arrays)
+        self.models.were_built(facts["built"])
         assign(model, below("current/", resumption.contents.arrays))
         self._calls.methods.clear()
         self._calls.methods.update(facts["methods"])
         self._calls.taken = facts["taken"]
+        set_random_states(facts["random"])
         self.resumable.arrive()
         call = self._calls.current
         call.skipped = 0
@@ -245,6 +249,7 @@ class Snapshots:
         if not resumption.joined:
             self.compare_settings(contents.step, facts, model, program)
         self.models.load(contents.arrays)
+        self.models.were_built(facts.get("built", {}))
         current = below("current/", contents.arrays)
         if model is not None:
             # Some steps build optimizers when they apply them.
