@@ -71,9 +71,13 @@ def main() -> None:
             ]
         )
         model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"])
+        other = keras.Sequential([layers.Input((6,)), layers.Dense(1)])
+        other.compile("sgd", "mse", metrics=["mae"])
     random = np.random.default_rng(0)
     x = random.normal(size=(110, 6)).astype("float32")
     y = x[:, :1] * 2 + random.normal(size=(110, 1)).astype("float32")
+    # Builds its metrics, with a batch of the data; later calls need none.
+    other.evaluate(x, y, verbose=0)
     first, second = Counting(1), Counting(2)
     stopping = keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True)
     slower = keras.callbacks.ReduceLROnPlateau(patience=0, factor=0.5)
@@ -96,6 +100,8 @@ def main() -> None:
         loss = model.train_on_batch(x[number * 10 : number * 10 + 10], y[number * 10 : number * 10 + 10])
         kill_at(f"batch {number}")
         print("batch", [float(figure).hex() for figure in np.atleast_1d(loss)])
+    history = other.fit(x, y, batch_size=24, verbose=0)
+    print("fit 3", lockstep.digest(other), history.history)
     print("table", TABLE.read_bytes())
     print("end", lockstep.digest(model), np.random.random())
 
