@@ -52,11 +52,11 @@ def test_a_run_on_several_hosts_that_lost_a_worker_and_a_server_is_repeated_on_o
 @pytest.mark.parametrize(
     ("servers", "lost", "status", "said"),
     [
-        (1, 1, 0, "lost workers 2 and 3; lost workers are not replaced"),
+        (1, 1, 0, "lost workers 2 and 3; others start when a host joins"),
         (1, 2, 1, "the job cannot continue without worker 4"),
         (2, 2, 0, "its standby continues with its weights"),
         (3, 2, 0, "its standby continues with its weights"),
-        (4, 2, 1, "lost workers 3, 4, 5 and 6; lost workers are not replaced"),
+        (4, 2, 1, "lost workers 3, 4, 5 and 6; a lost parameter server is not replaced"),
     ],
 )
 def test_the_loss_of_a_host(
@@ -79,6 +79,26 @@ def test_the_loss_of_a_host(
     assert (job.end() != 0) == status, job.err
     assert said in job.err
     hosts[lost].reconnect()
+
+
+@pytest.mark.slow
+def test_workers_on_other_hosts_replace_lost_ones(
+    hosts: Sequence[Host], lean: Callable[..., dict[str, str]]
+) -> None:
+    environment = lean(TRAINING / "together.py", "jax")
+    for host in hosts:
+        _copy(host, "serving.py")
+    options = "--backend jax --ps 2 --hosts node1:1,node2:3,node3:2 --threads-per-worker 1 --run-dir run"
+    job = hosts[3].lockstep("run", *options.split(), "serving.py", "replaced", "last", **environment)
+    assert job.end() == 0, job.err
+    for worker, replaced in ((6, 2), (7, 6)):
+        assert f"fit 2: worker {worker} takes the place of worker {replaced}" in job.err
+    logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 4, 5, 7)]
+    assert len({_digest(log.read_text()) for log in logs}) == 1
+    shutil.copy(hosts[0].work / "last", hosts[3].work)
+    again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
+    assert again.end() == 0, again.err
+    assert "the models at the end are equal to the last bit" in again.out
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 Facts come first: at which step something recorded differs first, and what of the step: the state before it,
 its examples, a partial, the total or the state after it. The cause explains that: a difference between
-the programs, versions or hosts if one can have this effect, otherwise the fact itself.
+the programs, versions or hosts if one can have this effect, otherwise the fact itself. A job with parameter
+servers records no steps, only states: there each difference of programs or hosts can be the cause, and
+without one the order of arrivals is, or examples that differ.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +26,7 @@ Cause = Literal[
     "reduction",
     "update",
     "state",
+    "order",
 ]
 Place = Literal["first state", "state", "input", "gradient", "reduction", "update", "result", "length", "end"]
 """What differs first: `first state` before the first step, `state` between two steps, `result` of a test, the
@@ -122,7 +125,8 @@ def compare(first: Recording, second: Recording) -> Comparison:
         ConfigError: they have nothing in common that could be equal.
     """
     replicas = first.replicas, second.replicas
-    if replicas[0] != replicas[1]:
+    served = first.has_servers and second.has_servers
+    if replicas[0] != replicas[1] and not served:
         raise ConfigError(
             f"{first.folder} has {count(replicas[0], 'replica')} and {second.folder} has "
             f"{count(replicas[1], 'replica')}, so nothing in them can be equal: compare runs with the same "
@@ -150,8 +154,12 @@ def compare(first: Recording, second: Recording) -> Comparison:
                 found = replace(found, place="state")
             gap = key.step - (not key.tests) > last_equal and found.place != "first state"
             missing = ("the steps between",) if gap else ()
-            # A step between may differ anywhere.
-            cause, explained = _cause(_Fact("end") if gap and found.place == "state" else found, heads)
+            if served:
+                found, missing = replace(found, place="state"), ()
+                cause, explained = _cause_on_servers(heads)
+            else:
+                # A step between may differ anywhere.
+                cause, explained = _cause(_Fact("end") if gap and found.place == "state" else found, heads)
             return Comparison(
                 equal=False,
                 compared=compared,
@@ -179,6 +187,13 @@ def compare(first: Recording, second: Recording) -> Comparison:
             last_equal = key.step
     ended = _at_the_end(first, second, heads, compared, last_equal, lengths, only_inputs)
     return replace(ended, points=len(points), job_replicas=first.replicas)
+
+
+def _cause_on_servers(heads: tuple[HeadDifference, ...]) -> tuple[Cause, HeadDifference | None]:
+    """Return the cause of a difference between two jobs with parameter servers."""
+    # The processes of two such jobs may differ without an effect.
+    able = [head for head in heads if head.name != "replicas"]
+    return (able[0].cause, able[0]) if able else ("order", None)
 
 
 def _at_the_end(

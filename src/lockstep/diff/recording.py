@@ -88,6 +88,11 @@ class Recording:
     lost: int = 0
 
     @property
+    def has_servers(self) -> bool:
+        """Whether the job has parameter servers."""
+        return bool(self.job.get("parameter_servers"))
+
+    @property
     def replicas(self) -> int:
         """R."""
         return int(self.program.get("replicas", self.job.get("replicas", 0)))

@@ -12,7 +12,6 @@ _UNSURE = {"the state after the step before", "the steps between", "the steps af
 """What must be recorded to be sure of the cause."""
 _OTHERS = "also different between the runs:"
 _OTHERS_EQUAL = "different between the runs, without an effect on a recorded bit:"
-_OTHERS_HARMLESS = "different between the runs, without being the cause of this:"
 
 _NEXT: dict[Cause, str] = {
     "configuration": "give both runs the same settings, or expect other bits",
@@ -21,8 +20,8 @@ _NEXT: dict[Cause, str] = {
     "script": "compare the scripts (git diff); the version that a run used is in its folder sources/",
     "seed": "give both runs the same --seed, and the same seeds in the script",
     "input": (
-        "look at what reads these examples: a shuffle or generator without a seed, a clock, the order of "
-        "files in a folder, or data that has changed"
+        "look at what reads these examples: data, a script or a module that has changed, a shuffle or "
+        "generator without a seed, a clock, or the order of files in a folder"
     ),
     "gradient": (
         "look at the layers of these variables and at train_step for random numbers without a seed, the "
@@ -37,6 +36,10 @@ _NEXT: dict[Cause, str] = {
     "state": (
         "look at what changes weights outside of steps: a file that the script loads, a callback, "
         "set_weights or assign"
+    ),
+    "order": (
+        "nothing, if the data is equal: two runs with parameter servers differ in the order of arrivals, "
+        "unless max_staleness is 0; lockstep rerun RUN repeats one"
     ),
 }
 
@@ -72,7 +75,7 @@ def lines(comparison: Comparison, names: Sequence[str]) -> list[str]:
         why = "" if comparison.explained is None else f": {_described(comparison.explained)}"
         found.append(f"cause: {'not certain; perhaps ' if unsure else ''}{comparison.cause}{why}")
     if others := [head for head in comparison.heads if head is not comparison.explained]:
-        found.append(_OTHERS_EQUAL if comparison.equal else _OTHERS if unsure else _OTHERS_HARMLESS)
+        found.append(_OTHERS_EQUAL if comparison.equal else _OTHERS)
         found += [f"  {_described(head)}" for head in others[:_SHOWN]]
         if len(others) > _SHOWN:
             found.append(f"  and {len(others) - _SHOWN} more; --json lists all")

@@ -75,7 +75,7 @@ class SharedSaves:
         self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Save like `original`, once for all workers that save the same state to the same path."""
-        if self._job.context.folder is None or len(self._job.view.workers) == 1:
+        if self._job.context.folder is None:
             original(model, filepath, *args, **kwargs)
             return
         arrays = [self._backend.to_numpy(value) for value in model_state(model).values()]

@@ -215,13 +215,18 @@ def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> D
         return Decision(state, reason=how)
     if worker not in state.members:
         return Decision(state, reason=f"{how}; the others had already continued without it")
-    return _saved_without(state, how, now)
+    return _saved_without(state, how, now, killed=event.status < 0)
 
 
-def _saved_without(state: State, how: str, now: float) -> Decision:
-    """Let the chief complete its step without lost members, or stop the others if it is lost."""
+def _saved_without(state: State, how: str, now: float, *, killed: bool) -> Decision:
+    """Let the chief, or the next one, complete its step without lost members; stop the others after it."""
     if state.view.chief in state.running:
         return _next_view(state, how, now)
+    saving = state.shutdown.saving
+    if killed and state.staying and saving.kept is None and not saving.failure:
+        state = replace(state, shutdown=replace(state.shutdown, saving=Saving()))
+        decision = _next_view(state, how, now)
+        return decision.after(SignalWorker(decision.state.view.chief, signal.SIGTERM))
     reason = f"{how}; sending SIGTERM to the other workers"
     return _with_saving_outcome(_signal_all(state, signal.SIGTERM, now, reason), state.shutdown.saving, how)
 
@@ -314,7 +319,7 @@ def _host_lost(state: State, event: HostLost, now: float) -> Decision:
         over = over.after(ShowMessage(how)) if succeeded else over
         return _with_saving_outcome(over, saving, how) if state.stage is Stage.SAVING else over
     if state.stage is Stage.SAVING and members.intersection(state.members):
-        return _saved_without(state, how, now)
+        return _saved_without(state, how, now, killed=True)
     if not state.active:
         return Decision(state, reason=f"{how}; the job is already ending")
     state = _unstuck(state)
@@ -559,14 +564,15 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
 
 
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
-    """Stop the job: with SIGTERM and checkpoints after one more checkpoint, otherwise at once."""
+    """Stop the job: with SIGTERM or SIGHUP and checkpoints after one more checkpoint, otherwise at once."""
     name, shutdown = signal_name(event.signal), state.shutdown
     if state.stage is Stage.SAVING:
         killed = _kill(state, now, f"received {name} during the grace period")
         return _with_saving_outcome(killed, shutdown.saving, f"received {name}")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return _kill(state, now, f"received {name} again")
-    saves = event.signal == signal.SIGTERM and state.keeps
+    # The terminal is closed, or the host is about to stop.
+    saves = event.signal in (signal.SIGTERM, signal.SIGHUP) and state.keeps
     members = [state.workers[worker] for worker in state.present]
     if (
         state.stage is Stage.RUNNING
@@ -593,7 +599,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     state = _at_stage(state, Stage.SAVING, now + grace)
     state = replace(state, shutdown=replace(state.shutdown, saving=Saving()))
     decision = _next_view(state, reason, now) if waits else Decision(state, (ShowMessage(reason),), reason)
-    return decision.after(SignalWorker(decision.state.view.chief, event.signal))
+    return decision.after(SignalWorker(decision.state.view.chief, signal.SIGTERM))
 
 
 def _deadline_passed(state: State, now: float) -> Decision:
