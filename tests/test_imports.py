@@ -143,7 +143,7 @@ NOT_OF_FRAMEWORKS = {
     "observability/job_metrics.py": {"_info", "_total"},  # parts of names of metrics
     "strategy/cluster_coordinator.py": {"_coordinator", "_fresh", "_own"},
 }
-"""Private names that are not of frameworks, but of Lockstep's objects in other files and of other libraries."""
+"""Private names of Lockstep's objects in other files, and of other libraries, by the file that uses them."""
 
 
 def entries(package: Path) -> set[str]:
@@ -258,8 +258,16 @@ def private_names(nodes: list[ast.AST], *, of_self: bool) -> Iterator[tuple[int,
             name = node.attr if is_self is of_self else ""
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
             name = "" if of_self else node.value
-        if re.fullmatch(r"_[A-Za-z]\w*", name):
+        if name.startswith("_") and re.fullmatch(r"_[A-Za-z]\w*", name):
             yield node.lineno, name
+
+
+def dotted(node: ast.expr) -> str:
+    """Return the full name that an expression consists of; empty for others."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def private_modules(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
@@ -271,9 +279,9 @@ def private_modules(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
-        elif isinstance(node, ast.Constant):
-            names = [str(node.value)]
+            names = [dotted(node)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
         for name in names:
             if PRIVATE_MODULE.fullmatch(name):
                 yield node.lineno, name
@@ -295,12 +303,17 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.expr | ast.stmt)]
+
+
+@functools.cache
 def known_names() -> tuple[set[str], set[str]]:
     """Return the private names of frameworks in the files for them, and the names of all other files."""
     ours: set[str] = set()
     theirs: set[str] = set()
     for path in ROOT.rglob("*.py"):
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        nodes = nodes_of(path)
         if str(path.relative_to(ROOT)) in PRIVATE_FILES:
             theirs |= {name for _, name in private_names(nodes, of_self=False)}
         else:
@@ -308,9 +321,8 @@ def known_names() -> tuple[set[str], set[str]]:
     return theirs - DOCUMENTED, ours
 
 
-def private_uses(source: str, file: str) -> list[str]:
+def private_uses(nodes: list[ast.AST], file: str) -> list[str]:
     """Return a sentence about each use of a private part of a framework in the source of a file."""
-    nodes = [*ast.walk(ast.parse(source))]
     theirs, ours = known_names()
     fine = (own_names(nodes) - theirs) | DOCUMENTED | NOT_OF_FRAMEWORKS.get(file, set())
     found = [
@@ -327,9 +339,9 @@ def private_uses(source: str, file: str) -> list[str]:
 
 
 def test_private_parts_of_frameworks_are_used_in_the_files_for_them_only() -> None:
-    files = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.rglob("*.py")}
+    files = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
     assert set(PRIVATE_FILES) <= files.keys()
-    uses = [private_uses(text, file) for file, text in files.items() if file not in PRIVATE_FILES]
+    uses = [private_uses(nodes_of(path), file) for file, path in files.items() if file not in PRIVATE_FILES]
     assert not any(uses), "\n".join(one for some in uses for one in some)
 
 
@@ -350,7 +362,8 @@ def test_private_parts_of_frameworks_are_used_in_the_files_for_them_only() -> No
     ],
 )
 def test_a_use_of_a_private_part_elsewhere_is_described(line: str, name: str) -> None:
-    uses = private_uses(f"self.fine = _fine = 1\n_fine\n{line}", "keras/devices.py")
+    nodes = ast.walk(ast.parse(f"self.fine = _fine = 1\n_fine\n{line}"))
+    uses = private_uses([*nodes], "keras/devices.py")
     assert any(f"keras/devices.py, line 3, uses {name}, a private part" in use for use in uses), uses
     assert all("line 3" in use for use in uses)
 

@@ -7,6 +7,7 @@ eager operations, which programs on other backends use too, is in `lockstep.work
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
@@ -31,7 +32,6 @@ from tensorflow.python.data.ops import (
 from tensorflow.python.data.ops.options import ExternalStatePolicy
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute.input_ops import auto_shard_dataset
-from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.framework import auto_control_deps_utils, op_def_registry, random_seed
@@ -49,6 +49,9 @@ from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from lockstep.worker.patch_registry import Part
+from lockstep.worker.private_modules import TENSORFLOW_CONTEXT
+
+_context: Any = import_module(TENSORFLOW_CONTEXT)
 
 # Operations and graphs
 
@@ -83,7 +86,7 @@ def entered_graphs() -> Any:
 
     Each has `is_building_function`.
     """
-    return context.context().context_switches.stack
+    return _context.context().context_switches.stack
 
 
 def counters_of_loops(graph: Any) -> list[Any]:
@@ -110,13 +113,13 @@ def with_own_graphs(key: Any, owner: object) -> Any:
 
 def eagerly() -> AbstractContextManager[None]:
     """Return a context in which operations run eagerly, also on a thread that is building a graph."""
-    found: AbstractContextManager[None] = context.eager_mode()
+    found: AbstractContextManager[None] = _context.eager_mode()
     return found
 
 
 def wait_for_operations() -> None:
     """Wait for all eager operations that this process has started; raise the error of one that failed."""
-    context.async_wait()
+    _context.async_wait()
 
 
 # Variables
@@ -152,7 +155,7 @@ def converted(function: Callable[..., Any], status: Any) -> Callable[..., Any]:
 
 
 def python_function_of(function: Any) -> tuple[Callable[..., Any], Any]:
-    """Return the Python function of a `tf.function`, and its status for `converted`; None if not converted."""
+    """Return the Python function of a `tf.function`, and its status for `converted`, if any."""
     status = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED) if function._autograph else None
     return function.python_function, status
 
@@ -187,7 +190,7 @@ PFOR: Part = control_flow_ops, "pfor"
 
 def global_seed() -> int | None:
     """Return the seed that `tf.random.set_seed` has set; None without one."""
-    seed: int | None = context.global_seed()
+    seed: int | None = _context.global_seed()
     return seed
 
 
