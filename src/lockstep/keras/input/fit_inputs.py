@@ -683,7 +683,7 @@ def _lazily(stream: DataAdapter) -> Iterator[Any]:
     yield from _elements(stream) if isinstance(stream, TFDatasetAdapter) else stream.get_numpy_iterator()
 
 
-def _elements(stream: TFDatasetAdapter) -> Iterator[Any]:
+def _elements(stream: DataAdapter) -> Iterator[Any]:
     """Begin a pass over a `tf.data.Dataset`, without Keras's copies of dense tensors."""
     dataset = stream.get_tf_dataset()
     kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}

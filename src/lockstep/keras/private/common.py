@@ -1,59 +1,37 @@
 """The private parts of Keras that belong to no backend; when Keras changes one, only this file changes.
 
-Keras promises nothing about modules below `keras.src` and attributes that begin with an underscore. Comments
-and docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. `get_file`, which is
-replaced before Keras is imported, is in `lockstep.worker.private_modules`.
+Keras promises nothing about modules below `keras.src` and attributes that begin with an underscore.
+Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. `get_file`, which is replaced
+before Keras is imported, is in `lockstep.worker.private_modules`.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
-
-# The dtype of the two numbers that are the seed of an operation on this backend.
-from keras.src.backend import random_seed_dtype as random_seed_dtype
+from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.losses import loss as loss_functions
-
-# How weights are reduced with a mask, as `reduce_weighted_values` does it.
-from keras.src.losses.loss import apply_mask as apply_mask
-
-# Which adapter Keras chooses for an input, and whether an input is of the kinds that it reads by themselves.
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
-from keras.src.trainers.data_adapters import is_tf_dataset as is_tf_dataset
-from keras.src.trainers.data_adapters import is_torch_dataloader as is_torch_dataloader
-
-# Visits the rows of arrays in the order of `fit`, which it draws from the states of the chosen output:
-# `get_numpy_iterator` from NumPy's, `get_torch_dataloader().batch_sampler` from PyTorch's, `get_tf_dataset`
-# from TensorFlow's; `can_convert_arrays((x, y, sample_weight))` says whether `fit` uses it.
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
-from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays as can_convert_arrays
-
-# The interface of inputs: `fit` uses an instance as it is, and `get_jax_iterator`, `get_tf_dataset` or
-# `get_torch_dataloader`, `num_batches`, `batch_size`, `on_epoch_begin` and `on_epoch_end` of it.
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
-
-# How many batches Keras reads of a `PyDataset` on TensorFlow to know the form of all, and the form of some.
-from keras.src.trainers.data_adapters.data_adapter_utils import (
-    NUM_BATCHES_FOR_TENSOR_SPEC as NUM_BATCHES_FOR_TENSOR_SPEC,
-)
-from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec as get_tensor_spec
-
-# Keras's threads or processes for a `PyDataset`: `start()`, `get()`, an iterator of batches, and `stop()`.
-from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer as OrderedEnqueuer
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as TFDatasetAdapter
-from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
-    TorchDataLoaderAdapter as TorchDataLoaderAdapter,
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    data_adapter,
+    data_adapter_utils,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+    torch_data_loader_adapter,
 )
 from keras.src.utils import module_utils, rng_utils
 
 from lockstep.worker.patch_registry import Part
 
 # Random numbers
+
+random_seed_dtype = backend.random_seed_dtype
+"""Returns the dtype of the two numbers that are the seed of an operation on this backend."""
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
@@ -224,6 +202,9 @@ REDUCE_VALUES: Part = loss_functions, "reduce_values"
 SCALE_LOSS: Part = loss_functions, "scale_loss_for_distribution"
 """Called by the functions above with each mean, to divide it by the number of replicas."""
 
+apply_mask = loss_functions.apply_mask
+"""Combines weights with a mask as `reduce_weighted_values` does: (weights, mask, dtype=, reduction=)."""
+
 
 def compiled_loss(model: Any) -> Any:
     """Return the loss given to `compile`, called as (y, y_pred), which has `metrics`; None without one."""
@@ -287,6 +268,49 @@ def names_without_decay(optimizer: Any) -> Any:
 
 
 # Inputs
+
+DataAdapter: TypeAlias = data_adapter.DataAdapter
+"""The interface of inputs: `fit`, `evaluate` and `predict` use an instance of it as it is.
+
+They read it by the `get_jax_iterator`, `get_tf_dataset` or `get_torch_dataloader` of their backend.
+"""
+
+ArrayDataAdapter: TypeAlias = array_data_adapter.ArrayDataAdapter
+"""The adapter of arrays, which draws the order of the rows when a pass begins.
+
+It draws it from the random states of what it is asked for: NumPy's for `get_numpy_iterator`, PyTorch's for
+`get_torch_dataloader().batch_sampler`, TensorFlow's for `get_tf_dataset`.
+"""
+
+can_convert_arrays = array_data_adapter.can_convert_arrays
+"""Whether `fit` uses `ArrayDataAdapter` for (x, y, sample_weight)."""
+
+PyDatasetAdapter: TypeAlias = py_dataset_adapter.PyDatasetAdapter
+"""The adapter of a `PyDataset`."""
+
+OrderedEnqueuer: TypeAlias = py_dataset_adapter.OrderedEnqueuer
+"""Keras's threads or processes for a `PyDataset`: `start()`, `get()`, which yields batches, and `stop()`."""
+
+TFDatasetAdapter = tf_dataset_adapter.TFDatasetAdapter
+"""The adapter of a `tf.data.Dataset`; on TensorFlow, a pass over its `get_tf_dataset()` begins at once."""
+
+TorchDataLoaderAdapter = torch_data_loader_adapter.TorchDataLoaderAdapter
+"""The adapter of a `DataLoader`; on PyTorch, a pass over its `get_torch_dataloader()` begins at once."""
+
+get_data_adapter = data_adapters.get_data_adapter
+"""Returns the adapter for an input of any kind: (x, y, sample_weight, class_weight=)."""
+
+is_tf_dataset = data_adapters.is_tf_dataset
+"""Whether `get_data_adapter` takes an object for a `tf.data.Dataset`."""
+
+is_torch_dataloader = data_adapters.is_torch_dataloader
+"""Whether `get_data_adapter` takes an object for a `DataLoader`."""
+
+NUM_BATCHES_FOR_TENSOR_SPEC = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+"""The number of batches that Keras reads on TensorFlow to know the form of the batches of a `PyDataset`."""
+
+get_tensor_spec = data_adapter_utils.get_tensor_spec
+"""Returns the form that some batches have in common, with any number of examples."""
 
 
 def array_parts(adapter: ArrayDataAdapter) -> tuple[Any, int, int]:
