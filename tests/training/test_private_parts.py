@@ -369,6 +369,8 @@ def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name(
     keras.random.uniform((1,))
     kept = part(f"{GLOBAL_STATE}.get_global_attribute")("global_seed_generator")
     assert isinstance(kept, keras.random.SeedGenerator), changed("global_seed_generator")
+    for generator in (kept, keras.random.SeedGenerator(1, name="own")):
+        assert "seed_generator_state" in generator.state.name, changed("SeedGenerator.state")
 
 
 def test_keras_keeps_the_seed_of_the_script() -> None:

@@ -16,8 +16,10 @@ from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.common import refuse_integer_state
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
-from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
+from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
+from lockstep.keras.private.common import KERAS_SEED
 from lockstep.keras.private.tensorflow import (
+    TENSORFLOW_SEED,
     autograph_status,
     converted,
     python_function_of,
@@ -31,9 +33,6 @@ from lockstep.worker.script import keep_original
 
 _ALIGNMENT = 64
 """TensorFlow's kernels need tensors that are aligned to this many bytes."""
-
-_TENSORFLOW_SEED = "StateVar"
-"""TensorFlow's name for the state of a `tf.random.Generator`."""
 
 _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
@@ -197,7 +196,7 @@ class AssignedVariables:
         """
         found = cls()
         for variable in {id(variable): variable for variable in variables}.values():
-            is_seed = KERAS_SEED in variable.name or _TENSORFLOW_SEED in variable.name
+            is_seed = KERAS_SEED in variable.name or TENSORFLOW_SEED in variable.name
             declared = declared_kind(variable.aggregation.name.lower(), is_seed)
             kind: StateKind | None = "first" if is_merged(variable) else declared
             found._add(variable, updated, kind, variable.name, refuses_trainable=True)

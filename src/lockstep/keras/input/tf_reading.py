@@ -26,11 +26,11 @@ import tensorflow as tf
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, ModelError
-from lockstep.keras.backends.state_changes import KERAS_SEED
 from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way, joint_batch
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
+from lockstep.keras.private.common import KERAS_SEED
 from lockstep.keras.private.tensorflow import (
     BATCHES,
     CACHE,

@@ -19,14 +19,19 @@ from lockstep.errors import InputError, ModelError
 from lockstep.keras.assignments import observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.backends.state_changes import KERAS_SEED
 from lockstep.keras.parameter_server.served_variables import (
     iterations_of,
     refuse_optimizer,
     slots_of,
 )
 from lockstep.keras.parameter_server.transfers import transfers_of
-from lockstep.keras.private.common import global_generator, stored_value, trained_by, variables_without_decay
+from lockstep.keras.private.common import (
+    KERAS_SEED,
+    global_generator,
+    stored_value,
+    trained_by,
+    variables_without_decay,
+)
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.replica_run.merges import Op, Replica, computing_as
 from lockstep.keras.seeds import key_of_replica

@@ -33,6 +33,9 @@ from lockstep.worker.patch_registry import Part
 random_seed_dtype = backend.random_seed_dtype
 """Returns the dtype of the two numbers that are the seed of an operation on this backend."""
 
+KERAS_SEED = "seed_generator_state"
+"""Part of the name of the variable with a generator's state, also of the one for layers without their own."""
+
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 

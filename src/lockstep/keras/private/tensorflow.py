@@ -181,6 +181,9 @@ RANDOM_WITHOUT_EQUIVALENT: tuple[Part, ...] = (
 )
 """Functions as above, of random operations without stateless ones that do the same."""
 
+TENSORFLOW_SEED = "StateVar"
+"""Part of the name of the variable that is the state of a `tf.random.Generator`."""
+
 GET_SEED: Part = random_seed, "get_seed"
 """Called as `get_seed(given)` for each random operation; returns the values of its `seed` and `seed2`."""
 

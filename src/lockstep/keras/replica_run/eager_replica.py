@@ -16,9 +16,9 @@ from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update, hidden
-from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
+from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
-from lockstep.keras.private.common import stored_value
+from lockstep.keras.private.common import KERAS_SEED, stored_value
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
 from lockstep.keras.seeds import key_of_replica, seed_of_replica
 from lockstep.keras.synchronization import SCALAR
