@@ -1,6 +1,8 @@
 """The import table: the packages that each package may import. Dependencies point one way."""
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -98,6 +100,7 @@ ALLOWED: dict[str, set[str]] = {
 
 # The layers of keras/: each module and package imports only from its own row and the rows above it.
 KERAS_LAYERS: tuple[set[str], ...] = (
+    {"private"},
     {
         *(
             "assignments",
@@ -121,6 +124,26 @@ KERAS_LAYERS: tuple[set[str], ...] = (
     {"fit"},
     {"patches", "tf_checkpoints"},
 )
+
+# The only files that use private parts of Keras and its backends: each states what Lockstep relies on.
+PRIVATE_FILES = (
+    *("keras/private/common.py", "keras/private/jax.py", "keras/private/tensorflow.py"),
+    *("keras/private/torch.py", "worker/private_modules.py"),
+)
+
+PRIVATE_MODULE = re.compile(r"(keras\.src|jax\._src|tensorflow\.(core|python)|torch\._[A-Za-z]\w*)(\.\w+)*")
+
+DOCUMENTED = {"_exit", "_getframe", "_replace"}
+"""Names of Python that begin with an underscore, but are public."""
+
+NOT_OF_FRAMEWORKS = {
+    "keras/input/shards.py": {"_Retval"},  # a type of operations
+    "keras/parameter_server/remote_values.py": {"_value"},
+    "keras/randomness.py": {"_inst", "_rand"},  # of Python and NumPy
+    "observability/job_metrics.py": {"_info", "_total"},  # parts of names of metrics
+    "strategy/cluster_coordinator.py": {"_coordinator", "_fresh", "_own"},
+}
+"""Private names of Lockstep's objects in other files, and of other libraries, by the file that uses them."""
 
 
 def entries(package: Path) -> set[str]:
@@ -225,21 +248,124 @@ def test_a_class_name_has_one_meaning() -> None:
     assert [name for name, times in names.items() if times > 1] == ["MultiWorkerMirroredStrategy"]
 
 
-def test_private_parts_of_keras_are_touched_in_stated_files_only() -> None:
-    files = {
-        str(path.relative_to(ROOT))
-        for path in ROOT.rglob("*.py")
-        if any(name.startswith("keras.src") for name in imported(path))
-    }
-    assert files == {
-        "keras/input/batch_division.py",
-        "keras/input/fit_inputs.py",
-        "keras/input/visits.py",
-        "keras/backends/losses.py",
-        "keras/parameter_server/embedding_tables.py",
-        "keras/randomness.py",
-        "keras/state/settings.py",
-    }
+def private_names(nodes: list[ast.AST], *, of_self: bool) -> Iterator[tuple[int, str]]:
+    """Yield the lines and private names of attributes: of the own object, or of others and in strings."""
+    texts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        name = ""
+        if isinstance(node, ast.Attribute):
+            is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            name = node.attr if is_self is of_self else ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            name = "" if of_self else node.value
+        if name.startswith("_") and re.fullmatch(r"_[A-Za-z]\w*", name):
+            yield node.lineno, name
+
+
+def dotted(node: ast.expr) -> str:
+    """Return the full name that an expression consists of; empty for others."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private_modules(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the lines and names of private modules of frameworks, and of what is in them."""
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted(node)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        for name in names:
+            if PRIVATE_MODULE.fullmatch(name):
+                yield node.lineno, name
+
+
+def own_names(nodes: list[ast.AST]) -> set[str]:
+    """Return the names that a file gives to functions, classes, variables and attributes of its own."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            names |= {str(node.slice.value)} if isinstance(node.slice, ast.Constant) else set()
+    return names
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.expr | ast.stmt)]
+
+
+@functools.cache
+def known_names() -> tuple[set[str], set[str]]:
+    """Return the private names of frameworks in the files for them, and the names of all other files."""
+    ours: set[str] = set()
+    theirs: set[str] = set()
+    for path in ROOT.rglob("*.py"):
+        nodes = nodes_of(path)
+        if str(path.relative_to(ROOT)) in PRIVATE_FILES:
+            theirs |= {name for _, name in private_names(nodes, of_self=False)}
+        else:
+            ours |= own_names(nodes)
+    return theirs - DOCUMENTED, ours
+
+
+def private_uses(nodes: list[ast.AST], file: str) -> list[str]:
+    """Return a sentence about each use of a private part of a framework in the source of a file."""
+    theirs, ours = known_names()
+    fine = (own_names(nodes) - theirs) | DOCUMENTED | NOT_OF_FRAMEWORKS.get(file, set())
+    found = [
+        *private_modules(nodes),
+        *(one for one in private_names(nodes, of_self=False) if one[1] not in fine),
+        # A method or attribute that a class inherits from a framework.
+        *(one for one in private_names(nodes, of_self=True) if one[1] not in fine | ours),
+    ]
+    return [
+        f"{file}, line {line}, uses {name}, a private part of another library: use it in one of "
+        f"{', '.join(PRIVATE_FILES)}, in a function or constant that says what Lockstep relies on"
+        for line, name in sorted(set(found))
+    ]
+
+
+def test_private_parts_of_frameworks_are_used_in_the_files_for_them_only() -> None:
+    files = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
+    assert set(PRIVATE_FILES) <= files.keys()
+    uses = [private_uses(nodes_of(path), file) for file, path in files.items() if file not in PRIVATE_FILES]
+    assert not any(uses), "\n".join(one for some in uses for one in some)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("import keras.src.utils", "keras.src.utils"),
+        ("from keras.src import losses", "keras.src.losses"),
+        ("from jax import _src", "jax._src"),
+        ("keras.src.losses", "keras.src.losses"),
+        ("import_module('tensorflow.python.eager.context')", "tensorflow.python.eager.context"),
+        ("torch._foreach_mul_(some, 2)", "_foreach_mul_"),
+        ("model._new_part", "_new_part"),
+        ("getattr(model, '_new_part')", "_new_part"),
+        ("self._new_part()", "_new_part"),
+        ("super()._save_model()", "_save_model"),
+        ("self._value = variable._value", "_value"),
+    ],
+)
+def test_a_use_of_a_private_part_elsewhere_is_described(line: str, name: str) -> None:
+    nodes = ast.walk(ast.parse(f"self.fine = _fine = 1\n_fine\n{line}"))
+    uses = private_uses([*nodes], "keras/devices.py")
+    assert any(f"keras/devices.py, line 3, uses {name}, a private part" in use for use in uses), uses
+    assert all("line 3" in use for use in uses)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ if HERE:
     from lockstep.keras import tf_random_ops
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import borrowed
+    from lockstep.keras.private.tensorflow import RANDOM_WITHOUT_EQUIVALENT
     from lockstep.keras.tf_checkpoints import shared
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
@@ -52,7 +53,11 @@ Array = npt.NDArray[Any]
 @pytest.mark.skipif(HERE, reason="this is that process")
 def test_in_a_process_with_the_tensorflow_backend(lean: Callable[..., dict[str, str]]) -> None:
     private = Path(__file__).with_name("test_private_parts.py")
-    names = ("test_private_modules_have_the_parts_in_use", "test_a_private_part_exists")
+    names = (
+        "test_private_modules_have_the_parts_in_use",
+        "test_a_private_part_exists",
+        "test_a_moved_module_is_described_with_the_file_to_change",
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     command += [f"{private}::{name}" for name in names]
     environment = os.environ | {"KERAS_BACKEND": "tensorflow"} | lean(Path(__file__), "tensorflow")
@@ -482,7 +487,7 @@ def test_the_private_parts_of_tensorflow_exist() -> None:
 @here
 def test_the_operations_that_count_their_runs_are_known() -> None:
     """If this fails, TensorFlow has a new operation, or calls one in another way."""
-    for module, name in tf_random_ops._WITHOUT_EQUIVALENT:
+    for module, name in RANDOM_WITHOUT_EQUIVALENT:
         assert callable(getattr(module, name))
     for name in tf_random_ops._EQUIVALENTS:
         assert {"seed", "seed2"} <= inspect.signature(getattr(gen_random_ops, name)).parameters.keys()

@@ -39,7 +39,11 @@ Y = X[:, :1]
 @pytest.mark.skipif(HERE or not find_spec("torch"), reason="this is that process, or there is no PyTorch")
 def test_in_a_process_with_the_pytorch_backend(lean: Callable[..., dict[str, str]]) -> None:
     private = Path(__file__).with_name("test_private_parts.py")
-    names = ("test_private_modules_have_the_parts_in_use", "test_a_private_part_exists")
+    names = (
+        "test_private_modules_have_the_parts_in_use",
+        "test_a_private_part_exists",
+        "test_a_moved_module_is_described_with_the_file_to_change",
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     command += [f"{private}::{name}" for name in names]
     environment = os.environ | {"KERAS_BACKEND": "torch"} | lean(Path(__file__), "torch")

@@ -14,6 +14,7 @@ import pytest
 from lockstep.errors import UnfitError
 from lockstep.worker import jax_cache
 from lockstep.worker.jax_cache import CompilationCache, processor
+from lockstep.worker.private_modules import JAX_CACHE
 
 HOLD = """
 import sys
@@ -82,8 +83,7 @@ def test_a_note_says_why_nothing_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SimpleNamespace(jax_compilation_cache_dir=None, jax_enable_compilation_cache=True)
-    module, name = jax_cache._CACHE_FACTORY
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: print}))
+    monkeypatch.setitem(sys.modules, JAX_CACHE, SimpleNamespace(get_file_cache=print))
     tmp_path.chmod(0o777)
     jax_cache._keep(tmp_path / "cache", SimpleNamespace(config=config))  # type: ignore[arg-type]
     expected = (

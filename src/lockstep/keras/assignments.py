@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import keras
 
+from lockstep.keras.private.common import ASSIGN
 from lockstep.worker.patch_registry import PATCHES, definer
 
 
@@ -82,7 +83,7 @@ def reads_observed_by(act: Callable[[Any], None]) -> Iterator[None]:
 def install() -> None:
     """Patch Keras's variables, once per process."""
     if not PATCHES.has(__name__):
-        for method, event in (("__init__", "on_create"), ("_direct_assign", "on_assign")):
+        for method, event in (("__init__", "on_create"), (ASSIGN, "on_assign")):
             owner = definer(keras.Variable, method)
             PATCHES.replace(__name__, owner, method, functools.partial(_notifying, event))
 

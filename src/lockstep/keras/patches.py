@@ -14,6 +14,7 @@ from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.fit.model_methods import ModelMethods
 from lockstep.keras.host_report import libraries
+from lockstep.keras.private.common import SYMBOLIC_BUILD
 from lockstep.keras.shared_saves import SharedSaves
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker.job import Job
@@ -60,8 +61,9 @@ def install(job: Job) -> ModelMethods:
     if not _installed:
         backend = adapter().steps()
         methods, saves = ModelMethods(job, backend), SharedSaves(job, backend)
-        for name in ("compile", "fit", "evaluate", "predict", "_symbolic_build"):
-            _replace(name, getattr(methods, name.lstrip("_")))
+        for name in ("compile", "fit", "evaluate", "predict"):
+            _replace(name, getattr(methods, name))
+        _replace(SYMBOLIC_BUILD, methods.symbolic_build)
         for name in _ON_BATCH:
             _replace(name, functools.partial(methods.on_batch, name))
         for name, kind in _FUNCTIONS.items():
@@ -79,7 +81,9 @@ def install(job: Job) -> ModelMethods:
         for name in _DECISIONS:
             _around(name, after=functools.partial(methods.decide, name))
         if keras.backend.backend() == "jax":
-            PATCHES.replace(__name__, keras.Model, "_setattr_hook", _untracked)
+            from lockstep.keras.private.jax import SETATTR_HOOK, TRAINING_STATE
+
+            PATCHES.replace(__name__, *SETATTR_HOOK, functools.partial(_untracked, TRAINING_STATE))
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.tf_checkpoints import share_checkpoints
 
@@ -211,17 +215,16 @@ def _only_handled(name: str, handlers: Sequence[str]) -> None:
     PATCHES.replace(__name__, keras.callbacks.CallbackList, name, make)
 
 
-def _untracked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Keras from searching the state of a training for layers, array by array.
+def _untracked(attribute: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Keras from searching the state of a training, its `attribute`, for layers, array by array.
 
-    Keras's trainer sets this attribute after each step. A `dict` that is an attribute is tracked; this one is
-    none, but programs can read and change it in the same way.
+    A `UserDict` is no `dict`, but programs can read and change it in the same way.
     """
 
     @functools.wraps(original)
     def replacement(self: Any, name: str, value: Any) -> tuple[str, Any]:
         name, value = original(self, name, value)
-        return name, UserDict(value) if name == "_jax_state" and type(value) is dict else value
+        return name, UserDict(value) if name == attribute and type(value) is dict else value
 
     return replacement
 

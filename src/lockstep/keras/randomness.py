@@ -13,39 +13,26 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import numpy as np
 import xxhash
-from keras.src.backend import random_seed_dtype
-from keras.src.backend.common import global_state
-from keras.src.utils import rng_utils
 
 from lockstep.data.digest import digest_arrays
+from lockstep.keras.private.common import (
+    global_generator,
+    random_seed_dtype,
+    script_seed,
+    set_global_generator,
+    set_script_seed,
+)
 from lockstep.worker import job
+from lockstep.worker.private_modules import (
+    TENSORFLOW_CONTEXT,
+    set_tensorflow_random_state,
+    tensorflow_random_state,
+)
 
-_GLOBAL_SEED_GENERATOR = "global_seed_generator"
-"""The name under which Keras stores the generator of random operations without a seed."""
-
-TENSORFLOW = "tensorflow.python.eager.context"
-"""The module that holds the random states of TensorFlow's eager operations."""
-
-_FRAMEWORKS = (TENSORFLOW, "torch")
+_FRAMEWORKS = (TENSORFLOW_CONTEXT, "torch")
 """Modules with their own random states, which a script may import at any time."""
 
 Result = TypeVar("Result")
-
-
-def global_generator() -> Any:
-    """Return the generator of Keras's random operations without a seed; None if there is none yet."""
-    return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
-
-
-def set_global_generator(generator: Any) -> None:
-    """Make Keras use `generator` for random operations without a seed."""
-    global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
-
-
-def script_seed() -> int | None:
-    """Return the seed that the script has passed to `keras.utils.set_random_seed`; None without one."""
-    seed: int | None = global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
-    return seed
 
 
 def script_seeds(job_seed: int) -> tuple[Any, ...]:
@@ -57,7 +44,9 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
     torch, seed = sys.modules.get("torch"), script_seed()
     return (
         seed,
-        tensorflow_context()._seed if TENSORFLOW in sys.modules else job_seed if seed is None else seed,
+        tensorflow_random_state()[0]
+        if TENSORFLOW_CONTEXT in sys.modules
+        else (job_seed if seed is None else seed),
         job_seed if torch is None else torch.initial_seed(),
         job_seed,
     )
@@ -127,7 +116,7 @@ class RandomNumbers:
 
     def _operations(self) -> AbstractContextManager[None]:
         """Return a context in which TensorFlow's operations draw numbers derived from the seed."""
-        if TENSORFLOW not in sys.modules:
+        if TENSORFLOW_CONTEXT not in sys.modules:
             return nullcontext()
         from lockstep.keras.tf_random_ops import EagerDraws, drawn_from
 
@@ -166,9 +155,8 @@ def _set_seeds(seed: int, generator: Any = None) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     set_global_generator(_replica_generator(seed) if generator is None else generator)
-    if TENSORFLOW in sys.modules:
-        context = tensorflow_context()
-        context._seed, context._rng = seed, random.Random(seed)
+    if TENSORFLOW_CONTEXT in sys.modules:
+        set_tensorflow_random_state(seed, random.Random(seed))
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(seed % 2**64)
 
@@ -183,9 +171,8 @@ def current_states() -> dict[str, Any]:
         "numpy": _numpy_state(),
         "keras": (script_seed(), global_generator()),
     }
-    if TENSORFLOW in sys.modules:
-        context = tensorflow_context()
-        states["tensorflow"] = context._seed, context.__dict__.get("_rng")
+    if TENSORFLOW_CONTEXT in sys.modules:
+        states["tensorflow"] = tensorflow_random_state()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state()
     return states
@@ -210,11 +197,10 @@ def restore_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     _set_numpy_state(states["numpy"])
     seed, generator = states["keras"]
-    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
+    set_script_seed(seed)
     set_global_generator(generator)
-    if TENSORFLOW in sys.modules:
-        context = tensorflow_context()
-        context._seed, context._rng = states["tensorflow"]
+    if TENSORFLOW_CONTEXT in sys.modules:
+        set_tensorflow_random_state(*states["tensorflow"])
     if (torch := sys.modules.get("torch")) is not None and not torch.equal(
         torch.get_rng_state(), states["torch"]
     ):
@@ -343,14 +329,14 @@ _NUMPY_WORDS = 625 * 4
 """Bytes of a Mersenne Twister in memory: 624 words and the index of the next."""
 
 
+def global_generators() -> list[Any]:
+    """Return the generators of Python and NumPy whose states are those of this module's functions."""
+    return [random._inst, np.random.mtrand._rand, np.random.get_bit_generator()]  # type: ignore[attr-defined]
+
+
 def imported_frameworks() -> list[str]:
     """Return the imported modules that have random states and that a script may import at any time."""
     return [name for name in _FRAMEWORKS if name in sys.modules]
-
-
-def tensorflow_context() -> Any:
-    """Return the object with the random states of TensorFlow's eager operations."""
-    return sys.modules[TENSORFLOW].context()
 
 
 def random_states() -> dict[str, Any]:
@@ -359,8 +345,10 @@ def random_states() -> dict[str, Any]:
     generator = global_generator()
     if generator is not None:
         states["keras"] = np.asarray(generator.state.numpy())
-    if TENSORFLOW in sys.modules and type(tensorflow_context()._seed) is int:
-        states["tensorflow"] = tensorflow_context()._seed, tensorflow_context()._rng.getstate()
+    if TENSORFLOW_CONTEXT in sys.modules:
+        seed, numbers = tensorflow_random_state()
+        if type(seed) is int:
+            states["tensorflow"] = seed, numbers.getstate()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
     return states
@@ -383,11 +371,11 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             generator = keras.random.SeedGenerator(0)
             set_global_generator(generator)
         generator.state.assign(states["keras"])
-    if "tensorflow" in states and TENSORFLOW in sys.modules:
-        context = tensorflow_context()
-        context._seed, state = states["tensorflow"]
-        context._rng = random.Random()
-        context._rng.setstate(state)
+    if "tensorflow" in states and TENSORFLOW_CONTEXT in sys.modules:
+        seed, state = states["tensorflow"]
+        numbers = random.Random()
+        numbers.setstate(state)
+        set_tensorflow_random_state(seed, numbers)
     if "torch" in states and (torch := sys.modules.get("torch")) is not None:
         torch.set_rng_state(torch.from_numpy(np.array(states["torch"])))
 

@@ -1,7 +1,4 @@
-"""TensorFlow's own checkpoints: workers that write the same state to the same path share the work.
-
-This uses private parts of TensorFlow: the objects that a checkpoint reaches, and the writer of its files.
-"""
+"""TensorFlow's own checkpoints: workers that write the same state to the same path share the work."""
 
 import functools
 from collections.abc import Callable
@@ -11,9 +8,9 @@ from typing import Any
 import keras
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.python.checkpoint.checkpoint import TrackableSaver
 
 from lockstep.data.digest import digest_arrays
+from lockstep.keras.private.tensorflow import SAVE, reached_by
 from lockstep.keras.shared_saves import write_once
 from lockstep.keras.tf_per_replica import to_numpy
 from lockstep.system.paths import RunPaths
@@ -30,7 +27,7 @@ def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
         job: whose workers write.
         behind: whether this process repeats calls that others have already made and saved.
     """
-    PATCHES.replace(__name__, TrackableSaver, "save", functools.partial(shared, job, behind))
+    PATCHES.replace(__name__, *SAVE, functools.partial(shared, job, behind))
 
 
 def shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,6 +56,5 @@ def shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -
 
 def _state(saver: Any) -> list[npt.NDArray[Any]]:
     """Return the values of all variables that a checkpoint reaches."""
-    found = saver._graph_view.descendants()
-    variables = [one.value if isinstance(one, keras.Variable) else one for one in found]
+    variables = [one.value if isinstance(one, keras.Variable) else one for one in reached_by(saver)]
     return [to_numpy(one.read_value()) for one in variables if isinstance(one, tf.Variable)]

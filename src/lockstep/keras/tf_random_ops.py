@@ -15,16 +15,22 @@ from typing import Any, NoReturn, Protocol
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function import function_context
-from tensorflow.python.framework import op_def_registry, random_seed
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import gen_candidate_sampling_ops, gen_image_ops, gen_nn_ops, gen_random_ops
-from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph, WhileCondFuncGraph
-from tensorflow.python.ops.parallel_for import control_flow_ops
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
+from lockstep.keras.private.common import given_seed
+from lockstep.keras.private.tensorflow import (
+    GENERATED_RANDOM_OPERATIONS,
+    GET_SEED,
+    MAKE_FUNCTION_CONTEXT,
+    PFOR,
+    RANDOM_WITHOUT_EQUIVALENT,
+    counters_of_loops,
+    definition_of,
+    entered_graphs,
+    global_seed,
+    uncounted_variable,
+    with_own_graphs,
+)
 from lockstep.keras.seeds import GOLDEN, seed_of
 from lockstep.worker.patch_registry import PATCHES
 
@@ -83,7 +89,7 @@ class GraphDraws:
 
     def __init__(self) -> None:
         self._operations = 0
-        self._depth = len(_entered_graphs())
+        self._depth = len(entered_graphs())
 
     def restart(self) -> None:
         """Number the operations that run eagerly as in the first run."""
@@ -92,7 +98,7 @@ class GraphDraws:
     @property
     def in_function(self) -> bool:
         """Whether operations that are created now belong to the function: not within `tf.init_scope`."""
-        return all(graph.is_building_function for graph in _entered_graphs()[self._depth :])
+        return all(graph.is_building_function for graph in entered_graphs()[self._depth :])
 
     def seed(self, given: int | None) -> Seed | None:
         """Add operations to the graph that compute another seed whenever they run."""
@@ -142,7 +148,7 @@ class ElementDraws:
         Raises:
             ModelError: as `seed`.
         """
-        given = generator._initial_seed
+        given = given_seed(generator)
         if given is None or not ordered:
             return self.seed(None)
         self._drawn[id(generator)] += 1
@@ -152,24 +158,9 @@ class ElementDraws:
         if tf.executing_eagerly():
             raise ModelError("it draws random numbers in tf.init_scope, where they become constants")
         seed = tf.bitwise.bitwise_xor(self._seed, tf.constant([signed(seed_of(*place)), 0], tf.int64))
-        for loop in _loops(tf.compat.v1.get_default_graph()):
-            seed = tf.random.experimental.stateless_fold_in(seed, _runs(loop))
+        for runs in counters_of_loops(tf.compat.v1.get_default_graph()):
+            seed = tf.random.experimental.stateless_fold_in(seed, runs)
         return seed
-
-
-def _loops(graph: Any) -> list[Any]:
-    """Return the graphs of loops that contain what is added to a graph, the outermost first."""
-    loops: list[Any] = []
-    while isinstance(graph, FuncGraph):
-        if isinstance(graph, WhileBodyFuncGraph | WhileCondFuncGraph):
-            loops.insert(0, graph)
-        graph = graph.outer_graph
-    return loops
-
-
-def _runs(loop: Any) -> Any:
-    """Return the counter of a loop's runs, which is the first argument of its graphs."""
-    return loop.get_operations()[0].outputs[0]
 
 
 class VectorizedDraws:
@@ -239,7 +230,7 @@ def is_own(variable: tf.Variable) -> bool:
 
 def new_seed() -> int:
     """Return a number of int64 drawn from Python's random state, mixed with TensorFlow's seed."""
-    return signed(seed_of(random.getrandbits(64), context.global_seed()))
+    return signed(seed_of(random.getrandbits(64), global_seed()))
 
 
 def set_seed(seed: Any) -> None:
@@ -274,7 +265,7 @@ def refuse_random_operations(graph: Any) -> None:
 
 def counts_its_runs(node: Any) -> bool:
     """Whether the random numbers of an operation in a graph depend on how often this process ran it."""
-    definition = op_def_registry.get(node.op)
+    definition = definition_of(node.op)
     names = {attribute.name for attribute in definition.attr} if definition is not None else set()
     if "seed" not in names:
         return False
@@ -293,11 +284,6 @@ def _refuse(operation: str, name: str = "") -> NoReturn:
         "generator that the model owns: self.seed = keras.random.SeedGenerator(1), "
         "keras.random.normal(shape, seed=self.seed)"
     )
-
-
-def _entered_graphs() -> Any:
-    """Return the graphs and eager contexts that this thread has entered, the innermost last."""
-    return context.context().context_switches.stack
 
 
 def signed(seed: int) -> int:
@@ -324,9 +310,8 @@ def _counter(number: int) -> tf.Variable:
 
 
 def _made(name: str) -> tf.Variable:
-    """Return a new variable; not a `tf.Variable`, which functions may create only in their first call."""
     with tf.init_scope():
-        return ResourceVariable(0, trainable=False, dtype=tf.int64, name=f"lockstep_{name}")
+        return uncounted_variable(0, tf.int64, f"lockstep_{name}")
 
 
 def _uniform(seed: Seed, shape: Any, dtype: Any) -> Any:
@@ -372,19 +357,7 @@ _EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "random_gamma": _gamma,
     "random_poisson_v2": _poisson,
 }
-"""The replacements of functions of `gen_random_ops`, by name; their first argument is the seed."""
-
-_WITHOUT_EQUIVALENT = (
-    (gen_random_ops, "parameterized_truncated_normal"),
-    (gen_candidate_sampling_ops, "all_candidate_sampler"),
-    (gen_candidate_sampling_ops, "fixed_unigram_candidate_sampler"),
-    (gen_candidate_sampling_ops, "learned_unigram_candidate_sampler"),
-    (gen_candidate_sampling_ops, "log_uniform_candidate_sampler"),
-    (gen_candidate_sampling_ops, "uniform_candidate_sampler"),
-    (gen_image_ops, "sample_distorted_bounding_box_v2"),
-    (gen_nn_ops, "fractional_avg_pool"),
-    (gen_nn_ops, "fractional_max_pool"),
-)
+"""The replacements of functions of `GENERATED_RANDOM_OPERATIONS`; their first argument is the seed."""
 
 
 def _install() -> None:
@@ -393,13 +366,13 @@ def _install() -> None:
         if PATCHES.has(__name__):
             return
         for name, equivalent in _EQUIVALENTS.items():
-            PATCHES.replace(__name__, gen_random_ops, name, partial(_drawn, equivalent))
-        for module, name in _WITHOUT_EQUIVALENT:
+            PATCHES.replace(__name__, GENERATED_RANDOM_OPERATIONS, name, partial(_drawn, equivalent))
+        for module, name in RANDOM_WITHOUT_EQUIVALENT:
             PATCHES.replace(__name__, module, name, partial(_refused, name))
-        PATCHES.replace(__name__, random_seed, "get_seed", _noted)
+        PATCHES.replace(__name__, *GET_SEED, _noted)
         PATCHES.replace(__name__, keras.random.SeedGenerator, "next", _by_element)
-        PATCHES.replace(__name__, function_context, "make_function_context", _apart)
-        PATCHES.replace(__name__, control_flow_ops, "pfor", _vectorized)
+        PATCHES.replace(__name__, *MAKE_FUNCTION_CONTEXT, _apart)
+        PATCHES.replace(__name__, *PFOR, _vectorized)
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -434,10 +407,10 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_function_context(*args: Any, **options: Any) -> Any:
         found = original(*args, **options)
         if isinstance(_active.draws, GraphDraws) and _active.draws.in_function:
-            return found._replace(context=found.context._replace(xla_context_id=_active.draws))
+            return with_own_graphs(found, _active.draws)
         if isinstance(_active.draws, ElementDraws):
             # Each call draws other numbers.
-            return found._replace(context=found.context._replace(xla_context_id=object()))
+            return with_own_graphs(found, object())
         return found
 
     return make_function_context

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from lockstep.errors import CheckpointError
+from lockstep.keras.private.common import layers_of, seed_generators
 
 _SHOWN = 4
 """Maximum names of each kind that a message lists."""
@@ -140,7 +141,7 @@ def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str
 
 def seed_positions(model: Any) -> frozenset[int]:
     """Return the positions in `model.non_trainable_variables` of states of random generators."""
-    generators = [seed for layer in model._flatten_layers() for seed in layer._seed_generators]
+    generators = [seed for layer in layers_of(model) for seed in seed_generators(layer)]
     states = {id(generator.state) for generator in generators}
     return frozenset(i for i, v in enumerate(model.non_trainable_variables) if id(v) in states)
 
@@ -148,7 +149,7 @@ def seed_positions(model: Any) -> frozenset[int]:
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer of `model`, and the optimizers that it and its layers have as attributes."""
     found = [getattr(model, "optimizer", None)]
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         found.extend(_optimizers(vars(layer).values()))
     return list({id(optimizer): optimizer for optimizer in found if optimizer is not None}.values())
 

@@ -21,8 +21,8 @@ from lockstep.system.locks import wait_for_lock
 from lockstep.system.paths import RunPaths
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patch_registry import PATCHES
+from lockstep.worker.private_modules import KERAS_DOWNLOADS
 
-_MODULE = "keras.src.utils.file_utils"
 _FIRST_REPORT = 5.0
 _REPORT_EVERY = 30.0
 _PATIENCE = 3600.0
@@ -36,7 +36,7 @@ def patch_get_file() -> None:
 
     Call this before Keras is imported: datasets keep the function that they find then.
     """
-    when_imported({_MODULE: _patch})
+    when_imported({KERAS_DOWNLOADS: _patch})
 
 
 def share_downloads(run: Path, agent: int, worker: int, publish: Callable[[DownloadAwaited], None]) -> None:

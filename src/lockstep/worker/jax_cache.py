@@ -26,9 +26,8 @@ from lockstep.system.files import open_in
 from lockstep.system.notes import note
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patch_registry import PATCHES
+from lockstep.worker.private_modules import JAX_CACHE
 
-_CACHE_FACTORY = "jax._src.compilation_cache", "get_file_cache"
-"""The function of JAX that creates its cache; private, see tests/training/test_private_parts.py."""
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LONGEST_WAIT = 60.0
 _LOOK_EVERY = 0.005
@@ -58,8 +57,8 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _keep(folder: Path, jax: ModuleType) -> None:
-    module, name = sys.modules.get(_CACHE_FACTORY[0]), _CACHE_FACTORY[1]
-    theirs: Callable[[str], Any] | None = getattr(module, name, None)
+    module = sys.modules.get(JAX_CACHE)
+    theirs: Callable[[str], Any] | None = getattr(module, "get_file_cache", None)
     config = jax.config
     if theirs is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
@@ -84,7 +83,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
         if event == _COMPILED:
             cache.leave()
 
-    PATCHES.put(__name__, module, name, get_file_cache)
+    PATCHES.put(__name__, module, "get_file_cache", get_file_cache)
     jax.monitoring.register_event_duration_secs_listener(leave_when_compiled)
 
 

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import UnfitError
 
+Part = tuple[Any, str]
+"""An attribute of another library that is replaced: the class or module that has it, and its name."""
+
 _ABSENT = object()
 
 

@@ -14,6 +14,7 @@ import keras
 from lockstep.errors import LockstepError, ModelError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Kind
+from lockstep.keras.private.common import build_symbolically, layers_of
 from lockstep.keras.variables import optimizers_of
 
 
@@ -51,7 +52,7 @@ def refuse_overwriting_gradients(model: Any) -> None:
 
 def refuse_synchronized_normalization(model: Any) -> None:
     """Raise ModelError for layers that ask for the statistics of the global batch."""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if getattr(layer, "synchronized", False):
             raise ModelError(
                 f"layer {layer.path!r} has synchronized=True, but statistics are computed per replica: "
@@ -61,7 +62,7 @@ def refuse_synchronized_normalization(model: Any) -> None:
 
 def refuse_stateful_layers(model: Any) -> None:
     """Raise ModelError for layers that keep a state for each example of a batch of fixed size."""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if getattr(layer, "stateful", False):
             raise ModelError(
                 f"layer {layer.path!r} is stateful: it keeps a state for each example of a fixed batch, "
@@ -84,7 +85,7 @@ def misfits_explained(model: Any, examples: int) -> Iterator[None]:
     except LockstepError:
         raise
     except Exception as error:
-        for layer in model._flatten_layers():
+        for layer in layers_of(model):
             fixed = layer.batch_shape[0] if isinstance(layer, keras.layers.InputLayer) else None
             if fixed is not None and fixed != examples:
                 raise ModelError(
@@ -119,7 +120,7 @@ def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
 def build_by_call(model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
     """Create variables by calling the model, its metrics and its losses, as Keras does before a loop."""
     if kind != "predict":
-        model._symbolic_build(iterator=((0, 0, [batch()]) for _ in range(1)))
+        build_symbolically(model, batch)
     elif not model.built:
         with keras.StatelessScope():
             model(keras.utils.unpack_x_y_sample_weight(batch())[0])

@@ -15,9 +15,10 @@ from typing import Any
 import keras
 
 from lockstep.keras.backends.common import replaced
+from lockstep.keras.private.common import UPDATE_STEP, adam_moments
 
 Kernel = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
-"""Replaces `_backend_update_step` of Keras's optimizers; its arguments begin with the optimizer."""
+"""Replaces `UPDATE_STEP` of Keras's optimizers; its arguments begin with the optimizer."""
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def fused(optimizer: Any, kernel: Kernel | None) -> Iterator[None]:
     if kernel is None:
         yield
         return
-    with replaced(optimizer, "_backend_update_step", partial(kernel, optimizer)):
+    with replaced(optimizer, UPDATE_STEP, partial(kernel, optimizer)):
         yield
 
 
@@ -35,11 +36,7 @@ def kernel_of(optimizer: Any, variables: Sequence[Any]) -> Kernel | None:
     kernel = _KERNELS.get(keras.backend.backend())
     kind = type(optimizer)
     # Keras's own class for this backend, which on PyTorch is a subclass of the public one.
-    if (
-        kernel is None
-        or kind.__name__ not in ("Adam", "AdamW")
-        or not kind.__module__.startswith("keras.src.")
-    ):
+    if kernel is None or kind.__name__ not in ("Adam", "AdamW") or not kind.__module__.startswith("keras."):
         return None
     if optimizer.amsgrad or optimizer.gradient_accumulation_steps:
         return None
@@ -55,11 +52,11 @@ def _adam_of_tensorflow(optimizer: Any, grads: Sequence[Any], variables: Sequenc
 
     step = tf.cast(optimizer.iterations.value + 1, tf.float32)
     powers = {f"beta{i}_power": tf.pow(b, step) for i, b in ((1, optimizer.beta_1), (2, optimizer.beta_2))}
-    for gradient, variable in zip(grads, variables, strict=True):
-        index = optimizer._get_variable_index(variable)
-        changed = {"var": variable, "m": optimizer._momentums[index], "v": optimizer._velocities[index]}
+    moments = adam_moments(optimizer, variables)
+    for gradient, variable, first, second in zip(grads, variables, *moments, strict=True):
+        changed = {"var": _native(variable), "m": first, "v": second}
         tf.raw_ops.ResourceApplyAdam(
-            **{name: _handle(_native(each)) for name, each in changed.items()},
+            **{name: _handle(each) for name, each in changed.items()},
             **powers,
             lr=tf.cast(rate, tf.float32),
             beta1=optimizer.beta_1,
@@ -82,15 +79,15 @@ def _adam_of_torch(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     import torch
     from torch.optim.adam import adam
 
-    indices = [optimizer._get_variable_index(variable) for variable in variables]
+    first, second = adam_moments(optimizer, variables)
     before = float(optimizer.iterations.value)
     adam(
         [_native(variable) for variable in variables],
         list(grads),
-        [optimizer._momentums[index].value for index in indices],
-        [optimizer._velocities[index].value for index in indices],
+        first,
+        second,
         [],
-        [torch.tensor(before) for _ in indices],
+        [torch.tensor(before) for _ in first],
         fused=True,
         amsgrad=False,
         maximize=False,

@@ -30,6 +30,8 @@ from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update
 from lockstep.keras.backends.packing import Packings, has_fixed_shape
+from lockstep.keras.private.common import stored_value, trained_by
+from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
@@ -153,9 +155,9 @@ class JaxState:
         for variable, value in zip(self._variables(), (v for group in state for v in group), strict=True):
             variable.assign(value)
         # Keras must neither overwrite the variables now, nor read the state of the next step from them.
-        self._model._jax_state_synced = True
+        set_synced(self._model, True)
         yield
-        self._model._jax_state_synced = False
+        set_synced(self._model, False)
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays that Keras threads through its steps, by the paths of their variables."""
@@ -443,10 +445,9 @@ class StatelessRecorder:
             EndOfRound: the round ends here.
             ModelError: the gradients are not those of all trainable variables.
         """
-        if len(grads) != len(self._optimizer._trainable_variables):
+        if len(grads) != (trained := len(trained_by(self._optimizer))):
             raise ModelError(
-                f"train_step applied {len(grads)} gradients to an optimizer of "
-                f"{len(self._optimizer._trainable_variables)} variables; {_SHAPE}"
+                f"train_step applied {len(grads)} gradients to an optimizer of {trained} variables; {_SHAPE}"
             )
         if (total := next(self._earlier, None)) is not None:
             weights, others = self._apply(optimizer_variables, _gradients(total), trainable_variables)
@@ -499,7 +500,7 @@ class JaxEagerBackend:
 
     def saved_value(self, variable: Any) -> Any:
         """Return the value of a variable."""
-        return variable._value
+        return stored_value(variable)
 
     def to_tensor(self, leaf: Any) -> Any:
         """Return a leaf as an array of JAX, copied if it is another array."""

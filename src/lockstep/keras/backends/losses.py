@@ -6,11 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
-from keras.src.losses import loss as keras_loss
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.logs import MetricResults, recorded_results
+from lockstep.keras.private.common import (
+    REDUCE_VALUES,
+    REDUCE_WEIGHTED_VALUES,
+    SCALE_LOSS,
+    added_losses,
+    apply_mask,
+    compiled_loss,
+    loss_total,
+)
 
 _MEANS = ("mean", "sum_over_batch_size")
 _WEIGHTED_MEAN = "mean_with_sample_weight"
@@ -41,7 +49,7 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
         ModelError: some of the model's losses are sums and others means.
     """
     densities: list[Any] = []
-    reduce = keras_loss.reduce_weighted_values
+    reduce = getattr(*REDUCE_WEIGHTED_VALUES)
 
     def observed(
         values: Any,
@@ -53,7 +61,7 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
         densities.append(_density(sample_weight, mask, reduction))
         return reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
 
-    with replaced(keras_loss, "reduce_weighted_values", observed), whole_sums(model, weight):
+    with replaced(*REDUCE_WEIGHTED_VALUES, observed), whole_sums(model, weight):
         yield densities
 
 
@@ -100,10 +108,9 @@ def is_proportional_to_loss(model: Any, name: str) -> bool:
     """Whether the array with a name in a partial is proportional to the loss."""
     if name.startswith("gradient/"):
         return True
-    tracker = getattr(model, "_loss_tracker", None)
-    if tracker is None or not name.startswith("metric/"):
+    if not name.startswith("metric/") or (total := loss_total(model)) is None:
         return False
-    return model.metrics_variables[int(name.removeprefix("metric/"))] is tracker.total
+    return model.metrics_variables[int(name.removeprefix("metric/"))] is total
 
 
 def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
@@ -113,7 +120,7 @@ def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
         # A step must have a density in every call or in none.
         weights = 1.0
     elif reduction == _WEIGHTED_MEAN:
-        weights = keras_loss.apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
+        weights = apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
     else:
         return None
     return keras.ops.stop_gradient(keras.ops.mean(keras.ops.cast(weights, "float32")))
@@ -149,7 +156,7 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
 
     def compute_whole(*args: Any, **kwargs: Any) -> Any:
         total = compute(*args, **kwargs)
-        added = sum(model._aggregate_additional_loss(loss) for loss in model.losses)
+        added = added_losses(model)
         return (total - added) / keras.ops.cast(weight, total.dtype) + added
 
     with replaced(model, "compute_loss", compute_whole):
@@ -163,7 +170,7 @@ def weighted_means(model: Any, weight: Any) -> Iterator[None]:
     Keras gives each such number the weight 1, also the losses of single outputs, for any number of examples.
     So the numbers of all replicas together have the weight 1.
     """
-    losses = getattr(model._compile_loss, "metrics", ())
+    losses = getattr(compiled_loss(model), "metrics", ())
     means = {id(m): m for m in [*flat_metrics(model.metrics), *losses] if _takes_plain_means(m)}
     with ExitStack() as stack:
         for mean in means.values():
@@ -219,7 +226,7 @@ def scaled_losses(replicas: int) -> Iterator[None]:
     Programs for `tf.distribute` rely on this: Keras's losses, `tf.nn.scale_regularization_loss` and
     `tf.nn.compute_average_loss` divide means by the number of replicas of TensorFlow's strategy.
     """
-    reduce = keras_loss.reduce_values
+    reduce = getattr(*REDUCE_VALUES)
 
     def reduced(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
         # Keras returns a vector without elements unchanged; in graphs, it returns the sum, which is zero.
@@ -231,8 +238,8 @@ def scaled_losses(replicas: int) -> Iterator[None]:
         return value / keras.ops.cast(replicas, value.dtype)
 
     with (
-        replaced(keras_loss, "reduce_values", reduced),
-        replaced(keras_loss, "scale_loss_for_distribution", scaled),
+        replaced(*REDUCE_VALUES, reduced),
+        replaced(*SCALE_LOSS, scaled),
         _scaled_by_tensorflow(replicas) if keras.backend.backend() == "tensorflow" else nullcontext(),
     ):
         yield
@@ -240,9 +247,9 @@ def scaled_losses(replicas: int) -> Iterator[None]:
 
 @contextmanager
 def _scaled_by_tensorflow(replicas: int) -> Iterator[None]:
-    from tensorflow.python.ops import nn_impl_distribute
+    from lockstep.keras.private.tensorflow import DISTRIBUTION_OF_LOSSES
 
     strategy = SimpleNamespace(num_replicas_in_sync=replicas)
     library = SimpleNamespace(has_strategy=lambda: False, get_strategy=lambda: strategy)
-    with replaced(nn_impl_distribute, "distribute_lib", library):
+    with replaced(*DISTRIBUTION_OF_LOSSES, library):
         yield

@@ -7,7 +7,7 @@ function of state, examples and seed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.fused import Kernel, fused, kernel_of
+from lockstep.keras.private.common import trained_by, with_values
 
 
 class EndOfRound(BaseException):
@@ -132,7 +133,7 @@ class UpdateRecorder:
         if not grads:
             # Keras does nothing without gradients.
             return
-        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        variables = trained_by(optimizer) if trainable_variables is None else trainable_variables
         update = Update(optimizer, list(variables))
         number = self._next_number()
         if number < len(self._known):
@@ -190,14 +191,7 @@ def _refuse_another(update: Update, known: Update | None) -> None:
         )
 
 
-@contextmanager
-def hidden(update: Update) -> Iterator[None]:
+def hidden(update: Update) -> AbstractContextManager[None]:
     """Within the block, the variables that an update would have changed have unknown values."""
-    values = [(variable, variable._value) for variable in update.changed]
-    try:
-        for variable, _ in values:
-            variable._value = UnknownValue()
-        yield
-    finally:
-        for variable, value in values:
-            variable._value = value
+    changed = update.changed
+    return with_values(changed, [UnknownValue() for _ in changed])

@@ -14,9 +14,6 @@ StateKind = Literal["metric", "seed", "first", "layer"]
 * layer: floating-point state; the weighted mean of the changes counts.
 """
 
-KERAS_SEED = "seed_generator_state"
-"""Keras's name for the state of a random generator, also of the one for layers without their own."""
-
 
 def declared_kind(aggregation: str, is_seed: bool) -> StateKind | None:
     """Return the kind that a variable's properties determine; None if they determine none.

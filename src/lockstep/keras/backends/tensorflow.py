@@ -15,7 +15,6 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
@@ -51,15 +50,15 @@ from lockstep.keras.backends.tf_graphs import (
     assigned,
     borrowed,
     copied,
-    exempt_from_autograph,
     refuse_assignments,
-    register_lookups,
     same_bits,
     scaled,
     seeds_of,
     traced,
     with_custom_gradient,
 )
+from lockstep.keras.private.common import stored_value
+from lockstep.keras.private.tensorflow import exempt_from_autograph, register_lookups, wait_for_operations
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
@@ -150,7 +149,7 @@ class TensorFlowBackend:
 
     def settle(self) -> None:
         """Wait for started updates, which read their totals in place."""
-        context.async_wait()
+        wait_for_operations()
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
@@ -634,7 +633,7 @@ class TensorFlowEagerBackend:
 
     def saved_value(self, variable: Any) -> Any:
         """Return the value of a variable."""
-        return variable._value.read_value()
+        return stored_value(variable).read_value()
 
     def to_tensor(self, leaf: Any) -> Any:
         """Return a leaf as a tensor."""

@@ -1,8 +1,4 @@
-"""TensorFlow's graphs and tensors: the variables that a step assigns, and tensors over borrowed memory.
-
-Uses private parts of TensorFlow, like `lockstep.keras.backends.tensorflow` and
-`lockstep.keras.tf_checkpoints`.
-"""
+"""TensorFlow's graphs and tensors: the variables that a step assigns, and tensors over borrowed memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,17 +10,22 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.autograph.core import config as autograph_config
-from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import LockstepError, ModelError
 from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.common import refuse_integer_state
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
-from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
+from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
+from lockstep.keras.private.common import KERAS_SEED
+from lockstep.keras.private.tensorflow import (
+    TENSORFLOW_SEED,
+    autograph_status,
+    converted,
+    python_function_of,
+    read_only_inputs,
+    written_by,
+)
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.tf_random_ops import is_counter
 from lockstep.keras.variables import seed_positions
@@ -32,9 +33,6 @@ from lockstep.worker.script import keep_original
 
 _ALIGNMENT = 64
 """TensorFlow's kernels need tensors that are aligned to this many bytes."""
-
-_TENSORFLOW_SEED = "StateVar"
-"""TensorFlow's name for the state of a `tf.random.Generator`."""
 
 _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
@@ -198,7 +196,7 @@ class AssignedVariables:
         """
         found = cls()
         for variable in {id(variable): variable for variable in variables}.values():
-            is_seed = KERAS_SEED in variable.name or _TENSORFLOW_SEED in variable.name
+            is_seed = KERAS_SEED in variable.name or TENSORFLOW_SEED in variable.name
             declared = declared_kind(variable.aggregation.name.lower(), is_seed)
             kind: StateKind | None = "first" if is_merged(variable) else declared
             found._add(variable, updated, kind, variable.name, refuses_trainable=True)
@@ -304,33 +302,16 @@ def with_custom_gradient(
     return found
 
 
-def exempt_from_autograph(package: str) -> None:
-    """Prevent AutoGraph from converting the code of a package."""
-    rule = autograph_config.DoNotConvert(package)
-    if all(str(rule) != str(known) for known in autograph_config.CONVERSION_RULES):
-        autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)
-
-
-def register_lookups() -> None:
-    """Tell TensorFlow that lookups in a table do not change the table."""
-    for operation in ("LookupTableFindV2", "LookupTableSizeV2"):
-        auto_control_deps_utils.register_read_only_resource_op(operation)
-
-
 def as_in_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as AutoGraph converts it, unless AutoGraph is disabled in the caller's context.
 
     Of a `tf.function`, take the Python function, because replicas cannot merge in a graph of its own. Its
     `autograph` option decides whether to convert it.
     """
-    context = ag_ctx.control_status_ctx()
-    if isinstance(function, tf.types.experimental.PolymorphicFunction):
-        if not function._autograph:
-            return function.python_function  # type: ignore[no-any-return]
-        function = function.python_function
-        context = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED)
-    converted: Callable[..., Any] = autograph.tf_convert(function, context)
-    return converted
+    if not isinstance(function, tf.types.experimental.PolymorphicFunction):
+        return converted(function, autograph_status())
+    function, status = python_function_of(function)
+    return function if status is None else converted(function, status)
 
 
 def assigned(graph: Any) -> list[tf.Variable]:
@@ -339,7 +320,7 @@ def assigned(graph: Any) -> list[tf.Variable]:
     Raises:
         ModelError: the graph changes a resource other than a variable, such as a table.
     """
-    reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
+    reads = read_only_inputs(graph)
     known = {id(variable.handle): variable for variable in graph.variables}
     captured = {id(inside): outside for outside, inside in graph.captures}
     found = []
@@ -365,8 +346,7 @@ def refuse_assignments(graph: Any, variables: Iterable[tf.Variable], updates: Se
     """Raise ModelError if a graph assigns `variables` outside of `updates`."""
     inside = _captures(graph, variables)
     for number, operation in enumerate(graph.get_operations()):
-        _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
-        for tensor in written:
+        for tensor in written_by(operation):
             if id(tensor) in inside and not any(number in update for update in updates):
                 refuse_own_update(inside[id(tensor)])
 

@@ -42,9 +42,10 @@ from lockstep.keras.backends.torch_tensors import (
     log_value,
     seeded,
     to_numpy,
-    versions,
     weighted,
 )
+from lockstep.keras.private.common import layers_of, stored_value
+from lockstep.keras.private.torch import versions
 from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
@@ -191,7 +192,7 @@ def module_buffers(model: Any) -> dict[str, torch.Tensor]:
     # A layer also lists the buffers of its inner layers.
     found = {
         id(tensor): (f"{layer.path}/{name}", tensor)
-        for layer in model._flatten_layers()
+        for layer in layers_of(model)
         for name, tensor in layer.named_buffers()
     }
     return dict(found.values())
@@ -511,7 +512,7 @@ class TorchEagerBackend:
 
     def saved_value(self, variable: Any) -> Any:
         """Return a copy of the value of a variable."""
-        return variable._value.detach().clone()
+        return stored_value(variable).detach().clone()
 
     def to_tensor(self, leaf: Any) -> Any:
         """Return a copy of a leaf, since the script may write to the original."""

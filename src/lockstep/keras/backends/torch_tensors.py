@@ -1,6 +1,6 @@
 """PyTorch's tensors over memory that it does not own, determinism, and random states."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.keras.private.torch import scale_in_place
 from lockstep.system.environment import cublas_is_deterministic
 
 
@@ -76,13 +77,8 @@ def weighted(gradients: list[Any], variables: list[torch.Tensor], weight: float)
     if weight == 1.0:
         return [_dense(g, v) for g, v in pairs]
     if own := [v.grad for g, v in pairs if g is not None and g is v.grad]:
-        torch._foreach_mul_(own, weight)
+        scale_in_place(own, weight)
     return [_dense(g, v) if g is None or g is v.grad else _dense(g, v) * weight for g, v in pairs]
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the tensors' version counters, which writes increase."""
-    return [tensor._version for tensor in tensors]
 
 
 def enable_determinism(threads: int) -> None:

@@ -2,8 +2,6 @@
 
 A program may read what `ModelCheckpoint` and `BackupAndRestore` write, so each host has an own copy of these
 files, unless the hosts share the disk. The logs are the chief's.
-
-Only this file and `lockstep.keras.state.callback_states` use private parts of Keras's callbacks.
 """
 
 import contextlib
@@ -15,6 +13,7 @@ from typing import Any
 import keras
 
 from lockstep.errors import ModelError
+from lockstep.keras.private.common import BackupWriter, CheckpointWriter, ProgressBar
 from lockstep.keras.state.callback_states import listed
 from lockstep.keras.worker_exchange import agree
 from lockstep.system.mounts import is_shared
@@ -23,23 +22,15 @@ from lockstep.worker import job
 from lockstep.worker.program_sources import file_hash
 
 
-class HostCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class HostCheckpoint(CheckpointWriter):
     """Decides on every worker, and writes on each host."""
 
-    def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        path = self._get_file_path(epoch, batch, logs)
-        if self._should_save_model(epoch, batch, logs, path):
-            _once_per_disk(path, lambda: self._write(epoch, batch, logs))
-
-    def _write(self, epoch: int, batch: int | None, logs: Any) -> None:
-        self.__dict__["_should_save_model"] = lambda *args: True
-        try:
-            super()._save_model(epoch, batch, logs)
-        finally:
-            del self.__dict__["_should_save_model"]
+    def save_to(self, path: str, write: Callable[[], None]) -> None:
+        """Write on each host."""
+        _once_per_disk(path, write)
 
 
-class HostBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
+class HostBackup(BackupWriter):
     """Restores on every worker; writes and removes on each host."""
 
     resumes: bool
@@ -58,12 +49,12 @@ class HostBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
 
     def _found(self) -> str:
         """Describe the backup on this host."""
-        files = (self._weights_path, self._training_metadata_path)
-        hashes = [file_hash(Path(file)) for file in files if "://" not in file]
+        hashes = [file_hash(Path(file)) for file in self.files() if "://" not in file]
         return " ".join(f"#{text[:16]}" for text in hashes if text) or "none"
 
-    def _save_model(self) -> None:
-        _once_per_disk(self.backup_dir, super()._save_model)
+    def save_to(self, path: str, write: Callable[[], None]) -> None:
+        """Write on each host."""
+        _once_per_disk(path, write)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the backup."""
@@ -123,14 +114,14 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
             super().on_train_end()
 
 
-class ChiefProgbar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
+class ChiefProgbar(ProgressBar):
     """Shows progress on the chief."""
 
     async_safe = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start a bar."""
-        self._reset_progbar()
+        self.reset()
         job.current().as_chief(lambda: keras.callbacks.ProgbarLogger.on_epoch_begin(self, epoch, logs))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -140,11 +131,7 @@ class ChiefProgbar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Finish the bar."""
-        job.current().as_chief(lambda: self._end(logs))
-
-    def _end(self, logs: Any) -> None:
-        self._maybe_init_progbar()
-        self._finalize_progbar(logs)
+        job.current().as_chief(lambda: self.finish(logs))
 
 
 class OnChief(keras.callbacks.Callback):  # type: ignore[misc]

@@ -13,6 +13,7 @@ import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.losses import flat_metrics
+from lockstep.keras.private.common import compiled_loss, layers_of
 from lockstep.keras.randomness import random_numbers
 from lockstep.system.prose import count
 from lockstep.topology import View
@@ -51,7 +52,7 @@ def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
     """
     counted = Counter(
         type(layer).__name__
-        for layer in model._flatten_layers()
+        for layer in layers_of(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     )
     parts = [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
@@ -82,7 +83,7 @@ def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
 
 def _sums_of_layers(model: Any, rows: Callable[[], Any]) -> list[str]:
     """Name the program's own layers if the loss that they add is not a mean over examples."""
-    layers = [layer for layer in model._flatten_layers() if _adds_losses(type(layer))]
+    layers = [layer for layer in layers_of(model) if _adds_losses(type(layer))]
     if not layers:
         return []
     names = list(dict.fromkeys(f"add_loss of {type(layer).__name__}" for layer in layers))
@@ -112,7 +113,7 @@ def _compiled_loss(model: Any, x: Any, y: Any) -> Any:
     with keras.StatelessScope():
         # The sum is a new tensor without a mask, which would change the examples in the mean.
         outputs = keras.tree.map_structure(lambda leaf: leaf + 0, model(x, training=False))
-        return model._compile_loss(y, outputs)
+        return compiled_loss(model)(y, outputs)
 
 
 def _added_losses(model: Any, x: Any) -> Any:

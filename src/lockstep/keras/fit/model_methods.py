@@ -44,6 +44,7 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
+from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.seeds import seed_of
@@ -432,7 +433,7 @@ class ModelMethods:
         self._refuse_within_function("evaluate")
         self._join_functions()
         self._job.note_distribution()
-        if kwargs.get("_use_cached_eval_dataset"):
+        if kwargs.get(CACHED_VALIDATION):
             if self.forwarding:
                 return {}
             self.steps_ended()
@@ -476,7 +477,7 @@ class ModelMethods:
             )
             if keras.backend.backend() != "tensorflow":
                 # While some layer is not built, Keras first calls the model on a batch of its own.
-                data.plain_first = not all(layer.built for layer in model._flatten_layers())
+                data.plain_first = not all(layer.built for layer in layers_of(model))
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
             return self._finish(original(*bound.args, **bound.kwargs))

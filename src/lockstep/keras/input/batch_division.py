@@ -24,7 +24,6 @@ import keras
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
 from lockstep.collectives.contract import Bytes, Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, owned_rows
@@ -36,6 +35,7 @@ from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorke
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of, parts_of
+from lockstep.keras.private.common import OrderedEnqueuer
 from lockstep.keras.randomness import changed_states, random_states
 from lockstep.topology import View
 

@@ -1,8 +1,4 @@
-"""The inputs of `fit`, `evaluate` and `predict` as global batches, with Keras's interface of data adapters.
-
-This uses private parts of Keras's input handling, for their checks and conversions. Only `visits`, which
-determines the order of the rows, and `batch_division`, for Keras's own workers, also do so.
-"""
+"""The inputs of `fit`, `evaluate` and `predict` as global batches, in adapters like Keras's own."""
 
 import struct
 from collections.abc import Callable, Iterator
@@ -14,18 +10,6 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import (
-    array_slicing,
-    get_data_adapter,
-    is_tf_dataset,
-    is_torch_dataloader,
-)
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import NUM_BATCHES_FOR_TENSOR_SPEC, get_tensor_spec
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
 from lockstep.data.batch import GlobalBatch, JoinedBatch, PendingBatch
 from lockstep.data.digest import digest_arrays, sample_rows
@@ -56,6 +40,25 @@ from lockstep.keras.input.visits import (
     visits,
 )
 from lockstep.keras.nests import Nest, packed, parts_of
+from lockstep.keras.private.common import (
+    NUM_BATCHES_FOR_TENSOR_SPEC,
+    ArrayDataAdapter,
+    DataAdapter,
+    PyDatasetAdapter,
+    TFDatasetAdapter,
+    TorchDataLoaderAdapter,
+    array_parts,
+    batches_of,
+    can_convert_arrays,
+    get_data_adapter,
+    get_tensor_spec,
+    is_tf_dataset,
+    is_torch_dataloader,
+    sliceable,
+    sliced_array,
+    split_rows,
+    standardized,
+)
 
 ARRAYS = Way.by_rows("arrays")
 """How workers read arrays."""
@@ -186,13 +189,13 @@ class ArrayInput(GlobalInput):
 
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
-        leaves, self._pack = parts_of(inner._inputs)
+        arrays, self._count, size = array_parts(inner)
+        leaves, self._pack = parts_of(arrays)
         rows = [_rows_of(leaf) for leaf in leaves]
         self.held = sum(getattr(leaf.array, "nbytes", 0) for leaf in rows if hasattr(leaf, "array"))
         self._readers = [_reader(leaf) for leaf in rows]
         self._known = [reader for reader in self._readers if reader is not _read_nothing]
-        self._count: int = inner._num_samples
-        self._visits = visits(self._count, inner._batch_size, shuffle, seed)
+        self._visits = visits(self._count, size, shuffle, seed)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
@@ -255,10 +258,11 @@ class DatasetInput(GlobalInput):
     ) -> None:
         adapter = PyDatasetAdapter(dataset, class_weight=class_weight)
         super().__init__(adapter, unsplit=unsplit)
+        self._standardize = standardized(adapter)
         self._dataset = dataset
         self._class_weight = class_weight
         self._reader = reader
-        found = "" if unsplit else division(dataset, adapter._standardize_batch, reader)
+        found = "" if unsplit else division(dataset, self._standardize, reader)
         self._division = found if isinstance(found, BatchDivision) else None
         self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
         self._numbers = PassNumbers(reader)
@@ -283,7 +287,7 @@ class DatasetInput(GlobalInput):
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
         try:
-            for step, data in enumerate(readers._get_iterator()):
+            for step, data in enumerate(batches_of(readers)):
                 yield joint_batch(data, self._reader, number, step)
         finally:
             readers.on_epoch_end()
@@ -297,17 +301,17 @@ class DatasetInput(GlobalInput):
     def first(self) -> Any:
         """Return the first batch of a pass."""
         draw_as_a_loader()
-        return self._inner._standardize_batch(self._dataset.first())
+        return self._standardize(self._dataset.first())
 
     def peek(self) -> Any:
         """Return the first batch in the dataset's own order."""
-        return self._inner._standardize_batch(self._dataset.inner[0])
+        return self._standardize(self._dataset.inner[0])
 
     def _samples(self) -> list[Any]:
         batches = NUM_BATCHES_FOR_TENSOR_SPEC
         if self.num_batches is not None:
             batches = min(batches, self.num_batches)
-        return [self._inner._standardize_batch(self._dataset.inner[number]) for number in range(batches)]
+        return [self._standardize(self._dataset.inner[number]) for number in range(batches)]
 
     def on_epoch_begin(self) -> None:
         """Notify the user's dataset that an epoch begins."""
@@ -631,7 +635,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
     numbered = keras.tree.map_structure(
         lambda leaf: leaf if stored(leaf) is None else np.arange(len(leaf)), data
     )
-    halves = array_slicing.train_validation_split(numbered, validation_split=fraction)
+    halves = split_rows(numbered, fraction)
     training, validation = (keras.tree.map_structure(_half, data, half) for half in halves)
     return training, validation
 
@@ -645,7 +649,7 @@ def _half(leaf: Any, half: Any) -> Any:
 def _rows_of(leaf: Any) -> Any:
     """Return an array in a form of which rows can be read, Keras's own if it is in memory; None for none."""
     array = stored(leaf)
-    return array_slicing.convert_to_sliceable(leaf, target_backend="numpy") if array is None else array
+    return sliceable(leaf) if array is None else array
 
 
 def _reader(leaf: Any) -> Callable[[Indices], Any]:
@@ -654,8 +658,8 @@ def _reader(leaf: Any) -> Callable[[Indices], Any]:
         return _read_nothing
     if isinstance(leaf, StoredArray):
         return leaf.__getitem__
-    if type(leaf) is array_slicing.NumpySliceable:
-        return reader_of(leaf.array)
+    if (array := sliced_array(leaf)) is not None:
+        return reader_of(array)
     return lambda indices: leaf.convert_to_numpy(leaf[indices])
 
 
@@ -679,7 +683,7 @@ def _lazily(stream: DataAdapter) -> Iterator[Any]:
     yield from _elements(stream) if isinstance(stream, TFDatasetAdapter) else stream.get_numpy_iterator()
 
 
-def _elements(stream: TFDatasetAdapter) -> Iterator[Any]:
+def _elements(stream: DataAdapter) -> Iterator[Any]:
     """Begin a pass over a `tf.data.Dataset`, without Keras's copies of dense tensors."""
     dataset = stream.get_tf_dataset()
     kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}

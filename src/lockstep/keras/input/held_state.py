@@ -13,6 +13,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.keras.private.common import TRACKED_CONTAINERS
+from lockstep.keras.randomness import global_generators
+
 _OBJECTS = 20_000
 """The number of objects that are searched."""
 
@@ -32,7 +35,7 @@ _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray, n
 
 _ASSIGNMENTS = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR"})
 
-_SIMPLE = ("builtins", "collections", "keras.src.utils.tracking")
+_SIMPLE = ("builtins", "collections", TRACKED_CONTAINERS)
 
 _PLAIN = frozenset({"__call__", "__getitem__", "__getitems__", "__len__", "__iter__"})
 
@@ -189,7 +192,7 @@ def _library(module: str | None) -> bool:
 def _is_generator(found: Any) -> bool:
     kinds: list[type] = [random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator]
     kinds.append(keras.random.SeedGenerator)
-    own: list[Any] = [random._inst, np.random.mtrand._rand, np.random.get_bit_generator()]  # type: ignore[attr-defined]
+    own = global_generators()
     if (torch := sys.modules.get("torch")) is not None:
         kinds.append(torch.Generator)
         own.append(torch.default_generator)

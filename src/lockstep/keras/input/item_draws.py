@@ -18,14 +18,12 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from lockstep.keras.randomness import (
-    TENSORFLOW,
-    OperationNumbers,
-    current_states,
-    imported_frameworks,
-    restore_states,
-    set_global_generator,
-    tensorflow_context,
+from lockstep.keras.private.common import set_global_generator
+from lockstep.keras.randomness import OperationNumbers, current_states, imported_frameworks, restore_states
+from lockstep.worker.private_modules import (
+    TENSORFLOW_CONTEXT,
+    set_tensorflow_random_state,
+    tensorflow_random_state,
 )
 
 Item = TypeVar("Item")
@@ -111,8 +109,8 @@ def states_kept() -> Iterator[dict[str, Any]]:
 
 def _after_imports(before: dict[str, Any]) -> dict[str, Any]:
     """Return states with those of frameworks that were imported since, as they were after the import."""
-    if TENSORFLOW in sys.modules and "tensorflow" not in before:
-        seed = tensorflow_context()._seed
+    if TENSORFLOW_CONTEXT in sys.modules and "tensorflow" not in before:
+        seed, _ = tensorflow_random_state()
         before["tensorflow"] = seed, random.Random(seed)
     if (torch := sys.modules.get("torch")) is not None and "torch" not in before:
         before["torch"] = torch.Generator().manual_seed(torch.initial_seed()).get_state()
@@ -134,7 +132,7 @@ class _Draws:
     def __enter__(self) -> None:
         self._before = current_states()
         self._changed = True
-        if TENSORFLOW in sys.modules:
+        if TENSORFLOW_CONTEXT in sys.modules:
             self._operations = self._operations or _Operations()
             self._operations.begin()
         self._keras.draws = 0
@@ -150,7 +148,7 @@ class _Draws:
         # Takes less time than comparing all states once more.
         set_global_generator(before["keras"][1])
         if "tensorflow" in before:
-            tensorflow_context()._rng = before["tensorflow"][1]
+            set_tensorflow_random_state(tensorflow_random_state()[0], before["tensorflow"][1])
 
     def drawn(self) -> bool:
         """Whether numbers have been drawn from states that are not seeded."""
@@ -200,7 +198,7 @@ class _Operations:
             self._eager.reset(0)
         self._seeds.draws = 0
         self._outside = self._draw_from(self._eager)
-        tensorflow_context()._rng = self._seeds
+        set_tensorflow_random_state(tensorflow_random_state()[0], self._seeds)
 
     def end(self) -> None:
         """End the block."""
@@ -209,14 +207,13 @@ class _Operations:
     @property
     def used(self) -> bool:
         """Whether an operation has drawn, or the program has set TensorFlow's seed."""
-        return bool(self._eager.used or self._seeds.draws or tensorflow_context()._rng is not self._seeds)
+        return bool(self._eager.used or self._seeds.draws or tensorflow_random_state()[1] is not self._seeds)
 
     def seed(self, seed: int) -> None:
         """Set the states to ones derived from 64 bits."""
         self._eager.reset(seed)
         self._seeds.seed(seed)
-        context = tensorflow_context()
-        context._seed, context._rng = seed, self._seeds
+        set_tensorflow_random_state(seed, self._seeds)
 
 
 class _OperationSeeds(random.Random):

@@ -79,7 +79,9 @@ def loader_reading(
         reader: this worker.
         convert: converts what the collate function returns to a nest of arrays; as Keras does by default.
     """
-    from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+    from torch.utils.data import IterableDataset, MapDataPipe
+
+    from lockstep.keras.private.torch import iterates_as_defined
 
     kind = type(loader)
     if isinstance(loader.dataset, IterableDataset):
@@ -88,7 +90,7 @@ def loader_reading(
         return "a data pipe can hold state; use a map-style dataset"
     if loader.batch_sampler is None:
         return "with batch_size=None, the dataset gives whole batches; give the DataLoader a batch size"
-    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+    if not iterates_as_defined(kind):
         return f"{kind.__qualname__} has its own iteration; use a plain DataLoader"
     code = (("dataset", loader.dataset), ("collate_fn", loader.collate_fn))
     if (place := held_generator(*code)) is not None:
@@ -652,8 +654,10 @@ def _sampled(loader: Any) -> Iterator[Any]:
     """
     import torch
 
+    from lockstep.keras.private.torch import keeps_iterator
+
     sampled: Iterator[Any] = iter(loader.batch_sampler)
-    if not loader.persistent_workers or (loader._iterator is None and loader not in _persistent):
+    if not loader.persistent_workers or not (keeps_iterator(loader) or loader in _persistent):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if loader.persistent_workers:
         _persistent.add(loader)

@@ -1,7 +1,7 @@
 """Datasets that TensorFlow divides into a shard for each replica: `AutoShardPolicy.FILE` and `DATA`.
 
 Each replica has the shard that `tf.distribute` gives to one of R workers with one replica each. TensorFlow's
-own rewriting makes it from a copy of the dataset. This uses private parts of TensorFlow.
+own rewriting makes it from a copy of the dataset.
 """
 
 from collections.abc import Callable
@@ -49,19 +49,14 @@ class Shards:
 
     def shard(self, context: InputContext) -> Any:
         """Return the `tf.data.Dataset` of a replica, with its own state; it is the same on any worker."""
-        from tensorflow.python.data.experimental.ops import distribute
-        from tensorflow.python.distribute.input_ops import auto_shard_dataset
+        from lockstep.keras.private.tensorflow import dataset_of, divided_batches, shard_of
 
         replica, replicas = context.input_pipeline_id, self.replicas
-        copy = _dataset_of(self._graph, self._dataset.element_spec)
-        batch_size = distribute.compute_batch_size(copy)
-        if int(batch_size) == -1:
-            parts = distribute._LegacyRebatchDataset(copy, replicas)
-        else:
-            parts = copy.rebatch(distribute.batch_sizes_for_worker(batch_size, replicas, 1, replica))
+        copy = dataset_of(self._graph, self._dataset.element_spec)
+        parts = divided_batches(copy, replicas, replica)
         # Behind `prefetch`, Python functions of the dataset would draw random numbers in no fixed order.
         parts = parts if _runs_python(self._graph) else parts.prefetch(1)
-        return auto_shard_dataset(parts, replicas, replica, replicas)
+        return shard_of(parts, replicas, replica)
 
 
 def shard_pipelines(
@@ -113,9 +108,11 @@ def shards_of(dataset: Any, replicas: int) -> Shards | str | None:
         return None
     import tensorflow as tf
 
+    from lockstep.keras.private.tensorflow import graph_of
+
     Stream(dataset)
     try:
-        graph = _with_own_state(_graph_of(dataset))
+        graph = _with_own_state(graph_of(dataset))
         if _saves(graph):
             return (
                 f"AutoShardPolicy.{policy} copies the dataset, and copies would share the files of its cache"
@@ -133,32 +130,15 @@ def shards_of(dataset: Any, replicas: int) -> Shards | str | None:
     return shards
 
 
-def _graph_of(dataset: Any) -> Any:
-    """Return the graph that makes a dataset."""
-    from tensorflow.core.framework.graph_pb2 import GraphDef
-    from tensorflow.python.data.ops.options import ExternalStatePolicy
-
-    graph = dataset._as_serialized_graph(
-        strip_device_assignment=True, external_state_policy=ExternalStatePolicy.IGNORE
-    )
-    return GraphDef.FromString(graph.numpy())
-
-
-def _dataset_of(graph: Any, element_spec: Any) -> Any:
-    """Make the dataset of a graph."""
-    from tensorflow.python.data.experimental.ops import distribute
-
-    return distribute._RemoteDataset(graph.SerializeToString(), "/CPU:0", element_spec)
-
-
 def _with_own_state(graph: Any) -> Any:
     """Return a graph whose datasets do not share the orders of shuffles, or memory caches, with others."""
-    from tensorflow.core.framework.graph_pb2 import GraphDef
-    from tensorflow.python.framework import op_def_registry
+    import tensorflow as tf
 
-    copy = GraphDef.FromString(graph.SerializeToString())
+    from lockstep.keras.private.tensorflow import definition_of
+
+    copy = tf.compat.v1.GraphDef.FromString(graph.SerializeToString())
     for number, node in enumerate(graph.node):
-        definition = op_def_registry.get(node.op)
+        definition = definition_of(node.op)
         for position, argument in enumerate(() if definition is None else definition.input_arg):
             if argument.name in _OWN_STATE:
                 made = copy.node.add(name=f"own_state_{number}", op=_OWN_STATE[argument.name])
@@ -168,11 +148,11 @@ def _with_own_state(graph: Any) -> Any:
 
 def _saves(graph: Any) -> bool:
     """Whether a dataset keeps elements in files on disk, which its copies would share."""
-    from tensorflow.python.framework.tensor_util import MakeNdarray
+    import tensorflow as tf
 
     nodes = {node.name: node for node in graph.node}
     names = (nodes[node.input[1].partition(":")[0]] for node in graph.node if node.op in _CACHES)
-    named = (name.op != "Const" or MakeNdarray(name.attr["value"].tensor).item() for name in names)
+    named = (name.op != "Const" or tf.make_ndarray(name.attr["value"].tensor).item() for name in names)
     return any(node.op in _SAVES for node in graph.node) or any(named)
 
 
@@ -185,18 +165,19 @@ def _runs_python(graph: Any) -> bool:
 def _fewest_files(shard: Any, enough: int) -> int:
     """Return the number of files of the reader with the fewest files in a dataset, counted up to `enough`."""
     import tensorflow as tf
-    from tensorflow.core.framework.graph_pb2 import GraphDef
 
-    graph = _graph_of(shard)
+    from lockstep.keras.private.tensorflow import dataset_of, graph_of
+
+    graph = graph_of(shard)
     counts = []
     for node in graph.node:
         if node.op == "ShardDataset" and node.attr["require_non_empty"].b:
-            files = GraphDef.FromString(graph.SerializeToString())
+            files = tf.compat.v1.GraphDef.FromString(graph.SerializeToString())
             (result,) = (node for node in files.node if node.op == "_Retval")
             result.input[0] = node.input[0]
             kinds = zip(
                 node.attr["output_shapes"].list.shape, node.attr["output_types"].list.type, strict=True
             )
             spec = tuple(tf.TensorSpec(tf.TensorShape(shape), kind) for shape, kind in kinds)
-            counts.append(sum(1 for _ in _dataset_of(files, spec).take(enough)))
+            counts.append(sum(1 for _ in dataset_of(files, spec).take(enough)))
     return min(counts)

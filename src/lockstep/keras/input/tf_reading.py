@@ -8,8 +8,6 @@ that no row is read again from the source.
 A map that draws random numbers, with TensorFlow's operations or from Keras's generators, is traced again,
 with stateless operations. Their numbers are a function of the seed, the pass and the row's place in it. If
 maps of whole batches draw, every worker maps all rows; the numbers follow from the place of the batch.
-
-This uses private parts of `tf.data`: the classes of its operations, and the functions that it has traced.
 """
 
 import re
@@ -24,35 +22,51 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.data.ops import (
-    batch_op,
-    cache_op,
-    dataset_ops,
-    map_op,
-    prefetch_op,
-    repeat_op,
-    shuffle_op,
-    skip_op,
-    structured_function,
-    take_op,
-    unbatch_op,
-)
-from tensorflow.python.data.util import structure
-from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
-from tensorflow.python.framework import op_def_registry
-from tensorflow.python.ops import gen_dataset_ops
 
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, ModelError
-from lockstep.keras.backends.state_changes import KERAS_SEED
 from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way, joint_batch
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
+from lockstep.keras.private.common import KERAS_SEED
+from lockstep.keras.private.tensorflow import (
+    BATCHES,
+    CACHE,
+    MAPS,
+    OPTIONS,
+    PREFETCH,
+    REPEAT,
+    SHUFFLE,
+    SKIP,
+    TAKE,
+    MappedDataset,
+    argument_of,
+    as_result,
+    autograph_status,
+    batching_of,
+    buffer_of,
+    converted,
+    count_of,
+    definition_of,
+    eagerly,
+    element_of,
+    function_of,
+    in_batches,
+    input_of,
+    inputs_of,
+    is_dense,
+    is_traced,
+    is_unordered,
+    not_converted,
+    plain_map,
+    tensor_specs,
+    tensors_of,
+    traced_for,
+    traced_python_function,
+    unbatched,
+)
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.tf_random_ops import ElementDraws, counts_its_runs, drawn_from, signed
@@ -60,11 +74,9 @@ from lockstep.keras.tf_random_ops import ElementDraws, counts_its_runs, drawn_fr
 READ_AHEAD = 2
 """The minimum number of batches whose rows are mapped ahead of the step that needs them."""
 
-_MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
-_BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
-_COUNTS = (repeat_op._RepeatDataset, take_op._TakeDataset, skip_op._SkipDataset)
+_COUNTS = (REPEAT, TAKE, SKIP)
 """Operations that keep elements, and commute with maps of single ones."""
-_UNSEEN = (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset)
+_UNSEEN = (PREFETCH, OPTIONS)
 """Operations that affect no value."""
 
 _HARMLESS = frozenset(
@@ -99,12 +111,12 @@ def tf_reading(dataset: Any, reader: ReadingWorker, *, weighed: bool) -> "Mapped
     """
     weigh = None
     if weighed:
-        weigh = dataset._input_dataset
-        dataset = weigh._input_dataset
+        weigh = input_of(dataset)
+        dataset = input_of(weigh)
     parts = _cut(dataset)
     if isinstance(parts, str):
         return parts
-    if not _dense(parts.every_map[-1].element_spec):
+    if not is_dense(parts.every_map[-1].element_spec):
         return parts.why_joint or "the pipeline has ragged or sparse tensors: make them dense in .map"
     maps = _prepared(parts)
     if isinstance(maps, str):
@@ -147,36 +159,36 @@ def _cut(dataset: Any) -> _Parts | str:
     above: list[Any] = []
     batch_maps: list[Any] = []
     operation = dataset
-    while isinstance(operation, (*_MAPS, *_COUNTS, *_UNSEEN)):
-        (batch_maps if isinstance(operation, _MAPS) else above).append(operation)
-        operation = operation._input_dataset
+    while isinstance(operation, (*MAPS, *_COUNTS, *_UNSEEN)):
+        (batch_maps if isinstance(operation, MAPS) else above).append(operation)
+        operation = input_of(operation)
     batch = operation
     why_joint = _above_batch(batch_maps[0]) if batch_maps else ""
-    if not isinstance(batch, _BATCHES):
+    if not isinstance(batch, BATCHES):
         return why_joint or _above_batch(batch)
     maps: list[Any] = []
     moved: list[Any] = []
     found: list[Any] = []
-    operation = batch._input_dataset
-    while isinstance(operation, (*_MAPS, *_COUNTS, *_UNSEEN)):
-        if isinstance(operation, _MAPS):
+    operation = input_of(batch)
+    while isinstance(operation, (*MAPS, *_COUNTS, *_UNSEEN)):
+        if isinstance(operation, MAPS):
             maps.append(operation)
             found = moved.copy()
         elif isinstance(operation, _COUNTS):
             moved.append(operation)
-        operation = operation._input_dataset
-    if batch_maps and not any(_draws(operation._map_func) for operation in maps):
+        operation = input_of(operation)
+    if batch_maps and not any(_draws(function_of(operation)) for operation in maps):
         maps, found = [], []
     if not (maps or batch_maps):
         return _below_batch(operation)
-    rows = _rebuilt(maps[-1]._input_dataset if maps else batch._input_dataset, found)
-    if not (_fixed(rows.element_spec) if maps else _dense(rows.element_spec)):
+    rows = _rebuilt(input_of(maps[-1] if maps else batch), found)
+    if not (_fixed(rows.element_spec) if maps else is_dense(rows.element_spec)):
         return why_joint or (
             "the elements before .map are not dense tensors of fixed shapes, so they cannot be read in "
             "batches: let the source yield what .map then reads and decodes, such as names of files"
         )
-    batches = _rebuilt(rows.batch(batch._batch_size, batch._drop_remainder), above)
-    buffers = [int(op._buffer_size) for op in above if isinstance(op, prefetch_op._PrefetchDataset)]
+    batches = _rebuilt(rows.batch(*batching_of(batch)), above)
+    buffers = [buffer_of(op) for op in above if isinstance(op, PREFETCH)]
     ahead = max([0, *buffers])
     return _Parts(rows, maps[::-1], batch_maps[::-1], batches, dataset.options(), ahead, why_joint)
 
@@ -184,39 +196,34 @@ def _cut(dataset: Any) -> _Parts | str:
 def _rebuilt(dataset: Any, operations: Sequence[Any]) -> Any:
     """Apply those of some operations that count elements to a dataset; the last one is applied first."""
     for operation in reversed(operations):
-        if isinstance(operation, repeat_op._RepeatDataset):
-            dataset = dataset.repeat(operation._count)
-        elif isinstance(operation, take_op._TakeDataset):
-            dataset = dataset.take(operation._count)
-        elif isinstance(operation, skip_op._SkipDataset):
-            dataset = dataset.skip(operation._count)
+        if isinstance(operation, REPEAT):
+            dataset = dataset.repeat(count_of(operation))
+        elif isinstance(operation, TAKE):
+            dataset = dataset.take(count_of(operation))
+        elif isinstance(operation, SKIP):
+            dataset = dataset.skip(count_of(operation))
     return dataset
 
 
 def _any_order(dataset: Any) -> bool:
     """Whether an operation of a pipeline may yield elements in another order in each run."""
-    return getattr(dataset, "_deterministic", "") == "false" or any(map(_any_order, dataset._inputs()))
-
-
-def _dense(spec: Any) -> bool:
-    """Whether all parts of a row are dense tensors."""
-    return all(isinstance(part, tf.TensorSpec | structure.NoneTensorSpec) for part in tf.nest.flatten(spec))
+    return is_unordered(dataset) or any(map(_any_order, inputs_of(dataset)))
 
 
 def _fixed(spec: Any) -> bool:
     """Whether all rows of a dataset are dense tensors of one shape."""
-    return _dense(spec) and all(
+    return is_dense(spec) and all(
         part.shape.is_fully_defined() for part in tf.nest.flatten(spec) if isinstance(part, tf.TensorSpec)
     )
 
 
 def _above_batch(operation: Any) -> str:
     """Explain why a pipeline whose batches pass through `operation` is not divided."""
-    if isinstance(operation, _MAPS):
+    if isinstance(operation, MAPS):
         return "the pipeline maps whole batches: call .map before .batch, on single examples"
-    if isinstance(operation, shuffle_op._ShuffleDataset):
+    if isinstance(operation, SHUFFLE):
         return "the pipeline shuffles batches: call .shuffle before .map and .batch"
-    if isinstance(operation, cache_op.CacheDataset):
+    if isinstance(operation, CACHE):
         return "the pipeline caches batches; without .cache, or with .cache before .map, .map is divided"
     if not _maps_below(operation):
         return NOTHING_TO_DIVIDE
@@ -228,13 +235,13 @@ def _below_batch(operation: Any) -> str:
     if not _maps_below(operation):
         return NOTHING_TO_DIVIDE
     name = _name(operation)
-    if isinstance(operation, cache_op.CacheDataset):
+    if isinstance(operation, CACHE):
         return f"{name} keeps the mapped examples; without it, or with it before .map, .map is divided"
     return f"{name} follows .map: call .map after {name}, right before .batch"
 
 
 def _maps_below(dataset: Any) -> bool:
-    return isinstance(dataset, _MAPS) or any(map(_maps_below, dataset._inputs()))
+    return isinstance(dataset, MAPS) or any(map(_maps_below, inputs_of(dataset)))
 
 
 def _name(operation: Any) -> str:
@@ -249,15 +256,16 @@ class _Map:
 
     Attributes:
         operation: as the program has made it.
-        function: its traced function, a `StructuredFunctionWrapper`.
+        function: its traced function.
     """
 
     operation: Any
     function: Any
 
-    def apply(self, dataset: Any) -> "_Mapped":
+    def apply(self, dataset: Any) -> MappedDataset:
         """Map another dataset."""
-        return _Mapped(dataset, self.operation, self.function)
+        one_thread = _in_a_row(self.function)
+        return MappedDataset(dataset, self.operation, self.function, one_thread=one_thread)
 
 
 def _in_a_row(function: Any) -> bool:
@@ -275,48 +283,6 @@ def _in_a_row(function: Any) -> bool:
         before = max((depths[tensor.op] for tensor in operation.inputs), default=0)
         depths[operation] = before + (operation.type not in _FREE)
     return max(depths.values()) == sum(operation.type not in _FREE for operation in depths)
-
-
-class _Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
-    """Another dataset, mapped with a traced function as an operation maps its own input.
-
-    Args:
-        dataset: whose tensors are those of the function's arguments, in any structure.
-        operation: the operation.
-        function: a `StructuredFunctionWrapper`.
-    """
-
-    def __init__(self, dataset: Any, operation: Any, function: Any) -> None:
-        self._function = function
-        self._name = None
-        options = {
-            "f": function.function,
-            "use_inter_op_parallelism": operation._use_inter_op_parallelism and not _in_a_row(function),
-            "preserve_cardinality": operation._preserve_cardinality,
-            **self._common_args,
-        }
-        inputs = dataset._variant_tensor, function.function.captured_inputs
-        if isinstance(operation, map_op._ParallelMapDataset):
-            variant = gen_dataset_ops.parallel_map_dataset_v2(
-                *inputs,
-                num_parallel_calls=operation._num_parallel_calls,
-                deterministic=operation._deterministic,
-                use_unbounded_threadpool=operation._use_unbounded_threadpool,
-                **options,
-            )
-        else:
-            variant = gen_dataset_ops.map_dataset(
-                *inputs, force_synchronous=operation._force_synchronous, **options
-            )
-        super().__init__(dataset, variant)
-
-    def _functions(self) -> list[Any]:
-        return [self._function]
-
-    @property
-    def element_spec(self) -> Any:
-        """The function's."""
-        return self._function.output_structure
 
 
 @dataclass(frozen=True)
@@ -337,7 +303,7 @@ class _Maps:
 
 def _prepared(parts: _Parts) -> _Maps | str:
     """Return the maps of a pipeline, traced again if they draw random numbers, or why they stay joint."""
-    functions = [operation._map_func for operation in parts.every_map]
+    functions = [function_of(operation) for operation in parts.every_map]
     refusals = [_refusal(function) for function in functions]
     for refusal in refusals:
         if refusal:
@@ -374,7 +340,7 @@ def _prepared(parts: _Parts) -> _Maps | str:
 
 def _refusal(function: Any) -> str:
     """Return why a map must not be computed by one worker only; empty if it may."""
-    if not isinstance(function.function, ConcreteFunction):
+    if not is_traced(function):
         return "a map has a legacy function"
     if _operations(function, lambda node: node.op in _PYTHON):
         return (
@@ -405,10 +371,8 @@ def _kept_state(function: Any) -> str:
 
 def _plainly_traced(operation: Any) -> Any:
     """Trace the function of a map again, as it was."""
-    given = operation._map_func
-    return structured_function.StructuredFunctionWrapper(
-        given._func, "Dataset.map()", input_structure=given._input_structure
-    )
+    given = function_of(operation)
+    return traced_for(traced_python_function(given), argument_of(given))
 
 
 def _same_graph(one: Any, other: Any) -> bool:
@@ -438,13 +402,13 @@ def _described(function: Any) -> list[bytes]:
 
 def _draws(function: Any) -> bool:
     """Whether a map draws random numbers, which depend on how often it has run."""
-    return isinstance(function.function, ConcreteFunction) and (
+    return is_traced(function) and (
         _generators_only(function) or bool(_operations(function, counts_its_runs))
     )
 
 
 def _keeps_state(node: Any) -> bool:
-    definition = op_def_registry.get(node.op)
+    definition = definition_of(node.op)
     return (
         definition is not None
         and definition.is_stateful
@@ -465,18 +429,16 @@ def _traced_again(parts: _Parts) -> list[_Map]:
 
     The program's random states do not affect this; a map that uses them would not be the one that was traced.
     """
-    status = ag_ctx.control_status_ctx()
+    status = autograph_status()
     seeded = (_SEED, parts.rows.element_spec)
     steps: list[_Map] = []
     counts: Counter[int] = Counter()
     for number, operation in enumerate(parts.every_map):
         if number == len(parts.maps):
-            seeded = (_SEED._batch(None), operation._map_func._input_structure)
+            seeded = (in_batches(_SEED), argument_of(function_of(operation)))
         last = number == len(parts.every_map) - 1
-        drawing = _drawing(operation._map_func, number, counts, status, last)
-        function = structured_function.StructuredFunctionWrapper(
-            drawing, "Dataset.map()", input_structure=seeded
-        )
+        drawing = _drawing(function_of(operation), number, counts, status, last)
+        function = traced_for(drawing, seeded)
         seeded = function.output_structure
         steps.append(_Map(operation, function))
     return steps
@@ -492,19 +454,17 @@ def _drawing(
 
     def drawing(seed: Any, row: Any) -> Any:
         if _draws(given):
-            function = autograph.tf_convert(given._func, status)
+            function = converted(traced_python_function(given), status)
             own = seed if seed.shape.rank == 1 else seed[0]
             with drawn_from(ElementDraws(own, number, counts)):
                 mapped = function(*row) if type(row) is tuple else function(row)
         else:
-            tensors = given.function(*structure.to_tensor_list(given._input_structure, row))
-            mapped = structure.from_compatible_tensor_list(given.output_structure, tensors)
-        if structured_function._should_pack(mapped):
-            mapped = tuple(mapped)
+            tensors = given.function(*tensors_of(argument_of(given), row))
+            mapped = element_of(given.output_structure, tensors)
+        mapped = as_result(mapped)
         return mapped if last else (seed, mapped)
 
-    drawn: Callable[[Any, Any], Any] = autograph.do_not_convert(drawing)
-    return drawn
+    return not_converted(drawing)
 
 
 class MapStage:
@@ -535,9 +495,9 @@ class MapStage:
             )
 
         one = tf.data.Dataset.from_tensors(0).repeat()
-        dataset = map_op._MapDataset(one, take, preserve_cardinality=False)
+        dataset = plain_map(one, take)
         if maps:
-            dataset = unbatch_op._UnbatchDataset(dataset)
+            dataset = unbatched(dataset)
             for step in maps:
                 dataset = step.apply(dataset)
             dataset = dataset.batch(size, drop_remainder=True)
@@ -582,7 +542,7 @@ def _free(queue: Any, mapped: list[Any]) -> None:
 
     This may happen at any time, also while a graph is built.
     """
-    with context.eager_mode():
+    with eagerly():
         queue.close(cancel_pending_enqueues=True)
         mapped.clear()
 
@@ -799,7 +759,7 @@ class MappedReading:
     def _read(self, begun: Any) -> Iterator[GlobalBatch]:
         spec = self._batches.element_spec
         elements = iter(self._batches) if begun is None else begun
-        rows = (structure.to_tensor_list(spec, element) for element in elements)
+        rows = (tensors_of(spec, element) for element in elements)
         ahead = max(self._parts.ahead, READ_AHEAD)
         # A pass that has ended early leaves groups, and perhaps errors, that the next one does not need.
         self._stages = {size: stage for size, stage in self._stages.items() if stage.idle}
@@ -817,7 +777,7 @@ class MappedReading:
         """Begin to map a group of rows; pipelines for each size of a group serve all passes."""
         stage = self._stages.get(size)
         if stage is None or stage.failed:
-            specs = structure.get_flat_tensor_specs(self._parts.rows.element_spec)
+            specs = tensor_specs(self._parts.rows.element_spec)
             specs = [_SEED, *specs] if self._maps.draw else specs
             stage = MapStage(self._maps.steps, specs, self._group_maps, size, self._parts.options)
             self._stages[size] = stage
@@ -828,8 +788,5 @@ def _weighing(operation: Any, parts: _Parts) -> _Map:
     """Return Keras's map of batches, traced again for any number of mapped rows."""
     batch = parts.every_map[-1].element_spec
     if not parts.batch_maps:
-        batch = tf.nest.map_structure(lambda spec: spec._batch(None), batch)
-    function = structured_function.StructuredFunctionWrapper(
-        operation._map_func._func, "Dataset.map()", input_structure=batch
-    )
-    return _Map(operation, function)
+        batch = tf.nest.map_structure(in_batches, batch)
+    return _Map(operation, traced_for(traced_python_function(function_of(operation)), batch))

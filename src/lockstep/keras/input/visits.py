@@ -11,12 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from lockstep.data.order import Indices, Order, Shuffle
 from lockstep.keras.input.streams import easily_freed, on_host
-from lockstep.keras.randomness import digest_of_states, script_seed
+from lockstep.keras.private.common import ArrayDataAdapter, script_seed
+from lockstep.keras.randomness import digest_of_states
 
 Batch = TypeVar("Batch")
 OrderSeed = tuple[int, ...] | None
@@ -71,30 +70,12 @@ def first_of_pass(batches: Iterator[Batch]) -> Batch:
 
 
 def _batches_of_a_sample() -> int:
-    """Return how many batches Keras reads from an input to get its first one.
-
-    On JAX, it reads one ahead on GPUs, and up to Keras 3.14 also on CPUs.
-    """
+    """Return how many batches Keras reads from an input to get its first one."""
     if keras.backend.backend() != "jax":
         return 1
-    from keras.src.backend.jax.trainer import JAXEpochIterator
+    from lockstep.keras.private.jax import batches_read_for_the_first
 
-    counted = _Counted()
-    next(iter(JAXEpochIterator(counted)._get_iterator()))
-    return counted.read
-
-
-class _Counted(DataAdapter):  # type: ignore[misc]
-    """Counts the batches that are read from it."""
-
-    num_batches = 3
-    read = 0
-
-    def get_jax_iterator(self) -> Iterator[Any]:
-        """Yield batches."""
-        for _ in range(self.num_batches):
-            self.read += 1
-            yield np.zeros(1)
+    return batches_read_for_the_first()
 
 
 class _JobsVisits:

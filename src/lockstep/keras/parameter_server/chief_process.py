@@ -13,6 +13,7 @@ from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
+from lockstep.keras.private.common import given_rate
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.system.notes import note
@@ -228,7 +229,7 @@ class ChiefProcess(FitProcess):
 
     def _refuse_another_rate(self, state: Any) -> None:
         """Raise ModelError if a callback has changed the learning rate within an epoch."""
-        rate = self.model.optimizer._learning_rate
+        rate = given_rate(self.model.optimizer)
         if not isinstance(rate, keras.Variable):
             return
         assert self._known is not None

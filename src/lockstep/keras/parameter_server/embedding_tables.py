@@ -6,8 +6,8 @@ computed before the step, by the part of the model that leads from its inputs to
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -16,11 +16,21 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 import numpy.typing as npt
-from keras.src.backend.common import global_state
 
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.common import has_own_step, replaced
 from lockstep.keras.parameter_server.served_variables import lazy_hindrance
+from lockstep.keras.private.common import (
+    embedding_table,
+    graph_kept,
+    layers_of,
+    nodes_of,
+    own_trainable_variables,
+    stored_value,
+    symbolic_inputs,
+    takes_training,
+    with_values,
+)
 from lockstep.keras.randomness import random_states, same_states, set_random_states
 
 Array = npt.NDArray[Any]
@@ -29,9 +39,6 @@ _ADVICE = (
     "to let workers read the whole table, use a subclass of keras.layers.Embedding, or give the layer an "
     "embeddings_constraint"
 )
-
-_NAMES = "object_name_uids"
-"""The global attribute of Keras with the number of objects of each name."""
 
 _STYLE = re.compile("\x1b\\[[0-9;]*m")
 """What Keras highlights parts of messages with."""
@@ -84,7 +91,7 @@ class EmbeddingTables:
         if shapes not in self._traces:
             layers = [table.layer for table in self.tables]
             try:
-                with _graph_kept(self._model):
+                with graph_kept(self._model):
                     trace = _traced(self._model, layers, x)
                     hindrance = trace.hindrance(layers)
             except (_TableRead, Exception) as error:
@@ -123,9 +130,9 @@ class LookedUpRows:
             layer = table.layer
             self._stack.enter_context(unreadable(layer, partial(_read_in_step, layer.path)))
             self._stack.enter_context(replaced(layer, "call", partial(self._look_up, number)))
-            self._rows.append(layer._embeddings)
+            self._rows.append(embedding_table(layer))
             self._replace(number, _room(layer, 1))
-            self._stack.callback(self._replace, number, layer._embeddings)
+            self._stack.callback(self._replace, number, embedding_table(layer))
         if self._tables.tables:
             call = partial(self._call_model, self._model.call)
             self._stack.enter_context(replaced(self._model, "call", call))
@@ -195,7 +202,8 @@ class LookedUpRows:
 
     def _replace(self, number: int, variable: Any) -> None:
         """Put another variable in place of the one that a layer has for its rows, or for its table."""
-        old, variables = self._rows[number], self._tables.tables[number].layer._trainable_variables
+        old = self._rows[number]
+        variables = own_trainable_variables(self._tables.tables[number].layer)
         variables[next(i for i, one in enumerate(variables) if one is old)] = variable
         self._rows[number] = variable
 
@@ -236,7 +244,7 @@ def _read_in_step(path: str) -> Exception:
 
 def _room(layer: Any, size: int) -> Any:
     """Return a variable for a number of rows of a table."""
-    table = layer._embeddings
+    table = embedding_table(layer)
     rows = np.zeros((size, layer.output_dim), np.float32)
     return keras.Variable(rows, dtype=table.dtype, trainable=True, name=table.name)
 
@@ -257,16 +265,16 @@ def find_tables(
     positions = {id(one): i for i, one in enumerate(model.trainable_variables)}
     layers = [
         layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.Embedding) and id(getattr(layer, "_embeddings", None)) in positions
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.Embedding) and id(embedding_table(layer)) in positions
     ]
     unfit = layers and lazy_hindrance(model.optimizer, model.trainable_variables)
     reasons = {layer.path: reason for layer in layers if (reason := unfit or _hindrance(model, layer))}
     layers = [layer for layer in layers if layer.path not in reasons]
     while layers:
         try:
-            with _graph_kept(model):
-                struct = _inputs_struct(model)
+            with graph_kept(model):
+                struct = symbolic_inputs(model)
                 trace = _traced(model, layers, x() if struct is None else struct)
                 found = {layer.path: trace.hindrance([layer]) for layer in layers}
         except _TableRead as error:
@@ -278,7 +286,7 @@ def find_tables(
             found = {layer.path: cause for layer in layers}
         reasons |= {path: hindrance for path, hindrance in found.items() if hindrance}
         tables = [
-            EmbeddingTable(layer, positions[id(layer._embeddings)])
+            EmbeddingTable(layer, positions[id(embedding_table(layer))])
             for layer in layers
             if layer.path not in reasons and trace.calls[layer.path]
         ]
@@ -305,8 +313,8 @@ def _hindrance(model: Any, layer: Any) -> str:
         return "it has a regularizer or a constraint, which are for all rows"
     if layer.activity_regularizer is not None:
         return "it has an activity_regularizer"
-    table = layer._embeddings
-    owners = [one for one in model._flatten_layers() if any(v is table for v in one._trainable_variables)]
+    table = embedding_table(layer)
+    owners = [one for one in layers_of(model) if any(v is table for v in own_trainable_variables(one))]
     return "several layers have it" if len(owners) > 1 else ""
 
 
@@ -353,7 +361,7 @@ class _Trace:
     def hindrance(self, layers: Sequence[Any]) -> str:
         """Prepare to compute the ids of layers; return why they would perhaps be wrong, empty if not.
 
-        To be called in the block of `_graph_kept` in which the model was called.
+        To be called in the block of `graph_kept` in which the model was called.
         """
         given = {id(one) for one in self.inputs}
         for layer in layers:
@@ -382,12 +390,12 @@ class _Trace:
 
 def _dependence(function: Any) -> str:
     """Return on what else than its inputs, operations and layers without state a function depends."""
-    for node in (node for nodes in function._nodes_by_depth.values() for node in nodes):
+    for node in nodes_of(function):
         operation = node.operation
         if operation is None or node.is_input:
             continue
         if isinstance(operation, keras.layers.Layer):
-            for layer in operation._flatten_layers():
+            for layer in layers_of(operation):
                 if layer.variables or isinstance(layer, keras.layers.Lambda):
                     return f"the layer {layer.path!r}, which has variables or is a Lambda"
                 if not type(layer).__module__.startswith("keras."):
@@ -412,24 +420,22 @@ def _traced(model: Any, layers: Sequence[Any], x: Any) -> _Trace:
     states = random_states()
     scope = keras.StatelessScope(collect_losses=True)
     with ExitStack() as stack:
-        for part in model._flatten_layers():
+        for part in layers_of(model):
             if id(part) in tables:
                 recorded = partial(_recorded, calls[part.path], part.symbolic_call)
                 stack.enter_context(replaced(part, "symbolic_call", recorded))
                 # With ids that do not depend on the inputs, the table is read at once.
                 stack.enter_context(replaced(part, "call", partial(_read_at_once, part)))
                 stack.enter_context(unreadable(part, partial(_TableRead, part)))
-            elif any(id(inner) in tables for inner in part._flatten_layers(include_self=False)):
+            elif any(id(inner) in tables for inner in layers_of(part, include_self=False)):
                 stack.enter_context(replaced(part, "symbolic_call", part.call))
         if (call := _replaced_call(model)) is not None:
             stack.enter_context(replaced(model, "symbolic_call", call))
-        for variable in model.variables:
-            # Within `fit` on JAX, variables have no values. Ids do not depend on them, but shapes do.
-            if variable._value is None:
-                variable._value = keras.ops.zeros(variable.shape, variable.dtype)
-                stack.callback(setattr, variable, "_value", None)
+        # Within `fit` on JAX, variables have no values. Ids do not depend on them, but shapes do.
+        empty = [variable for variable in model.variables if stored_value(variable) is None]
+        stack.enter_context(with_values(empty, [keras.ops.zeros(one.shape, one.dtype) for one in empty]))
         stack.enter_context(scope)
-        model(inputs, **({"training": True} if model._call_has_training_arg else {}))
+        model(inputs, **({"training": True} if takes_training(model) else {}))
     if scope.state_mapping or not same_states(random_states(), states):
         set_random_states(states)
         raise ModelError("the model draws random numbers, or changes variables, outside of its layers")
@@ -442,23 +448,6 @@ def _replaced_call(model: Any) -> Any:
     if isinstance(call, partial) and isinstance(getattr(call.func, "__self__", None), LookedUpRows):
         return call.args[0]
     return None
-
-
-@contextmanager
-def _graph_kept(model: Any) -> Iterator[None]:
-    """After the block, the layers of a model are only in the graphs of symbolic calls from before it."""
-    names = global_state.get_global_attribute(_NAMES)
-    before = None if names is None else dict(names)
-    nodes = [(one, len(one._inbound_nodes), len(one._outbound_nodes)) for one in model._flatten_layers()]
-    try:
-        yield
-    finally:
-        for layer, inbound, outbound in nodes:
-            del layer._inbound_nodes[inbound:], layer._outbound_nodes[outbound:]
-        if names is not None and before is not None:
-            # Operations have taken names that layers of the script would get.
-            names.clear()
-            names.update(before)
 
 
 def _symbolic(leaf: Any) -> Any:
@@ -475,14 +464,9 @@ def _read_at_once(layer: Any, *_: Any, **__: Any) -> NoReturn:
     raise _TableRead(layer, "its ids do not depend on the inputs of the model")
 
 
-def _inputs_struct(model: Any) -> Any:
-    """Return the symbolic inputs of a functional or sequential model; None for others."""
-    return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
-
-
 def _arranged(model: Any, x: Any) -> Any:
     """Return inputs in the structure, and with the ranks, of those of a functional model."""
-    struct = _inputs_struct(model)
+    struct = symbolic_inputs(model)
     if struct is None:
         return x
     if isinstance(struct, dict) and isinstance(x, dict) and struct.keys() <= x.keys():
@@ -510,16 +494,9 @@ def _as_called(leaf: Any, symbolic: Any) -> Any:
     return tensor
 
 
-@contextmanager
-def unreadable(layer: Any, error: Callable[[], BaseException]) -> Iterator[None]:
+def unreadable(layer: Any, error: Callable[[], BaseException]) -> AbstractContextManager[None]:
     """Within the block, the value of a layer's table is not there: each use of it raises an error."""
-    table = layer._embeddings
-    value = table._value
-    table._value = _Unreadable(error)
-    try:
-        yield
-    finally:
-        table._value = value
+    return with_values([embedding_table(layer)], [_Unreadable(error)])
 
 
 def _within(layer: Any, ids: Array) -> Array:

@@ -19,14 +19,20 @@ from lockstep.errors import InputError, ModelError
 from lockstep.keras.assignments import observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.backends.state_changes import KERAS_SEED
 from lockstep.keras.parameter_server.served_variables import (
     iterations_of,
     refuse_optimizer,
     slots_of,
 )
 from lockstep.keras.parameter_server.transfers import transfers_of
-from lockstep.keras.randomness import global_generator, random_numbers
+from lockstep.keras.private.common import (
+    KERAS_SEED,
+    global_generator,
+    stored_value,
+    trained_by,
+    variables_without_decay,
+)
+from lockstep.keras.randomness import random_numbers
 from lockstep.keras.replica_run.merges import Op, Replica, computing_as
 from lockstep.keras.seeds import key_of_replica
 from lockstep.parameter_server.partitioners import Partitioner, place_variables
@@ -301,7 +307,7 @@ class FunctionRunner:
     def _add(self, optimizer: Any, variables: Sequence[Any]) -> int:
         if not optimizer.built:
             optimizer.build(list(variables))
-        update = Update(optimizer, list(optimizer._trainable_variables))
+        update = Update(optimizer, list(trained_by(optimizer)))
         trained = {id(variable) for known in self.updates for variable in known.variables}
         twice = next((one for one in update.variables if id(one) in trained), None)
         if twice is not None:
@@ -311,7 +317,7 @@ class FunctionRunner:
             )
         shapes = [(tuple(one.shape), 4) for one in update.variables]
         refuse_optimizer(update, place_variables(shapes, 1, self._partitioner))
-        if getattr(optimizer, "_exclude_from_weight_decay", None):
+        if variables_without_decay(optimizer):
             raise ModelError(
                 "parameter servers do not support exclude_from_weight_decay with a list of variables: pass "
                 "var_names"
@@ -460,7 +466,7 @@ class _Watcher:
                     f"{variable.path!r} is created and assigned in a tf.function: create the layer or metric "
                     "in `with strategy.scope():`, and call it once before scheduling a function that uses it"
                 )
-            if self._tries and key not in self._valued and getattr(variable, "_value", None) is not None:
+            if self._tries and key not in self._valued and stored_value(variable) is not None:
                 self._valued.add(key)
                 self.created.append((variable, self._now(variable)))
             return
@@ -500,9 +506,7 @@ class _Watcher:
                     f"a scheduled function applies {type(optimizer).__name__} only in some steps: apply it "
                     "when the function first runs, too"
                 )
-            number = self._runner.add(
-                optimizer, optimizer._trainable_variables if variables is None else variables
-            )
+            number = self._runner.add(optimizer, trained_by(optimizer) if variables is None else variables)
             self._served = {id(one) for one in self._runner.served}
         self._profile.updates.add(number)
         given = self._runner.updates[number].variables

@@ -20,6 +20,14 @@ from lockstep.keras.backends.common import refuse_other_weights, replaced
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.transfers import transfers_of
+from lockstep.keras.private.common import (
+    RATE,
+    SET_BY_BUILD,
+    given_rate,
+    names_without_decay,
+    trained_by,
+    variables_without_decay,
+)
 from lockstep.parameter_server.partitioners import Partitioner, Shard, place_variables
 
 Array = npt.NDArray[Any]
@@ -29,10 +37,6 @@ optimizer if it belongs to none, and its number among those of the same position
 
 _BY_ELEMENT = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 """Keras's optimizers that update each element of a variable on its own: they can update shards."""
-
-_OF_A_BUILT_OPTIMIZER = frozenset({"_lock", "built"})
-
-_EXCLUDED = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
 def place_weights(
@@ -442,11 +446,11 @@ def _unbuilt_copy(optimizer: Any) -> Any:
     Raises:
         ModelError: it cannot be made from its config.
     """
-    schedule = optimizer._learning_rate
+    schedule = given_rate(optimizer)
     is_variable = isinstance(schedule, keras.Variable)
     try:
         # A schedule is shared and not made from its own config.
-        with replaced(optimizer, "_learning_rate", schedule if is_variable else 0.5):
+        with replaced(optimizer, RATE, schedule if is_variable else 0.5):
             config = optimizer.get_config()
         copy = type(optimizer).from_config(config if is_variable else {**config, "learning_rate": schedule})
     except Exception as error:
@@ -457,11 +461,7 @@ def _unbuilt_copy(optimizer: Any) -> Any:
         ) from error
     for name, value in vars(optimizer).items():
         settings = (bool, int, float, str, set, re.Pattern, type(None))
-        if (
-            isinstance(value, settings)
-            and name not in _OF_A_BUILT_OPTIMIZER
-            and vars(copy).get(name) != value
-        ):
+        if isinstance(value, settings) and name not in SET_BY_BUILD and vars(copy).get(name) != value:
             vars(copy)[name] = value
     return copy
 
@@ -474,7 +474,7 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
 def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
     """Raise ModelError for what parameter servers do not support in a call of `fit`."""
     if model.optimizer.built:
-        refuse_other_weights(model, model.optimizer._trainable_variables)
+        refuse_other_weights(model, trained_by(model.optimizer))
     refuse_optimizer(Update(model.optimizer, model.trainable_variables), shards)
 
 
@@ -515,7 +515,8 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
             f"the partitioner divides {path!r}, but {name} may not update each element on its own; use one "
             f"of {', '.join(_BY_ELEMENT)}, or no variable_partitioner"
         )
-    if optimizer.clipnorm is not None or any(getattr(optimizer, excluded, None) for excluded in _EXCLUDED):
+    excluded = variables_without_decay(optimizer) or names_without_decay(optimizer)
+    if optimizer.clipnorm is not None or excluded:
         raise ModelError(
             f"the partitioner divides {path!r}, but the optimizer has a clipnorm or "
             "exclude_from_weight_decay, which are for whole variables; remove them, or the "
@@ -543,7 +544,7 @@ def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
         return f"{name} may not update each row on its own"
     if optimizer.use_ema or optimizer.gradient_accumulation_steps:
         return f"{name} has use_ema or gradient_accumulation_steps, which are for all rows"
-    rate = int(isinstance(optimizer._learning_rate, keras.Variable))
+    rate = int(isinstance(given_rate(optimizer), keras.Variable))
     if sum(position < 0 for position, _ in slots_of(optimizer, variables)) > 1 + rate:
         return f"{name} has variables that belong to no weight"
     return ""

@@ -16,8 +16,9 @@ from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update, hidden
-from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
+from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
+from lockstep.keras.private.common import KERAS_SEED, stored_value
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
 from lockstep.keras.seeds import key_of_replica, seed_of_replica
 from lockstep.keras.synchronization import SCALAR
@@ -56,7 +57,7 @@ class VariableChanges:
         try:
             for variable in self._prepared.values():
                 self._save(variable)
-                start = np.array(self._backend.to_numpy(variable._value))
+                start = np.array(self._backend.to_numpy(stored_value(variable)))
                 if kind_of(variable) == "seed":
                     start = key_of_replica(start, replica)
                 elif replica:
@@ -80,7 +81,7 @@ class VariableChanges:
         if key in self._hidden:
             raise EndOfRound
         if key in self._created:
-            if getattr(variable, "_value", None) is not None:
+            if stored_value(variable) is not None:
                 self._save(variable)
                 self.assigned_new = True
             return
@@ -126,7 +127,7 @@ class VariableChanges:
         """
         found = {}
         for i, (kind, variable) in enumerate(self._assigned.values()):
-            end = np.asarray(self._backend.to_numpy(variable._value))
+            end = np.asarray(self._backend.to_numpy(stored_value(variable)))
             found[f"{kind}/{i}/{variable.path}"] = (
                 variable,
                 self._contribution(kind, variable, end, replica, weight),

@@ -29,6 +29,7 @@ from lockstep.keras.per_replica import (
     is_empty,
     refuse_lost_value,
 )
+from lockstep.keras.private.common import stored_value
 from lockstep.keras.replica_run.eager_replica import (
     EagerExecution,
     FunctionProfile,
@@ -151,7 +152,7 @@ class EagerRunner:
             if merge.update is not None:
                 self._backend.apply(merge.update, merge.leaves(total))
         for name, variable in this.changed.items():
-            start = 0 if holds_new_value(name) else self._backend.to_numpy(variable._value)
+            start = 0 if holds_new_value(name) else self._backend.to_numpy(stored_value(variable))
             variable.assign(np.array(start + totals[-1][name]))
 
     def _returned(self, this: EagerExecution, last: Round, total: Total) -> Any:

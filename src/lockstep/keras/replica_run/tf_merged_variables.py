@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import auto_control_deps_utils
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
+from lockstep.keras.private.tensorflow import VARIABLE_CLASSES, written_by
 from lockstep.keras.replica_run.merges import Op, current_replica
 from lockstep.worker.patch_registry import PATCHES
 
@@ -39,7 +38,7 @@ def install() -> None:
     """Patch the assignments of TensorFlow's variables, once per process."""
     if PATCHES.has(__name__):
         return
-    for owner in (BaseResourceVariable, ResourceVariable):
+    for owner in VARIABLE_CLASSES:
         for method, argument in _METHODS.items():
             if method in vars(owner):
                 PATCHES.replace(__name__, owner, method, functools.partial(_merging, argument))
@@ -50,8 +49,7 @@ def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
     names = {id(variable.handle): variable.name for variable in variables if is_merged(variable)}
     inside = {id(inner): names[id(outer)] for outer, inner in graph.captures if id(outer) in names}
     for operation in graph.get_operations():
-        _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
-        for tensor in written:
+        for tensor in written_by(operation):
             if id(tensor) in inside and _SCOPE not in operation.name:
                 raise ModelError(
                     f"the function passed to strategy.run changes {inside[id(tensor)]!r}, whose "

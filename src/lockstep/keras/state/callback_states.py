@@ -14,42 +14,16 @@ import msgspec
 from lockstep.checkpoint.values import pack
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import CheckpointError
+from lockstep.keras.private.common import CHANGED_BY_TRAINING, SET_BY_PROCESS
 from lockstep.keras.state.report_callback import ReportCallback
 from lockstep.system.notes import note
 
 KEPT: Mapping[type, tuple[str, ...]] = {
-    keras.callbacks.BackupAndRestore: (
-        "_batches_seen_since_last_saving",
-        "_current_epoch",
-        "_last_batch_seen",
-    ),
+    **CHANGED_BY_TRAINING,
     keras.callbacks.CSVLogger: ("rows",),
-    keras.callbacks.EarlyStopping: ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
-    keras.callbacks.History: ("epoch", "history"),
-    keras.callbacks.ModelCheckpoint: (
-        "_batches_seen_since_last_saving",
-        "_current_epoch",
-        "_last_batch_seen",
-        "best",
-    ),
-    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
     ReportCallback: ("metrics", "report"),
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
-    keras.callbacks.TensorBoard: (
-        "_global_test_batch",
-        "_global_train_batch",
-        "_previous_epoch_iterations",
-        "_train_accumulated_time",
-    ),
 }
 """The attributes of callbacks of Keras and Lockstep that training changes; `rows` is of `ChiefCSVLogger`."""
-
-_PER_PROCESS: Mapping[type, tuple[str, ...]] = {
-    keras.callbacks.Callback: ("_model", "model", "params"),
-    keras.callbacks.CSVLogger: ("keys",),
-    keras.callbacks.TensorBoard: ("_log_write_dir", "_train_dir", "_val_dir"),
-}
-"""The attributes that each process creates itself, also in subclasses of these."""
 
 AttributeHashes = Mapping[int, Mapping[str, bytes]]
 """Hashes of the attributes of callbacks, by their ids."""
@@ -133,7 +107,9 @@ def _is_users(callback: Any) -> bool:
 
 
 def _is_kept(callback: Any, name: str) -> bool:
-    return _is_of(KEPT, callback, name) or (_is_users(callback) and not _is_of(_PER_PROCESS, callback, name))
+    return _is_of(KEPT, callback, name) or (
+        _is_users(callback) and not _is_of(SET_BY_PROCESS, callback, name)
+    )
 
 
 def _is_of(table: Mapping[type, tuple[str, ...]], callback: Any, name: str) -> bool:

@@ -11,16 +11,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src.utils import module_utils
 
 from lockstep.data.digest import digest_arrays
+from lockstep.keras.private.common import layers_of, tensorflow_not_imported
 from lockstep.worker.program_sources import is_own
 
 Settings = Mapping[str, str]
@@ -64,7 +63,7 @@ def settings_of_model(model: Any) -> Settings:
     """
     found: dict[str, str] = {}
     counts: dict[str, int] = {}
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if isinstance(layer, keras.layers.InputLayer):
             # Keras creates it from the first batch.
             continue
@@ -130,28 +129,11 @@ def _short(value: Any) -> str:
 
 def _config(thing: Any) -> Any:
     try:
-        with _tensorflow_not_imported():
+        with tensorflow_not_imported():
             return _plain(thing.get_config())
     except Exception:
         # A custom class may have no config, and may raise any error; its code is compared instead.
         return {}
-
-
-@contextmanager
-def _tensorflow_not_imported() -> Iterator[None]:
-    """Keep Keras from importing TensorFlow within the block to check for its types, which takes seconds.
-
-    No value has such a type before the program has imported TensorFlow.
-    """
-    lazy = module_utils.tensorflow
-    if "tensorflow" in sys.modules or lazy._available is not None:
-        yield
-        return
-    lazy._available = False
-    try:
-        yield
-    finally:
-        lazy._available = None
 
 
 def _connections(model: Any) -> Any:

@@ -1,0 +1,457 @@
+"""The private parts of Keras that belong to no backend; when Keras changes one, only this file changes.
+
+Keras promises nothing about modules below `keras.src` and attributes that begin with an underscore.
+Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. `get_file`, which is replaced
+before Keras is imported, is in `lockstep.worker.private_modules`.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import keras
+from keras.src import backend
+from keras.src.backend.common import global_state
+from keras.src.losses import loss as loss_functions
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    data_adapter,
+    data_adapter_utils,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+    torch_data_loader_adapter,
+)
+from keras.src.utils import module_utils, rng_utils
+
+from lockstep.worker.patch_registry import Part
+
+# Random numbers
+
+random_seed_dtype = backend.random_seed_dtype
+"""Returns the dtype of the two numbers that are the seed of an operation on this backend."""
+
+KERAS_SEED = "seed_generator_state"
+"""Part of the name of the variable with a generator's state, also of the one for layers without their own."""
+
+_GLOBAL_SEED_GENERATOR = "global_seed_generator"
+
+
+def global_generator() -> Any:
+    """Return the generator of Keras's random operations without a seed; None if there is none yet.
+
+    Keras creates it for the first such operation.
+    """
+    return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+
+
+def set_global_generator(generator: Any) -> None:
+    """Make Keras call `next()` of `generator` for random operations without a seed."""
+    global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+
+
+def script_seed() -> int | None:
+    """Return the seed that the script has passed to `keras.utils.set_random_seed`; None without one."""
+    seed: int | None = global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
+    return seed
+
+
+def set_script_seed(seed: int | None) -> None:
+    """Set the result of `script_seed`; seeds no generator."""
+    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
+
+
+def given_seed(generator: keras.random.SeedGenerator) -> int | None:
+    """Return the seed with which the program has created a generator; None if Keras has drawn one."""
+    seed: int | None = generator._initial_seed
+    return seed
+
+
+# Variables
+
+ASSIGN = "_direct_assign"
+"""The method of `keras.Variable` by which all assignments outside of a `StatelessScope` set the value."""
+
+
+def stored_value(variable: Any) -> Any:
+    """Return the array, tensor or variable of the backend that a variable holds; None before it has one.
+
+    `variable.value` may return another: in a `StatelessScope`, or in another dtype under autocast. Within
+    `fit` on JAX, Keras takes the values out of the variables.
+    """
+    return getattr(variable, "_value", None)
+
+
+@contextmanager
+def with_values(variables: Sequence[Any], values: Iterable[Any]) -> Iterator[None]:
+    """Within the block, variables hold any objects as their values; afterwards, their values from before.
+
+    Keras reads a value by `variable.value` only, and checks nothing.
+    """
+    before = [variable._value for variable in variables]
+    try:
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable._value = value
+
+
+# Models and layers
+
+SYMBOLIC_BUILD = "_symbolic_build"
+"""The method of `keras.Model` that creates all variables of a model by one call with symbolic inputs.
+
+Its argument `iterator` yields (step, step, [batch]), of which it uses the first.
+"""
+
+CACHED_VALIDATION = "_use_cached_eval_dataset"
+"""The option with which `fit` calls `evaluate`, which then reads the input of its first call."""
+
+TRACKED_CONTAINERS = "keras.src.utils.tracking"
+"""The module of the containers that replace lists, dicts and sets among the attributes of layers.
+
+They iterate over what they contain, and nothing else.
+"""
+
+
+def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
+    """Return a model and all layers within it, each once, an outer one before its inner ones."""
+    layers: list[Any] = model._flatten_layers(include_self=include_self)
+    return layers
+
+
+def build_symbolically(model: Any, batch: Callable[[], Any]) -> None:
+    """Create the variables of a model, its metrics and losses, and its optimizer by `SYMBOLIC_BUILD`.
+
+    `batch` is called only if something is not built.
+    """
+    model._symbolic_build(iterator=((0, 0, [batch()]) for _ in range(1)))
+
+
+def seed_generators(layer: Any) -> Sequence[Any]:
+    """Return the generators that are attributes of a layer, without those of its inner layers."""
+    generators: Sequence[Any] = layer._seed_generators
+    return generators
+
+
+def takes_training(model: Any) -> bool:
+    """Whether the `call` of a model has the argument `training`."""
+    return bool(model._call_has_training_arg)
+
+
+def symbolic_inputs(model: Any) -> Any:
+    """Return the symbolic inputs of a functional or a built sequential model, as a nest; None for others."""
+    return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
+
+
+def nodes_of(function: keras.Function) -> Iterator[Any]:
+    """Yield the nodes of a function's graph.
+
+    A node has its `operation`, the `arguments` of the call, and `is_input`.
+    """
+    for nodes in function._nodes_by_depth.values():
+        yield from nodes
+
+
+def embedding_table(layer: Any) -> Any:
+    """Return the variable of an `Embedding` of which lookups take rows; None if it is not built."""
+    return getattr(layer, "_embeddings", None)
+
+
+def own_trainable_variables(layer: Any) -> list[Any]:
+    """Return the list in which a layer keeps its own trainable variables, without those of inner layers.
+
+    Keras reads it again for each `trainable_variables`: another element takes the place of a variable.
+    """
+    variables: list[Any] = layer._trainable_variables
+    return variables
+
+
+_OBJECT_NAMES = "object_name_uids"
+"""The global attribute of Keras with the number of objects of each name; None before the first."""
+
+
+@contextmanager
+def graph_kept(model: Any) -> Iterator[None]:
+    """After the block, the layers of a model are only in the graphs of symbolic calls from before it.
+
+    A symbolic call appends nodes to its layers, and its operations take names that later layers would get.
+    """
+    names = global_state.get_global_attribute(_OBJECT_NAMES)
+    before = None if names is None else dict(names)
+    nodes = [(one, len(one._inbound_nodes), len(one._outbound_nodes)) for one in layers_of(model)]
+    try:
+        yield
+    finally:
+        for layer, inbound, outbound in nodes:
+            del layer._inbound_nodes[inbound:], layer._outbound_nodes[outbound:]
+        if names is not None and before is not None:
+            names.clear()
+            names.update(before)
+
+
+# Losses
+
+REDUCE_WEIGHTED_VALUES: Part = loss_functions, "reduce_weighted_values"
+"""Called once by each loss of Keras: (values, sample_weight=, mask=, reduction=, dtype=)."""
+
+REDUCE_VALUES: Part = loss_functions, "reduce_values"
+"""Called by `reduce_weighted_values` with the weighted values: (values, sample_weight, reduction)."""
+
+SCALE_LOSS: Part = loss_functions, "scale_loss_for_distribution"
+"""Called by the functions above with each mean, to divide it by the number of replicas."""
+
+apply_mask = loss_functions.apply_mask
+"""Combines weights with a mask as `reduce_weighted_values` does: (weights, mask, dtype=, reduction=)."""
+
+
+def compiled_loss(model: Any) -> Any:
+    """Return the loss given to `compile`, called as (y, y_pred), which has `metrics`; None without one."""
+    return model._compile_loss
+
+
+def loss_total(model: Any) -> Any:
+    """Return the variable in which Keras sums the losses of steps; None if the model was not compiled."""
+    tracker = getattr(model, "_loss_tracker", None)
+    return None if tracker is None else tracker.total
+
+
+def added_losses(model: Any) -> Any:
+    """Return the sum of the losses added to a model, as `compute_loss` adds them to the compiled loss."""
+    return sum(model._aggregate_additional_loss(loss) for loss in model.losses)
+
+
+# Optimizers
+
+UPDATE_STEP = "_backend_update_step"
+"""The method of optimizers that updates all variables: (gradients, variables, learning rate).
+
+`apply` calls it once, after clipping and decay of weights, and then increments `iterations`.
+"""
+
+RATE = "_learning_rate"
+"""The attribute with the learning rate as given: a variable, a schedule or a function."""
+
+SET_BY_BUILD = frozenset({"_lock", "built"})
+"""The attributes of an optimizer that are no variables, and that `build` changes."""
+
+
+def given_rate(optimizer: Any) -> Any:
+    """Return `RATE`, where `optimizer.learning_rate` would return a number."""
+    return optimizer._learning_rate
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Return the variables for which an optimizer was built, in this order; empty before."""
+    variables: list[Any] = optimizer._trainable_variables
+    return variables
+
+
+def adam_moments(optimizer: Any, variables: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the values of the variables in which `Adam` and `AdamW` keep the first and second moments."""
+    indices = [optimizer._get_variable_index(variable) for variable in variables]
+    return (
+        [optimizer._momentums[index].value for index in indices],
+        [optimizer._velocities[index].value for index in indices],
+    )
+
+
+def variables_without_decay(optimizer: Any) -> Any:
+    """Return what `exclude_from_weight_decay(var_list=...)` has set; empty or None without it."""
+    return getattr(optimizer, "_exclude_from_weight_decay", None)
+
+
+def names_without_decay(optimizer: Any) -> Any:
+    """Return what `exclude_from_weight_decay(var_names=...)` has set; empty or None without it."""
+    return getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+
+
+# Inputs
+
+DataAdapter: TypeAlias = data_adapter.DataAdapter
+"""The interface of inputs: `fit`, `evaluate` and `predict` use an instance of it as it is.
+
+They read it by the `get_jax_iterator`, `get_tf_dataset` or `get_torch_dataloader` of their backend.
+"""
+
+ArrayDataAdapter: TypeAlias = array_data_adapter.ArrayDataAdapter
+"""The adapter of arrays, which draws the order of the rows when a pass begins.
+
+It draws it from the random states of what it is asked for: NumPy's for `get_numpy_iterator`, PyTorch's for
+`get_torch_dataloader().batch_sampler`, TensorFlow's for `get_tf_dataset`.
+"""
+
+can_convert_arrays = array_data_adapter.can_convert_arrays
+"""Whether `fit` uses `ArrayDataAdapter` for (x, y, sample_weight)."""
+
+PyDatasetAdapter: TypeAlias = py_dataset_adapter.PyDatasetAdapter
+"""The adapter of a `PyDataset`."""
+
+OrderedEnqueuer: TypeAlias = py_dataset_adapter.OrderedEnqueuer
+"""Keras's threads or processes for a `PyDataset`: `start()`, `get()`, which yields batches, and `stop()`."""
+
+TFDatasetAdapter = tf_dataset_adapter.TFDatasetAdapter
+"""The adapter of a `tf.data.Dataset`; on TensorFlow, a pass over its `get_tf_dataset()` begins at once."""
+
+TorchDataLoaderAdapter = torch_data_loader_adapter.TorchDataLoaderAdapter
+"""The adapter of a `DataLoader`; on PyTorch, a pass over its `get_torch_dataloader()` begins at once."""
+
+get_data_adapter = data_adapters.get_data_adapter
+"""Returns the adapter for an input of any kind: (x, y, sample_weight, class_weight=)."""
+
+is_tf_dataset = data_adapters.is_tf_dataset
+"""Whether `get_data_adapter` takes an object for a `tf.data.Dataset`."""
+
+is_torch_dataloader = data_adapters.is_torch_dataloader
+"""Whether `get_data_adapter` takes an object for a `DataLoader`."""
+
+NUM_BATCHES_FOR_TENSOR_SPEC = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+"""The number of batches that Keras reads on TensorFlow to know the form of the batches of a `PyDataset`."""
+
+get_tensor_spec = data_adapter_utils.get_tensor_spec
+"""Returns the form that some batches have in common, with any number of examples."""
+
+
+def array_parts(adapter: ArrayDataAdapter) -> tuple[Any, int, int]:
+    """Return a nest of the arrays of an adapter, the number of their rows, and the batch size."""
+    return adapter._inputs, adapter._num_samples, adapter._batch_size
+
+
+def sliceable(array: Any) -> Any:
+    """Return an array in a form of which rows can be read in any order: `convert_to_numpy(form[indices])`."""
+    return array_slicing.convert_to_sliceable(array, target_backend="numpy")
+
+
+def sliced_array(form: Any) -> Any:
+    """Return the NumPy array of which `sliceable` reads rows without a conversion; None for other forms."""
+    return form.array if type(form) is array_slicing.NumpySliceable else None
+
+
+def split_rows(arrays: Any, fraction: float) -> tuple[Any, Any]:
+    """Split off the last `fraction` of the rows of a nest of arrays, as `validation_split` does."""
+    training, validation = array_slicing.train_validation_split(arrays, validation_split=fraction)
+    return training, validation
+
+
+def standardized(adapter: PyDatasetAdapter) -> Callable[[Any], Any]:
+    """Return what converts a batch of a `PyDataset` to the (x, y, sample_weight) that Keras trains on."""
+    convert: Callable[[Any], Any] = adapter._standardize_batch
+    return convert
+
+
+def batches_of(adapter: PyDatasetAdapter) -> Iterator[Any]:
+    """Begin to read a pass with Keras's own workers; `on_epoch_begin` of the adapter starts them."""
+    batches: Iterator[Any] = adapter._get_iterator()
+    return batches
+
+
+@contextmanager
+def tensorflow_not_imported() -> Iterator[None]:
+    """Keep Keras from importing TensorFlow within the block to check for its types, which takes seconds.
+
+    No value has such a type before the program has imported TensorFlow. Keras imports it where it reads
+    `available` of a lazy module, which keeps the answer.
+    """
+    lazy = module_utils.tensorflow
+    if "tensorflow" in sys.modules or lazy._available is not None:
+        yield
+        return
+    lazy._available = False
+    try:
+        yield
+    finally:
+        lazy._available = None
+
+
+# Callbacks
+
+CHANGED_BY_TRAINING: Mapping[type, tuple[str, ...]] = {
+    keras.callbacks.BackupAndRestore: (
+        "_batches_seen_since_last_saving",
+        "_current_epoch",
+        "_last_batch_seen",
+    ),
+    keras.callbacks.EarlyStopping: ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
+    keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.ModelCheckpoint: (
+        "_batches_seen_since_last_saving",
+        "_current_epoch",
+        "_last_batch_seen",
+        "best",
+    ),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: (
+        "_global_test_batch",
+        "_global_train_batch",
+        "_previous_epoch_iterations",
+        "_train_accumulated_time",
+    ),
+}
+"""The attributes of Keras's callbacks that training changes."""
+
+SET_BY_PROCESS: Mapping[type, tuple[str, ...]] = {
+    keras.callbacks.Callback: ("_model", "model", "params"),
+    keras.callbacks.CSVLogger: ("keys",),
+    keras.callbacks.TensorBoard: ("_log_write_dir", "_train_dir", "_val_dir"),
+}
+"""The attributes of callbacks that each process creates itself, also in subclasses of these."""
+
+
+class CheckpointWriter(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """A `ModelCheckpoint` whose subclass decides where a file is written.
+
+    Keras calls `_save_model` wherever it may save. That asks `_should_save_model`, which also keeps the best
+    value, and then writes to the path of `_get_file_path`.
+    """
+
+    def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
+        path = self._get_file_path(epoch, batch, logs)
+        if self._should_save_model(epoch, batch, logs, path):
+            self.save_to(path, lambda: self._write(epoch, batch, logs))
+
+    def _write(self, epoch: int, batch: int | None, logs: Any) -> None:
+        self.__dict__["_should_save_model"] = lambda *args: True
+        try:
+            super()._save_model(epoch, batch, logs)
+        finally:
+            del self.__dict__["_should_save_model"]
+
+    def save_to(self, path: str, write: Callable[[], None]) -> None:
+        """Save to a path: call `write`, or do not."""
+        raise NotImplementedError
+
+
+class BackupWriter(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
+    """A `BackupAndRestore` whose subclass decides where a backup is written.
+
+    Keras calls `_save_model` to write a backup.
+    """
+
+    def _save_model(self) -> None:
+        self.save_to(self.backup_dir, super()._save_model)
+
+    def files(self) -> tuple[str, str]:
+        """Return the paths of the weights and of the position in the training."""
+        return self._weights_path, self._training_metadata_path
+
+    def save_to(self, path: str, write: Callable[[], None]) -> None:
+        """Write a backup below a path: call `write`, or do not."""
+        raise NotImplementedError
+
+
+class ProgressBar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
+    """A `ProgbarLogger` whose bar can begin and end without its events."""
+
+    def reset(self) -> None:
+        """Forget the bar of the last epoch; an update creates the next."""
+        self._reset_progbar()
+
+    def finish(self, logs: Any) -> None:
+        """Print the bar of an epoch as complete, with the logs of its end."""
+        self._maybe_init_progbar()
+        self._finalize_progbar(logs)

@@ -1,0 +1,30 @@
+"""The private parts of PyTorch that Lockstep uses; when PyTorch changes one, only this file changes.
+
+Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+
+def scale_in_place(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply tensors in place, with one kernel for all; the bits are those of `mul_`."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the tensors' version counters, which all writes increase, also those through views."""
+    return [tensor._version for tensor in tensors]
+
+
+def iterates_as_defined(kind: type) -> bool:
+    """Whether a class of loaders inherits all of its iteration: `__iter__` creates it by `_get_iterator`."""
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator  # type: ignore[attr-defined]
+
+
+def keeps_iterator(loader: Any) -> bool:
+    """Whether a loader has begun an iteration that it keeps, as one with persistent workers does."""
+    return loader._iterator is not None

@@ -1,0 +1,40 @@
+"""Private modules of Keras and its backends, by name, and what is used of them once a program imports them.
+
+The room `worker` runs before any framework is imported, and a program may never import TensorFlow. So this
+file imports none; the other private parts are in `lockstep.keras.private`. The libraries promise nothing
+about these modules. `tests/training/test_private_parts.py` fails if one of them lacks a part.
+"""
+
+import sys
+from typing import Any
+
+KERAS_DOWNLOADS = "keras.src.utils.file_utils"
+"""Defines `get_file`, which downloads with the `urlretrieve` of this module.
+
+The functions of `keras.datasets` keep the `get_file` that they find when they are imported.
+"""
+
+JAX_CACHE = "jax._src.compilation_cache"
+"""JAX calls the `get_file_cache` of this module to create its cache in a folder.
+
+It takes the folder's path; it returns an object with `get(key)` and `put(key, value)`, and the path.
+"""
+
+TENSORFLOW_CONTEXT = "tensorflow.python.eager.context"
+"""Its `context()` has the random state of TensorFlow's eager operations."""
+
+
+def tensorflow_random_state() -> tuple[Any, Any]:
+    """Return what TensorFlow's eager operations take their seeds from, once TensorFlow is imported.
+
+    This is the seed that `tf.random.set_seed` has set, None without one, and the `random.Random` that it has
+    seeded, None before.
+    """
+    context = sys.modules[TENSORFLOW_CONTEXT].context()
+    return context._seed, vars(context).get("_rng")
+
+
+def set_tensorflow_random_state(seed: Any, generator: Any) -> None:
+    """Set the result of `tensorflow_random_state`; TensorFlow draws `generator.randint(0, 2**31 - 1)`."""
+    context = sys.modules[TENSORFLOW_CONTEXT].context()
+    context._seed, context._rng = seed, generator
