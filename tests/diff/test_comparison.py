@@ -299,3 +299,46 @@ def test_the_data_of_a_comparison() -> None:
         "compared": LAST,
     }
     assert data["detail"].startswith("the runs differ first in step 4")
+
+
+def served(**changes: Any) -> Recording:
+    """A run with parameter servers, which records states only."""
+    made = Recording(
+        Path("run"), {"parameter_servers": 1}, finished={"status": 0, "steps": 10, "digest": "d"}
+    )
+    made.program = {
+        "replicas": 4,
+        "seed": 0,
+        "sources": {"t.py": "a", "m.py": "a"},
+        "script": "t.py",
+    } | changes
+    end = RecordedHashes(Key(10, True, "the end of fit 1", 0), "fit 1", 10, (), VARIABLES)
+    end.before, end.before_parts = "state", digits("k", "b", "rate")
+    made.steps[end.key] = end
+    return made
+
+
+def changed_end(made: Recording) -> Recording:
+    (end,) = made.steps.values()
+    end.before, end.before_parts = "other", digits("other", "b", "rate")
+    return made
+
+
+def test_runs_with_parameter_servers_differ_in_the_order_of_arrivals() -> None:
+    same = compare(served(), served(replicas=3))
+    assert same.equal
+    differs = compare(served(), changed_end(served(replicas=3)))
+    assert (differs.cause, differs.explained, differs.names) == ("order", None, ("kernel",))
+    *_, last = lines(differs, ["a", "b"])
+    assert last.startswith("next: nothing, if the data is equal: two runs with parameter servers differ")
+    assert detail(differs) == (
+        "the runs differ first at the end of fit 1, after training step 10: the state has changed since step "
+        "0, in kernel"
+    )
+
+
+def test_a_difference_of_programs_is_the_cause_with_parameter_servers() -> None:
+    differs = compare(served(), changed_end(served(sources={"t.py": "a", "m.py": "b"})))
+    assert differs.cause == "script"
+    assert differs.explained is not None
+    assert differs.explained.name == "module m.py"

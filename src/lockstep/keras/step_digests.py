@@ -1,4 +1,4 @@
-"""Records hashes of the steps of a training, by which `lockstep diff` finds where two runs part.
+"""Records hashes of the steps of a training, by which `lockstep diff` finds the first difference of two runs.
 
 Each worker records what it computes, without asking others: the examples and the partials of its replicas;
 the worker that computes replica 0 also the total and the state, which are equal on all workers. Nothing here
