@@ -151,7 +151,7 @@ def test_lost_coordinators(start: Start, hosts: Sequence[Host]) -> None:
     for one in workers:
         one.wait_until(lambda one=one: "another one takes over, and training continues" in one.err)  # type: ignore[misc]
     hosts[0].signal_all(signal.SIGKILL)
-    workers[1].wait_until(lambda: "training continues while no worker is lost, and ends on" in workers[1].err)
+    workers[1].wait_until(lambda: "so training waits for the coordinator at node1:2222: run" in workers[1].err)
     again = start(1, 0)
     again.wait_until(lambda: "made " in again.out)
     (hosts[1].work / "fast").touch()
@@ -169,7 +169,7 @@ def test_a_job_that_is_given_up(start: Start, hosts: Sequence[Host]) -> None:
     workers[0].wait_until((hosts[0].work / "held-3").exists)
     hosts[0].signal_all(signal.SIGKILL)
     for one in workers[1:]:
-        one.wait_until(lambda one=one: "training continues while no worker is lost" in one.err)  # type: ignore[misc]
+        one.wait_until(lambda one=one: "so training waits for the coordinator" in one.err)  # type: ignore[misc]
         one.process.kill()
 
 

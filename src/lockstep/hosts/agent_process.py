@@ -64,6 +64,9 @@ from lockstep.transport.stream_channel import StreamChannel
 _BEHIND = 1 << 20
 """Bytes in the queue of the coordinator beyond which workers wait with their output."""
 
+_REPEAT = 60.0
+"""Seconds from one note that training waits to the next."""
+
 _UNTIL_ENDED = 5.0
 """Seconds from the last checkpoint of a stopped job to its end."""
 
@@ -371,6 +374,7 @@ class _Contact:
     _dialer: CoordinatorDialer | None = None
     _due: float = 0.0
     _noted: bool = False
+    _repeat: float = 0.0
 
     def __post_init__(self) -> None:
         self._silence = _Silence(self.process.channel, self.process.clock)
@@ -404,28 +408,48 @@ class _Contact:
     def _judge(self, now: float) -> None:
         seconds, pauses = self._silence.seconds(), self.agent.pauses(now)
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
-            self._noted = False
+            self._noted, self._repeat = False, 0.0
             if self.place is not None:
                 self.place.is_wanted = False
         if pauses:
-            self._note(f"the coordinator has not answered for {self.agent.hold:g} s")
+            self._note(f"the coordinator has not answered for {self.agent.hold:g} s", seconds)
         if seconds <= SILENCE:
+            if self.session.lost and self.agent.lacks_workers:
+                self._note(self.session.lost, seconds)
             return
         if self.place is not None and self.place.is_wanted:
             raise CoordinatorGone("another agent of this host has taken the place of this one")
-        self._note(f"the coordinator has been silent for {SILENCE:g} s")
+        self._note(self.session.lost or f"the coordinator has been silent for {SILENCE:g} s", seconds)
         self._silence.check(self.patience)
 
-    def _note(self, what: str) -> None:
-        """Say, once until the coordinator is back, what this host does without it."""
-        if self._noted:
+    def _note(self, what: str, seconds: float) -> None:
+        """Say what this host does without a coordinator: once until it is back, or repeatedly if it waits.
+
+        Args:
+            what: has happened.
+            seconds: since something has arrived from the coordinator.
+        """
+        now = self.process.clock.now()
+        if self.agent.hold is None and self.agent.lacks_workers:
+            if now < self._repeat:
+                return
+            self._repeat = now + _REPEAT
+            where = f" at {self.process.address.address}" if self.process.address is not None else ""
+            does = (
+                f"a worker is lost too, so training waits for the coordinator{where}: run the command of its "
+                f"host, or the tasks there, again within {self.patience - seconds:.0f} s, or the job ends on "
+                "this host"
+            )
+        elif self._noted:
             return
+        else:
+            trains = "continues while no worker is lost"
+            if self.agent.hold is not None:
+                trains = "pauses until one answers"
+            limit = f"{self.patience:g} s without a coordinator"
+            does = f"training {trains}, and ends on this host after {limit}"
         self._noted = True
-        trains = "continues while no worker is lost"
-        if self.agent.hold is not None:
-            trains = "pauses until one answers"
-        limit = f"{self.patience:g} s without a coordinator"
-        self.process.say(f"{what}; training {trains}, and ends on this host after {limit}")
+        self.process.say(f"{what}; {does}")
 
     def _seek(self) -> None:
         """Connect again to where the coordinator was."""
@@ -437,7 +461,6 @@ class _Contact:
             session.give_up()
             return
         if self._dialer is None:
-            self._note(session.lost)
             self._dialer = process.address.dial()
         if (connection := self._dialer.take()) is None:
             return
