@@ -52,6 +52,9 @@ def test_hosts_join_a_job(nodes: Sequence[Host], begin: Begin) -> None:
     assert {digest(log) for log in logs} == {chaos_steps.alone(0, 5, STEPS)[-1]}
     assert "4 workers on 3 hosts" in job.err
     assert all("worker 4 joined (4 workers, view 3)" in one.err for one in (job, *agents))
+    room = "joined node1:7000, with room for 2 workers: 4 workers on 3 hosts, 5 replicas, "
+    assert room in agents[0].err
+    assert "and --threads-per-worker " in agents[0].err
 
 
 def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]) -> None:
@@ -129,7 +132,10 @@ def test_a_script_that_fails_has_one_status(nodes: Sequence[Host], begin: Begin)
         (host.work / "stepping.py").write_text("import sys\nsys.exit(7)\n")
     job, agent = begin("-n 2", "")
     assert ended(job, agent) == (7, 7)
-    assert "the job ended with exit status 7; its coordinator at node1:7000 says why" in agent.err
+    (why,) = [line for line in job.err.splitlines() if "exited with status 7" in line]
+    assert why.endswith((" (worker 0 on 10.119.0.1)", " (worker 1 on 10.119.0.2)"))
+    assert why in agent.err.splitlines()
+    assert "the job ended with exit status 7; the host of its coordinator at node1:7000 has" in agent.err
     (nodes[1].work / "stepping.py").write_text("")
     job, agent = begin("-n 2", "")
     assert ended(job, agent) == (2, 2)

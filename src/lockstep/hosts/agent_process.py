@@ -40,6 +40,7 @@ from lockstep.protocol.host import (
     HostOffer,
     HostReport,
     HostRetiring,
+    HostStopped,
     Instruction,
     KeepAlive,
     Prepare,
@@ -210,6 +211,7 @@ class AgentProcess:
         folder: for what the workers of this host share; exists.
         joined: whether this agent has joined the coordinator over the network.
         waits: called with what the coordinator waits for.
+        begins: called when this host takes part in a job.
         say: shows a note to the users of this host.
         address: of the coordinator, to connect again; None if that is impossible.
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
@@ -228,6 +230,7 @@ class AgentProcess:
     folder: Path
     joined: bool = False
     waits: Callable[[str], None] = lambda what: None
+    begins: Callable[[BeginJob], None] = lambda begin: None
     say: Callable[[str], None] = note
     address: CoordinatorAddress | None = None
     grace: float | None = None
@@ -252,6 +255,7 @@ class AgentProcess:
                     checkpoints.describe(facts, prepare.job)
                     begin = checkpoints.placed(self._receive_one(BeginJob, checkpoints))
                 self.begun = True
+                self.begins(begin)
                 return self._serve(begin, prepare, listener)
         finally:
             self.channel.flush(1.0)
@@ -312,7 +316,7 @@ class AgentProcess:
         agent = start_agent(local, spec.run_dir.name, session, loop, late=late, hold=spec.hold, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
         running = partial(self._offer, session, prepare, begin)
-        leaves, retires = math.inf, False
+        leaves, retires, stop = math.inf, False, 0
         with (
             contextlib.closing(agent),
             self._take_place(prepare.job) as place,
@@ -326,11 +330,15 @@ class AgentProcess:
                 match self.command.receive():
                     case None:
                         pass
-                    case Stop(number) if self.grace is not None and leaves == math.inf:
-                        leaves = now + (self.grace if number == signal.SIGTERM else 0.0) + _UNTIL_ENDED
+                    case Stop(stop) if self.grace is not None and leaves == math.inf:
+                        leaves = now + (self.grace if stop == signal.SIGTERM else 0.0) + _UNTIL_ENDED
+                    case Stop(stop):
+                        leaves = now
                     case _:
                         leaves = now
                 if now >= leaves:
+                    if stop:
+                        session.send(HostStopped(stop))
                     raise CoordinatorGone("this agent was stopped")
             if self.engine is not None and agent.status != LEFT_OUT:
                 self.engine.tell_end(agent.status)
