@@ -125,16 +125,16 @@ def test_a_host_without_a_coordinator_says_whether_it_trains(broken: bool) -> No
             contact.serve()
             clock.advance(10.0)
     if broken:
-        what = f"{lost}; a worker is lost too, so training waits for the coordinator at 10.0.0.1:7000: "
+        what = f"{lost}; a worker is lost too, so training waits for the coordinator at 10.0.0.1:7000"
         assert [text.removeprefix(what) for text in said] == [
-            f"run the command of its host, or the tasks there, again within {left} s, or the job ends on this "
-            "host"
+            f": run the command of its host, or the tasks there, again within {left} s, or the job ends on "
+            "this host"
             for left in (597, 537)
         ]
     else:
         assert said == [
-            f"{lost}; training continues while no worker is lost, and ends on this host after 600 s without a "
-            "coordinator"
+            f"{lost}; training continues while no worker is lost, and ends on this host after 600 s without "
+            "a coordinator"
         ]
 
 

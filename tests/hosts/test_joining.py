@@ -200,6 +200,7 @@ def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keye
             "so the job needs a key: make one with lockstep",
         ),
         (node.lockstep(*at("0.0.0.0", "run2"), **keyed), "is no address that other hosts can connect to"),
+        (node.lockstep(*at("7000", "run6"), **keyed), "7000 is a port without an address; expected ADDR"),
         (node.lockstep(*at("node2:7000", "run3"), **keyed), "node2:7000 is not an address of this host"),
         (node.lockstep(*at("node1:70000", "run4"), **keyed), "the port of node1:70000 is more than 65535"),
         (node.lockstep("run", "--listen", "node1", "stepping.py", **keyed), "give -n too"),
@@ -215,6 +216,7 @@ def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keye
     assert list(node.work.glob("run*")) == []
     job = node.lockstep(*at("localhost"), **lean_environment)
     job.wait_until(lambda: "run there: lockstep agent --join 127.0.0.1:" in job.err)
+    assert "(only processes of this host reach 127.0.0.1; for other hosts, give --listen another" in job.err
     address = job.err.split("--join ")[1].split()[0]
     agents = [node.lockstep("agent", "--join", address, **lean_environment) for _ in range(2)]
     assert ended(job, *agents) == (0, 0, 0), job.err

@@ -906,7 +906,9 @@ class Coordinator:
         if message:
             evidence = [one for host in ended for one in host.evidence]
             evidence.sort(key=lambda one: outcome.workers.index(one.worker))
-            self.console.say(explain(replace(outcome, message=message), evidence, self.console.shows, self._name_log))
+            self.console.say(
+                explain(replace(outcome, message=message), evidence, self.console.shows, self._name_log)
+            )
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
             self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
