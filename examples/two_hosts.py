@@ -4,6 +4,7 @@ Copy this file and a key to both hosts, and run it on each with its own index:
 
 lockstep key job.key
 export LOCKSTEP_KEY_FILE=job.key
+export KERAS_BACKEND=jax
 WORKERS='{"worker": ["10.0.0.1:12345", "10.0.0.2:12345"]}'
 TF_CONFIG='{"cluster": '$WORKERS', "task": {"type": "worker", "index": 0}}' python two_hosts.py
 """

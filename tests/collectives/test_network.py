@@ -25,6 +25,7 @@ from lockstep.collectives.contract import Span
 from lockstep.collectives.network import communicator as communicator_module
 from lockstep.collectives.network import lane_reduce
 from lockstep.collectives.network.communicator import NetworkCommunicator
+from lockstep.collectives.network.disagreement import reason
 from lockstep.collectives.network.frames import (
     HEADER_SIZE,
     HELLO_SIZE,
@@ -33,6 +34,7 @@ from lockstep.collectives.network.frames import (
     FrameError,
     Header,
     Hello,
+    MemberDetails,
     Result,
     decode_blobs,
     decode_details,
@@ -336,6 +338,20 @@ def test_members_that_use_different_lanes_disagree(counts: tuple[int, ...], name
     text = results[0][1]
     for found in results.values():
         assert found == [sha_of(LARGE), text, sha_of(LARGE), text, sha_of(LARGE)]
+
+
+@pytest.mark.parametrize(
+    ("checks", "hint"),
+    [
+        ("xxy", "worker 2 from 79. The data files may differ between node1 and node2: compare"),
+        ("xyx", "worker 1 from 79. Every worker must take the same step"),
+    ],
+)
+def test_data_that_differ_between_hosts_are_looked_for_in_files_first(checks: str, hint: str) -> None:
+    members = [
+        MemberDetails.of(CollectiveCall("reduce", "step 1", check.encode()), [], "") for check in checks
+    ]
+    assert hint in str(reason(members, (0, 1, 2), ("node1", "node1", "node2")))
 
 
 def test_a_lane_that_breaks() -> None:

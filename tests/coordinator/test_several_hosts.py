@@ -27,6 +27,7 @@ from lockstep.protocol.host import (
     FetchState,
     HostEnded,
     HostReport,
+    HostStopped,
     Instruction,
     KeepAlive,
     KeepRecord,
@@ -35,6 +36,7 @@ from lockstep.protocol.host import (
     PeerAddress,
     ProcessExited,
     ReportAll,
+    ShowNote,
     SignalProcess,
     StartProcess,
     StateHeld,
@@ -218,6 +220,37 @@ def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -
     assert "host node2 was lost: the connection to its agent is closed; lost worker 2" in job.notes()
     views = [one.hosts for one in job.to(0) if isinstance(one, BeginView)]
     assert views == [FIRST, FIRST[:1]]
+
+
+def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job]) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if instruction == StartProcess(2):
+            return [HostStopped(signal.SIGINT)]
+        if isinstance(instruction, BeginView) and instruction.number == 2:
+            return FINISHING
+        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+
+    job = make(react)
+    assert job.coordinator.run() == 0
+    assert "host node2 was stopped there by SIGINT; lost worker 2" in job.notes()
+
+
+def test_a_failed_worker_is_named_with_its_host_on_all_terminals(make: Callable[[Reaction], Job]) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if instruction == StartProcess(2):
+            failed = Failed(1, "ValueError: no", "Traceback", blames=False)
+            return [WorkerSaid(2, failed), ProcessExited(2, 1)]
+        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+
+    job = make(react)
+    other = job.coordinator.agents[1]
+    job.coordinator.console.readers.append(lambda text: other.send(ShowNote(text)))
+    assert job.coordinator.run() == 1
+    why = "worker 2 exited with status 1: ValueError: no (worker 2 on node2)"
+    assert f"lockstep: {why}\n" in job.notes()
+    sent = [one for one in job.to(1) if isinstance(one, ShowNote | EndHost)]
+    assert sent[0] == ShowNote(why)
+    assert isinstance(sent[1], EndHost)
 
 
 def test_a_silent_host_costs_its_workers(

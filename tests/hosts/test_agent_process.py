@@ -1,5 +1,6 @@
 """A host with a slow disk or a slow connection shows that it lives, hears others, and loses no output."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -97,6 +98,44 @@ def test_an_address_that_sends_nothing_is_perhaps_no_coordinator() -> None:
     clock.advance(6.0)
     with pytest.raises(CoordinatorGone, match="the coordinator has been silent for 5 s"):
         silence.check(5.0)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_host_without_a_coordinator_says_whether_it_trains(broken: bool) -> None:
+    """Once if it trains; each minute if it waits, with what to do and the time that is left."""
+    said: list[str] = []
+    clock, lost = VirtualClock(), "the connection to the coordinator ended"
+    dialer = SimpleNamespace(take=lambda: None, close=lambda: None)
+    process: Any = SimpleNamespace(
+        channel=SimpleNamespace(received=1),
+        clock=clock,
+        say=said.append,
+        address=SimpleNamespace(address="10.0.0.1:7000", dial=lambda: dialer),
+        engine=None,
+        workers=SimpleNamespace(need_coordinator=lambda: True),
+    )
+    session: Any = SimpleNamespace(lost=lost, rejected="", keep_alive=lambda: None)
+    agent: Any = SimpleNamespace(hold=None, lacks_workers=False, pauses=lambda now: False)
+    offer: Any = None
+    with contextlib.closing(agent_process._Contact(process, session, agent, None, 600.0, offer)) as contact:
+        contact.serve()
+        clock.advance(3.0)
+        agent.lacks_workers = broken
+        for _ in range(8):
+            contact.serve()
+            clock.advance(10.0)
+    if broken:
+        what = f"{lost}; a worker is lost too, so training waits for the coordinator at 10.0.0.1:7000"
+        assert [text.removeprefix(what) for text in said] == [
+            f": run the command of its host, or the tasks there, again within {left} s, or the job ends on "
+            "this host"
+            for left in (597, 537)
+        ]
+    else:
+        assert said == [
+            f"{lost}; training continues while no worker is lost, and ends on this host after 600 s without "
+            "a coordinator"
+        ]
 
 
 class Processes:

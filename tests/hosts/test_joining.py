@@ -52,6 +52,10 @@ def test_hosts_join_a_job(nodes: Sequence[Host], begin: Begin) -> None:
     assert {digest(log) for log in logs} == {chaos_steps.alone(0, 5, STEPS)[-1]}
     assert "4 workers on 3 hosts" in job.err
     assert all("worker 4 joined (4 workers, view 3)" in one.err for one in (job, *agents))
+    # The agent that joins last gets one worker less than it offers.
+    for room in ("2 workers", "1 worker"):
+        begun = f"joined node1:7000, with room for {room}: 4 workers on 3 hosts, 5 replicas, "
+        assert any(begun in agent.err and "and --threads-per-worker " in agent.err for agent in agents)
 
 
 def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]) -> None:
@@ -129,7 +133,10 @@ def test_a_script_that_fails_has_one_status(nodes: Sequence[Host], begin: Begin)
         (host.work / "stepping.py").write_text("import sys\nsys.exit(7)\n")
     job, agent = begin("-n 2", "")
     assert ended(job, agent) == (7, 7)
-    assert "the job ended with exit status 7; its coordinator at node1:7000 says why" in agent.err
+    (why,) = [line for line in job.err.splitlines() if "exited with status 7" in line]
+    assert why.endswith((" (worker 0 on 10.119.0.1)", " (worker 1 on 10.119.0.2)"))
+    assert why in agent.err.splitlines()
+    assert "the job ended with exit status 7; the host of its coordinator at node1:7000 has" in agent.err
     (nodes[1].work / "stepping.py").write_text("")
     job, agent = begin("-n 2", "")
     assert ended(job, agent) == (2, 2)
@@ -194,6 +201,7 @@ def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keye
             "so the job needs a key: make one with lockstep",
         ),
         (node.lockstep(*at("0.0.0.0", "run2"), **keyed), "is no address that other hosts can connect to"),
+        (node.lockstep(*at("7000", "run6"), **keyed), "7000 is a port without an address; expected ADDR"),
         (node.lockstep(*at("node2:7000", "run3"), **keyed), "node2:7000 is not an address of this host"),
         (node.lockstep(*at("node1:70000", "run4"), **keyed), "the port of node1:70000 is more than 65535"),
         (node.lockstep("run", "--listen", "node1", "stepping.py", **keyed), "give -n too"),
@@ -209,6 +217,7 @@ def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keye
     assert list(node.work.glob("run*")) == []
     job = node.lockstep(*at("localhost"), **lean_environment)
     job.wait_until(lambda: "run there: lockstep agent --join 127.0.0.1:" in job.err)
+    assert "(only processes of this host reach 127.0.0.1; for other hosts, give --listen another" in job.err
     address = job.err.split("--join ")[1].split()[0]
     agents = [node.lockstep("agent", "--join", address, **lean_environment) for _ in range(2)]
     assert ended(job, *agents) == (0, 0, 0), job.err

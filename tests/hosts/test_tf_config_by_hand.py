@@ -120,6 +120,8 @@ def test_refusals(start: Start, hosts: Sequence[Host]) -> None:
     (hosts[1].work / "job.key").chmod(0o600)
     other = {"worker": ["node1:2222", "node2:2222"]}
     assert "worker 1 and worker 0 have different clusters: 2 tasks (" in refused(2, 1, cluster=other)
+    why = f"; {hosts[1].address} was refused: worker 1 and worker 0 have different clusters"
+    first.wait_until(lambda: why in first.err)
     assert "runs Keras on torch, but worker 0 on jax" in refused(
         2, 1, KERAS_BACKEND="torch", HIDDEN_PACKAGES=""
     )
@@ -151,11 +153,15 @@ def test_lost_coordinators(start: Start, hosts: Sequence[Host]) -> None:
     for one in workers:
         one.wait_until(lambda one=one: "another one takes over, and training continues" in one.err)  # type: ignore[misc]
     hosts[0].signal_all(signal.SIGKILL)
-    workers[1].wait_until(lambda: "training continues while no worker is lost, and ends on" in workers[1].err)
+    workers[1].wait_until(
+        lambda: "so training waits for the coordinator at node1:2222: run" in workers[1].err
+    )
     again = start(1, 0)
     again.wait_until(lambda: "made " in again.out)
     (hosts[1].work / "fast").touch()
-    assert "taking over a job of 1 host whose coordinator was lost, in view 1" in again.err
+    assert (
+        "taking over a job of 2 hosts whose coordinator was lost, in view 1; 1 of them continued" in again.err
+    )
     assert "lost worker 0; start it again and it joins; workers 1 and 2 continue (view 2)" in workers[1].err
     assert "the job is running; worker 0 restarts the script as worker 3" in again.err
     for one in (*workers[1:], again):
@@ -169,7 +175,7 @@ def test_a_job_that_is_given_up(start: Start, hosts: Sequence[Host]) -> None:
     workers[0].wait_until((hosts[0].work / "held-3").exists)
     hosts[0].signal_all(signal.SIGKILL)
     for one in workers[1:]:
-        one.wait_until(lambda one=one: "training continues while no worker is lost" in one.err)  # type: ignore[misc]
+        one.wait_until(lambda one=one: "so training waits for the coordinator" in one.err)  # type: ignore[misc]
         one.process.kill()
 
 
@@ -197,14 +203,17 @@ def arrival(slot: int, *here: int, **fields: Any) -> Arrival:
 
 def test_missing_tasks_and_objections() -> None:
     offers = [HostOffer(1, arrival(1), (1,))]
-    assert missing_tasks(arrival(0), (0,), [HostOffer(1, arrival(1)), HostOffer(1, arrival(2), (2,))]) == (
-        "worker 1 (node2:2222)"
+    assert missing_tasks(
+        arrival(0), (0,), [HostOffer(1, arrival(1)), HostOffer(1, arrival(2), (2,))], {}
+    ) == ("worker 1 (node2:2222)")
+    assert missing_tasks(arrival(0), (0,), offers, {2: "10.0.0.3 was refused: other cluster"}) == (
+        "worker 2 (node3:2222); 10.0.0.3 was refused: other cluster"
     )
-    assert missing_tasks(arrival(0), (0,), offers) == (
+    assert missing_tasks(arrival(0), (0,), offers, {1: "10.0.0.2 was refused: other cluster"}) == (
         "worker 2 (node3:2222); no process of its host has connected to node1:2222 yet (a firewall must let "
         "TCP connections to port 2222 through)"
     )
-    assert missing_tasks(arrival(0), (0,), [*offers, HostOffer(1, arrival(2), (2,))]) == ""
+    assert missing_tasks(arrival(0), (0,), [*offers, HostOffer(1, arrival(2), (2,))], {}) == ""
 
     def objects(first: Arrival | None) -> str:
         named = tuple(Task(task.kind, task.index, task.address, task.address) for task in TASKS)

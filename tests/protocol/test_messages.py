@@ -111,6 +111,7 @@ reports = st.one_of(
     st.builds(host.StartCancelled, workers, st.integers(1, 64)),
     st.builds(host.ProcessArrived),
     st.builds(host.HostRetiring, texts),
+    st.builds(host.HostStopped, st.integers(1, 64)),
     st.builds(host.WorkerSaid, workers, relayed),
     st.builds(host.NotUnderstood, workers, texts),
     st.builds(host.StateHeld, workers, st.booleans(), texts, workers, st.integers(0, 2**62)),

@@ -60,6 +60,7 @@ from lockstep.protocol.host import (
 )
 from lockstep.protocol.worker import (
     AnswersAt,
+    BrokenView,
     Endpoint,
     Failed,
     Finished,
@@ -132,6 +133,7 @@ class Agent:
     _workers: dict[int, WorkerHandle] = field(default_factory=dict)
     _asked: dict[int, StartProcess] = field(default_factory=dict)
     _waits_at: int | None = None
+    _broken_view: int = 0
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _exchange: HostExchange | None = None
     _stacks: list[StackDump] = field(default_factory=list)
@@ -169,6 +171,14 @@ class Agent:
     def pauses(self, now: float) -> bool:
         """Return whether the coordinator has answered before, but not lately, so that calls wait for it."""
         return 0.0 < self._permitted < now
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether a worker of the view is lost, as far as this host knows, so that the others wait."""
+        return self._broken_view == self._view.number or any(
+            worker.exited and worker.said != 0 and worker.worker in self._view.workers
+            for worker in self._workers.values()
+        )
 
     def _tell(self, report: HostReport) -> bool:
         return self.coordinator.send(report)
@@ -387,6 +397,8 @@ class Agent:
         match message:
             case Started():
                 worker.ready = True
+            case BrokenView(view):
+                self._broken_view = view
             case Finished(status):
                 worker.said = status
             case Failed(status):

@@ -62,7 +62,7 @@ def explanation(page: str, error: str) -> str:
     if found is None:
         raise ConfigError(
             "no message like this is known: `lockstep explain` without a message lists the classes of "
-            "errors, and docs/operations.md begins with symptoms"
+            'errors, and the page "From symptom to command" of the documentation begins with symptoms'
         )
     return f"{found.error}: {_first_sentence(sections[found.error])}\n\n{found.message}\n\n{found.advice}\n"
 

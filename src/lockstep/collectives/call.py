@@ -3,7 +3,7 @@
 No I/O; the clock is injected.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from lockstep.collectives.contract import PeerWait, WaitObserver, WaitPolicy
@@ -36,7 +36,10 @@ class CollectiveCall(NamedTuple):
 
 
 def compare(
-    calls: Sequence[CollectiveCall], workers: Sequence[int], describe: Callable[[], Sequence[Sequence[str]]]
+    calls: Sequence[CollectiveCall],
+    workers: Sequence[int],
+    describe: Callable[[], Sequence[Sequence[str]]],
+    hosts: Sequence[str] = (),
 ) -> None:
     """Check that all members make the same call.
 
@@ -44,6 +47,7 @@ def compare(
         calls: one for each member.
         workers: the members' worker ids.
         describe: returns the leaves of each member, a line for each leaf; called only if layouts differ.
+        hosts: the name of each member's host; empty if all are on one.
 
     Raises:
         DisagreementError: the calls differ; names the workers in each group and what differs. Its `workers`
@@ -62,11 +66,23 @@ def compare(
         texts = [f"{name_workers(ids)} from {check.hex() or 'nothing'}" for check, ids in checks]
         raise DisagreementError(
             f"the workers do not compute from the same data in {calls[0]}: {' while '.join(texts)}. "
+            f"{_differing_files(dict(zip(workers, hosts, strict=False)), [ids for _, ids in checks])}"
             "Every worker must take the same step on the same batches: seed every shuffle and every "
             "generator, and pass data that differs between workers to "
             "strategy.distribute_datasets_from_function",
             _others(checks),
         )
+
+
+def _differing_files(hosts: Mapping[int, str], groups: Sequence[Sequence[int]]) -> str:
+    """Return a hint that files may differ between hosts; empty if workers of one host differ too."""
+    places = [sorted({hosts.get(worker, "") for worker in ids}) for ids in groups]
+    if not hosts or len({name for names in places for name in names}) < sum(map(len, places)):
+        return ""
+    return (
+        f"The data files may differ between {places[0][0]} and {places[1][0]}: compare them first, for "
+        "example with sha256sum. "
+    )
 
 
 def agree(calls: Sequence[CollectiveCall]) -> bool:

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +61,7 @@ from lockstep.protocol.host import (
     HostEnded,
     HostReport,
     HostRetiring,
+    HostStopped,
     Instruction,
     KeepAlive,
     KeepRecord,
@@ -108,9 +109,9 @@ from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop, wait_for
-from lockstep.system.exit_status import unkillable
+from lockstep.system.exit_status import signal_name, unkillable
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import whose_lines
+from lockstep.system.prose import name_workers, whose_lines
 from lockstep.topology import View
 from lockstep.worker.script import Script
 
@@ -723,6 +724,8 @@ class Coordinator:
                 agent.ended = report
             case Unreadable(error):
                 self._lose_host(host, f"sent an invalid message: {error}")
+            case HostStopped(number):
+                self._lose_host(host, f"was stopped there by {signal_name(number)}")
             case PeerGone():
                 self._lose_host(host, "was lost: the connection to its agent is closed")
 
@@ -891,14 +894,21 @@ class Coordinator:
 
     def _conclude(self, outcome: actions.JobOutcome) -> int:
         normal = self.state.stage is Stage.FINISHED and not self._killed
+        message = f"{outcome.message}{self._places(outcome.workers)}" if outcome.message else ""
+        if last := message or (self._summary() if outcome.status == 0 else ""):
+            # Agents hear nothing any more once they have ended.
+            for read in self.console.readers:
+                read(last)
         ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers, outcome.status))
         # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.
         self._close_admin()
         self.console.end_lines()
-        if outcome.message:
+        if message:
             evidence = [one for host in ended for one in host.evidence]
             evidence.sort(key=lambda one: outcome.workers.index(one.worker))
-            self.console.say(explain(outcome, evidence, self.console.shows, self._name_log))
+            self.console.say(
+                explain(replace(outcome, message=message), evidence, self.console.shows, self._name_log)
+            )
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
             self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
@@ -911,13 +921,21 @@ class Coordinator:
         for agent, host in zip(self.agents, ended, strict=True):
             if host.left:
                 self._warn(f"{unkillable(host.left)}{f' on {agent.name}' if agent.name else ''}")
-        seconds = self.clock.now() - self._begun
-        line = self._tally.line(seconds, len(self.state.members))
-        if line and outcome.status == 0:
+        if outcome.status == 0 and (line := self._summary()):
             self.console.say(line)
         self._publish_end(outcome.status, outcome.message, outcome.workers)
         self._flush()
         return outcome.status
+
+    def _summary(self) -> str:
+        return self._tally.line(self.clock.now() - self._begun, len(self.state.members))
+
+    def _places(self, workers: Sequence[int]) -> str:
+        """Return " (worker 1 on node2)" for workers that ended a job over hosts."""
+        names = {worker: self.agents[self.state.workers[worker].host].name for worker in workers}
+        hosts = {name: [one for one in workers if names[one] == name] for name in names.values() if name}
+        places = [f"{name_workers(there)} on {name}" for name, there in hosts.items()]
+        return f" ({', '.join(places)})" if places else ""
 
     def _end_hosts(self, end: EndHost) -> tuple[HostEnded, ...]:
         self._tell_all(end)

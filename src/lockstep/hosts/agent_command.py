@@ -26,6 +26,7 @@ from lockstep.protocol.engine import StartAgent
 from lockstep.protocol.host import (
     LEFT_OUT,
     MOST_QUEUED,
+    BeginJob,
     HostOffer,
     Prepare,
     RemoteInstruction,
@@ -36,6 +37,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.system.environment import ssh_address
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
+from lockstep.system.prose import count
 from lockstep.system.run_folder import temporary_folder
 from lockstep.transport.addresses import join_address
 from lockstep.transport.keys import JobKey
@@ -146,8 +148,8 @@ def join_and_run(options: AgentOptions) -> int:
                 continue
             if status not in (0, LEFT_OUT):
                 say(
-                    f"the job ended with exit status {status}; its coordinator at {options.coordinator} says "
-                    "why"
+                    f"the job ended with exit status {status}; the host of its coordinator at "
+                    f"{options.coordinator} has the logs"
                 )
             return status
 
@@ -177,6 +179,10 @@ def _join(
         channel = address.channel(connection)
         channel.send(HostOffer(options.workers, task=options.task))
 
+        def begins(begin: BeginJob) -> None:
+            room = count(begin.here.workers, "worker")
+            say(f"joined {options.coordinator}, with room for {room}: {begin.spec.shape}")
+
         def listen(prepare: Prepare) -> HostListener:
             return HostListener.open(own, credentials, note, loop=loop, clock=clock)
 
@@ -192,6 +198,7 @@ def _join(
             say=say,
             grace=options.grace,
             waits=lambda what: say(f"joined {options.coordinator}; waiting for {what}"),
+            begins=begins,
             address=address,
             engine=engine,
         )

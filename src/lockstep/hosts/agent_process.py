@@ -40,6 +40,7 @@ from lockstep.protocol.host import (
     HostOffer,
     HostReport,
     HostRetiring,
+    HostStopped,
     Instruction,
     KeepAlive,
     Prepare,
@@ -63,6 +64,9 @@ from lockstep.transport.stream_channel import StreamChannel
 
 _BEHIND = 1 << 20
 """Bytes in the queue of the coordinator beyond which workers wait with their output."""
+
+_REPEAT = 60.0
+"""Seconds from one note that training waits to the next."""
 
 _UNTIL_ENDED = 5.0
 """Seconds from the last checkpoint of a stopped job to its end."""
@@ -207,6 +211,7 @@ class AgentProcess:
         folder: for what the workers of this host share; exists.
         joined: whether this agent has joined the coordinator over the network.
         waits: called with what the coordinator waits for.
+        begins: called when this host takes part in a job.
         say: shows a note to the users of this host.
         address: of the coordinator, to connect again; None if that is impossible.
         grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
@@ -225,6 +230,7 @@ class AgentProcess:
     folder: Path
     joined: bool = False
     waits: Callable[[str], None] = lambda what: None
+    begins: Callable[[BeginJob], None] = lambda begin: None
     say: Callable[[str], None] = note
     address: CoordinatorAddress | None = None
     grace: float | None = None
@@ -249,6 +255,7 @@ class AgentProcess:
                     checkpoints.describe(facts, prepare.job)
                     begin = checkpoints.placed(self._receive_one(BeginJob, checkpoints))
                 self.begun = True
+                self.begins(begin)
                 return self._serve(begin, prepare, listener)
         finally:
             self.channel.flush(1.0)
@@ -309,7 +316,7 @@ class AgentProcess:
         agent = start_agent(local, spec.run_dir.name, session, loop, late=late, hold=spec.hold, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
         running = partial(self._offer, session, prepare, begin)
-        leaves, retires = math.inf, False
+        leaves, retires, stop = math.inf, False, 0
         with (
             contextlib.closing(agent),
             self._take_place(prepare.job) as place,
@@ -323,11 +330,15 @@ class AgentProcess:
                 match self.command.receive():
                     case None:
                         pass
-                    case Stop(number) if self.grace is not None and leaves == math.inf:
-                        leaves = now + (self.grace if number == signal.SIGTERM else 0.0) + _UNTIL_ENDED
+                    case Stop(stop) if self.grace is not None and leaves == math.inf:
+                        leaves = now + (self.grace if stop == signal.SIGTERM else 0.0) + _UNTIL_ENDED
+                    case Stop(stop):
+                        leaves = now
                     case _:
                         leaves = now
                 if now >= leaves:
+                    if stop:
+                        session.send(HostStopped(stop))
                     raise CoordinatorGone("this agent was stopped")
             if self.engine is not None and agent.status != LEFT_OUT:
                 self.engine.tell_end(agent.status)
@@ -371,6 +382,7 @@ class _Contact:
     _dialer: CoordinatorDialer | None = None
     _due: float = 0.0
     _noted: bool = False
+    _repeat: float = 0.0
 
     def __post_init__(self) -> None:
         self._silence = _Silence(self.process.channel, self.process.clock)
@@ -404,28 +416,48 @@ class _Contact:
     def _judge(self, now: float) -> None:
         seconds, pauses = self._silence.seconds(), self.agent.pauses(now)
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
-            self._noted = False
+            self._noted, self._repeat = False, 0.0
             if self.place is not None:
                 self.place.is_wanted = False
         if pauses:
-            self._note(f"the coordinator has not answered for {self.agent.hold:g} s")
+            self._note(f"the coordinator has not answered for {self.agent.hold:g} s", seconds)
         if seconds <= SILENCE:
+            if self.session.lost and self.agent.lacks_workers:
+                self._note(self.session.lost, seconds)
             return
         if self.place is not None and self.place.is_wanted:
             raise CoordinatorGone("another agent of this host has taken the place of this one")
-        self._note(f"the coordinator has been silent for {SILENCE:g} s")
+        self._note(self.session.lost or f"the coordinator has been silent for {SILENCE:g} s", seconds)
         self._silence.check(self.patience)
 
-    def _note(self, what: str) -> None:
-        """Say, once until the coordinator is back, what this host does without it."""
-        if self._noted:
+    def _note(self, what: str, seconds: float) -> None:
+        """Say what this host does without a coordinator: once until it is back, or repeatedly if it waits.
+
+        Args:
+            what: has happened.
+            seconds: since something has arrived from the coordinator.
+        """
+        now = self.process.clock.now()
+        if self.agent.hold is None and self.agent.lacks_workers:
+            if now < self._repeat:
+                return
+            self._repeat = now + _REPEAT
+            where = f" at {self.process.address.address}" if self.process.address is not None else ""
+            does = (
+                f"a worker is lost too, so training waits for the coordinator{where}: run the command of its "
+                f"host, or the tasks there, again within {self.patience - seconds:.0f} s, or the job ends on "
+                "this host"
+            )
+        elif self._noted:
             return
+        else:
+            trains = "continues while no worker is lost"
+            if self.agent.hold is not None:
+                trains = "pauses until one answers"
+            limit = f"{self.patience:g} s without a coordinator"
+            does = f"training {trains}, and ends on this host after {limit}"
         self._noted = True
-        trains = "continues while no worker is lost"
-        if self.agent.hold is not None:
-            trains = "pauses until one answers"
-        limit = f"{self.patience:g} s without a coordinator"
-        self.process.say(f"{what}; training {trains}, and ends on this host after {limit}")
+        self.process.say(f"{what}; {does}")
 
     def _seek(self) -> None:
         """Connect again to where the coordinator was."""
@@ -437,7 +469,6 @@ class _Contact:
             session.give_up()
             return
         if self._dialer is None:
-            self._note(session.lost)
             self._dialer = process.address.dial()
         if (connection := self._dialer.take()) is None:
             return

@@ -33,6 +33,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
+from lockstep.transport.addresses import is_loopback
 
 _FIRST_NOTE = 1.0
 _LOOK_EVERY = 1.0
@@ -317,7 +318,12 @@ class _Gate:
         plain = " --plain" if self.spec.plain else ""
         address = listener.listener.address
         join = f"{key}lockstep agent --join {address}{plain} [-n WORKERS]"
-        port = listener.place[1]
+        host, port = listener.place
+        passes = f"a firewall must let TCP connections to port {port} through"
+        if is_loopback(host):
+            passes = (
+                f"only processes of this host reach {host}; for other hosts, give --listen another address"
+            )
         while not self.is_complete(server.agents):
             missing = vacancies((self.begins_with or self.spec.workers) - self.listening.here, server.agents)
             workers = count(missing, "more worker")
@@ -333,11 +339,7 @@ class _Gate:
                 )
             if now >= due:
                 due = now + SAY_EVERY
-                advice = (
-                    f"; run there: {join} (a firewall must let TCP connections to port {port} through)"
-                    if self.listening.engine is None
-                    else ""
-                )
+                advice = f"; run there: {join} ({passes})" if self.listening.engine is None else ""
                 self.console.say(
                     f"waiting at {address} for other hosts to join with {workers}, {waited:.0f} s{advice}"
                 )

@@ -171,9 +171,11 @@ class TakenOverJob:
             hosts=(*before, *((JobHost(own, self.here),) if self.here else ())),
             checkpoints=self._checkpoints(record.spec, prepare.job),
         )
+        living = sum(not known.lost for known in record.hosts)
+        missing = f"; {len(channels)} of them continued it" if len(channels) < living else ""
         self.console.say(
-            f"taking over a job of {count(len(channels), 'host')} whose coordinator was lost, in view "
-            f"{record.view.number}; logs in {spec.run_dir}"
+            f"taking over a job of {count(living, 'host')} whose coordinator was lost, in view "
+            f"{record.view.number}{missing}; logs in {spec.run_dir}"
         )
         children, clock = set[int](), SystemClock()
         newcomers = Newcomers(spec, prepare, facts, self.console.say, self.loop, clock)

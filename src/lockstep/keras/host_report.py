@@ -110,6 +110,13 @@ def compare_reports(job: Job, what: str, packed: Sequence[bytes], share: Share) 
     _compare(job, what, [msgspec.msgpack.decode(report, type=HostReport) for report in packed], share)
 
 
+def hosts_of(packed: Sequence[bytes]) -> list[str]:
+    """Return the names of the hosts of all workers of a view; none if the reports are empty."""
+    if not all(packed):
+        return []
+    return [msgspec.msgpack.decode(report, type=HostReport).host for report in packed]
+
+
 def _compare(job: Job, what: str, reports: Sequence[HostReport], share: Share) -> None:
     for look in (_other_library, _other_source):
         found = {own.worker: text for own in reports if (text := look(reports[0], own))}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DisagreementError
-from lockstep.keras.host_report import compare_reports, own_report
+from lockstep.keras.host_report import compare_reports, hosts_of, own_report
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
@@ -48,6 +48,11 @@ _DATA = (
     "the workers read different examples: look for a shuffle or a generator without a seed, or for files "
     "that depend on the worker, which belong in strategy.distribute_datasets_from_function"
 )
+_FILES = (
+    "the data files may differ between {} and {}: compare them first, for example with sha256sum; if they "
+    "are equal, "
+)
+_OF_FILES = ("data", "validation")
 _MODEL = (
     "the models differ: look for weights that come from an unseeded generator, from a file, or from code "
     "that depends on the worker"
@@ -95,8 +100,9 @@ def compare_all(job: Job, communicator: Communicator, what: str, facts: Facts) -
     """
     gathered = _gather(job.worker, communicator, what, facts, own_report(job))
     # Facts may differ because the hosts do.
-    compare_reports(job, what, [report for _, _, report in gathered], texts_of_all(communicator, what))
-    _compare(what, gathered)
+    reports = [report for _, _, report in gathered]
+    compare_reports(job, what, reports, texts_of_all(communicator, what))
+    _compare(what, gathered, hosts_of(reports))
 
 
 def texts_of_all(communicator: Communicator, what: str) -> Callable[[str], list[str]]:
@@ -177,23 +183,34 @@ def _gather(worker: int, communicator: Communicator, what: str, facts: Facts, bl
     return [msgspec.msgpack.decode(other, type=_Gathered) for other in communicator.gather(own, what=what)]
 
 
-def _compare(what: str, gathered: Sequence[_Gathered]) -> None:
+def _compare(what: str, gathered: Sequence[_Gathered], hosts: Sequence[str] = ()) -> None:
     workers, facts = [worker for worker, _, _ in gathered], [dict(heading) for _, heading, _ in gathered]
-    if difference := describe_difference(workers, facts):
+    if difference := describe_difference(workers, facts, hosts):
         others = tuple(worker for worker, own in zip(workers, facts, strict=True) if own != facts[0])
         raise DisagreementError(f"{what}: {difference}", others)
 
 
-def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> str | None:
-    """Compare every worker's facts with those of the first one; return the first difference, if any."""
+def describe_difference(
+    workers: Sequence[int], gathered: Sequence[Facts], hosts: Sequence[str] = ()
+) -> str | None:
+    """Compare every worker's facts with those of the first one; return the first difference, if any.
+
+    Args:
+        workers: their ids.
+        gathered: the facts of each.
+        hosts: the name of the host of each; empty if all are on one.
+    """
     first = gathered[0]
-    for worker, other in zip(workers[1:], gathered[1:], strict=True):
+    for at, (worker, other) in enumerate(zip(workers, gathered, strict=True)):
         for name in [*first, *(name for name in other if name not in first)]:
             ours, theirs = first.get(name, "nothing"), other.get(name, "nothing")
             if ours != theirs and _TAKEN not in (ours, theirs):
+                subject = name.split(" ")[0]
+                files = _FILES.format(hosts[0], hosts[at]) if hosts and hosts[at] != hosts[0] else ""
                 return (
                     f"worker {workers[0]} has {name} = {ours} where worker {worker} has {theirs}; "
-                    f"{_ADVICE.get(name.split(' ')[0], ADVICE_ON_CALLS)}{_suspect()}"
+                    f"{files if subject in _OF_FILES else ''}"
+                    f"{_ADVICE.get(subject, ADVICE_ON_CALLS)}{_suspect()}"
                 )
     return None
 

@@ -445,6 +445,12 @@ class HostRetiring(msgspec.Struct, frozen=True, tag="retiring"):
     reason: str
 
 
+class HostStopped(msgspec.Struct, frozen=True, tag="host stopped"):
+    """A user has stopped the agent of the host, which ends, with a signal."""
+
+    signal: int
+
+
 class WorkerSaid(msgspec.Struct, frozen=True, tag="said"):
     """A worker sent a message."""
 
@@ -628,6 +634,7 @@ HostReport = (
     | StartCancelled
     | ProcessArrived
     | HostRetiring
+    | HostStopped
     | WorkerSaid
     | NotUnderstood
     | StateHeld

@@ -179,7 +179,8 @@ class JobSpec:
         if self.parameter_servers:
             parts.append("lockstep rerun repeats the bits")
         elif self.replicas > 1:
-            parts.append(f"the same bits with any 1 to {self.replicas} workers")
+            threads = f" and --threads-per-worker {self.threads}, also on one host" if self.hosts else ""
+            parts.append(f"the same bits with any 1 to {self.replicas} workers{threads}")
         if self.checkpoints is not None and self.checkpoints.resume is not None:
             parts.append(f"resuming from {self.checkpoints.resume}")
         return "; ".join(parts)

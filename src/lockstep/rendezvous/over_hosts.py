@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,13 +91,16 @@ def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
             sys.exit(128 + stopped.signal)
 
 
-def missing_tasks(first: Arrival, waiting: Sequence[int], agents: Sequence[HostOffer]) -> str:
+def missing_tasks(
+    first: Arrival, waiting: Sequence[int], agents: Sequence[HostOffer], refused: Mapping[int, str]
+) -> str:
     """Name the tasks that no process has been started for; empty if there are none.
 
     Args:
         first: an arrival on the coordinator's host.
         waiting: the tasks of that host for which a process waits.
         agents: what the agents of other hosts offer.
+        refused: for tasks of which a process was refused, by whom and why.
     """
     there = {*waiting, *(slot for offer in agents for slot in offer.slots)}
     connected = {*first.here, *(slot for offer in agents if offer.first for slot in offer.first.here)}
@@ -105,6 +108,8 @@ def missing_tasks(first: Arrival, waiting: Sequence[int], agents: Sequence[HostO
     text = ", ".join(str(first.tasks[slot]) for slot in missing)
     if all(slot in connected for slot in missing):
         return text
+    if whys := [refused[slot] for slot in missing if slot in refused]:
+        return f"{text}; {whys[0]}"
     address = first.tasks[0].address
     port = address.rpartition(":")[2]
     return (
@@ -197,6 +202,7 @@ class _TasksOfHost:
         self.own = self.first.tasks[self.first.here[0]]
         self.coordinator = self.first.tasks[0]
         self.failure = ""
+        self.refused: dict[int, str] = {}
 
     @cached_property
     def credentials(self) -> Credentials:
@@ -241,7 +247,9 @@ class _TasksOfHost:
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
             others = [(one.peer, one.offer) for one in agents.agents if one is not agent and one.offer]
-            return objection(self.first, offer, agent.peer, others)
+            reason = objection(self.first, offer, agent.peer, others)
+            self._note_refusal(offer, agent.peer, reason)
+            return reason
 
         agents = AgentServer(self.credentials, judge, self.terminals.say, loop=self.loop, clock=self.clock)
         with ExitStack() as ends:
@@ -255,6 +263,13 @@ class _TasksOfHost:
                 ends.enter_context(closing(agent.channel))
             self._run(listener, agents, joined)
 
+    def _note_refusal(self, offer: HostOffer, peer: str, reason: str) -> None:
+        """Keep why the task of an agent was refused, until it is accepted."""
+        slot = offer.first.slot if offer.first is not None else -1
+        self.refused.pop(slot, None)
+        if reason:
+            self.refused[slot] = f"{peer} was refused: {reason}"
+
     def _gather(self, agents: AgentServer) -> bool:
         """Wait for a process per task, or for hosts that run the job already.
 
@@ -265,7 +280,7 @@ class _TasksOfHost:
         self.server.tell_of_changes(lambda: None)
         while True:
             offers = [agent.offer for agent in agents.agents if agent.offer is not None]
-            missing = missing_tasks(self.first, tuple(self.server.waiting), offers)
+            missing = missing_tasks(self.first, tuple(self.server.waiting), offers, self.refused)
             if not missing or running_jobs(agents.agents):
                 return True
             if self.server.is_empty:

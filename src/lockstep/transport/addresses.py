@@ -36,6 +36,11 @@ def with_port(address: str) -> str:
     Raises:
         ConfigError: the address is malformed.
     """
+    if address.isdecimal():
+        raise ConfigError(
+            f"{address} is a port without an address; expected ADDRESS:{address}, with the address at which "
+            "other hosts reach this one"
+        )
     bare = address.startswith("[") and address.endswith("]")
     complete = f"{address}:0" if bare or ":" not in address else address
     split_address(complete)

@@ -718,8 +718,9 @@ class NetworkCommunicator:
             if sent:
                 everybody = msgspec.msgpack.decode(sent, type=list[list[MemberDetails]])
         members = [each for host in everybody for each in host]
+        names = [name for name, host in zip(self._view.names, everybody, strict=True) for _ in host]
         self._number = number
-        error = reason(members, self._hosts.workers)
+        error = reason(members, self._hosts.workers, names)
         self._complete(KeptResult(call, error=error))
         raise raise_again(error)
 

@@ -55,18 +55,21 @@ def exchange_details(
     return [found[host] for host in sorted(found)]
 
 
-def reason(members: Sequence[MemberDetails], workers: Sequence[int]) -> DisagreementError | SharedMemoryError:
+def reason(
+    members: Sequence[MemberDetails], workers: Sequence[int], hosts: Sequence[str]
+) -> DisagreementError | SharedMemoryError:
     """Return the error in which a call ends on all members.
 
     Args:
         members: what each of them does.
         workers: their ids.
+        hosts: the name of the host of each.
 
     Raises:
         InternalError: they make the same call, and can.
     """
     try:
-        compare([each.call for each in members], workers, lambda: [each.leaves for each in members])
+        compare([each.call for each in members], workers, lambda: [each.leaves for each in members], hosts)
     except DisagreementError as error:
         return error
     unfit = [each.unfit for each in members if each.unfit]
