@@ -2,10 +2,8 @@
 
 import ast
 import contextlib
-import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -37,13 +35,6 @@ def raised() -> list[tuple[str, str]]:
     ]
     found = [(call.func.id, literal(call.args[0])) for call in calls if call.args]  # type: ignore[attr-defined]
     return [(name, message) for name, message in found if message]
-
-
-def pairs(text: str) -> set[str]:
-    """Return all neighbouring words of a text, except for names of files and numbers."""
-    words = re.split(r"[\s:;,.()\"]+", text)
-    known = [word if re.fullmatch("[A-Za-z-]{2,}", word) else "" for word in words]
-    return {f"{one} {next_one}" for one, next_one in pairwise(known) if one and next_one}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -107,15 +98,6 @@ def test_every_error_is_explained_as_its_class(raised: list[tuple[str, str]]) ->
         # Without its code, it is not mistaken for a message of another class.
         with contextlib.suppress(ConfigError):
             assert explanation(PAGE, message).startswith(f"{name}: "), message
-
-
-def test_every_message_of_the_page_is_in_the_source() -> None:
-    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    # A literal may be written in several lines.
-    known = pairs(re.sub(r'"\s+f?"', "", source))
-    for message in re.findall(r"^\| `(.*?)` \|", PAGE, re.MULTILINE):
-        own = pairs(message)
-        assert "MissingShard" in message or len(own & known) > 0.4 * len(own), message
 
 
 def test_a_code_without_a_known_message_shows_the_class() -> None:

@@ -106,17 +106,18 @@ def test_a_missing_package_is_named_with_its_extra(lockstep: Any) -> None:
     [
         (
             "script.py",
-            "the folder for TensorBoard script.py cannot be used: File exists; give another --tensorboard",
+            "ConfigError: the folder for TensorBoard script.py cannot be used: File exists; "
+            "give another --tensorboard",
         ),
         (
             "script.py/x",
-            "the folder for TensorBoard script.py/x cannot be used: Not a directory; give another "
-            "--tensorboard",
+            "ConfigError: the folder for TensorBoard script.py/x cannot be used: Not a directory; "
+            "give another --tensorboard",
         ),
         (
             "/proc/x",
-            "the folder for TensorBoard /proc/x cannot be used: No such file or directory; give another "
-            "--tensorboard",
+            "ConfigError: the folder for TensorBoard /proc/x cannot be used: No such file or directory; "
+            "give another --tensorboard",
         ),
         (
             "gs://bucket/x",
