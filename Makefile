@@ -36,8 +36,8 @@ gpu:
 	$(PYTHON) -m lockstep doctor
 	$(PYTHON) -m pytest tests/training/test_gpus.py
 
-# The core tests with other versions of the libraries, each corner in an environment of its own: all, or CORNERS="oldest
-# newest". Pins are a corner too: CORNERS=keras==3.16.0,jax==0.10.2. All of them take an hour or more.
+# The core tests with other versions of Python and the libraries, each corner in an environment of its own: all, or
+# CORNERS="oldest newest". Pins are a corner too: CORNERS=python==3.13,keras==3.16.0. All of them take an hour or more.
 matrix:
 	$(PYTHON) tests/matrix.py $(CORNERS)
 

@@ -22,7 +22,12 @@
     `-- InternalError          a bug in Lockstep
 
 Errors of other libraries are mapped to these where they enter.
+
+The name of a class is the code of its errors: a message on a terminal carries it, as in
+`worker 1: DataError: batch 3 of the input has no rows`, and `lockstep explain DataError` explains it.
 """
+
+import re
 
 
 class LockstepError(Exception):
@@ -132,3 +137,14 @@ class JobError(LockstepError):
 
 class InternalError(LockstepError):
     """A bug in Lockstep."""
+
+
+def with_code(error: Exception) -> str:
+    """Return the message of an error; if Lockstep raised it on purpose, it begins with its code."""
+    codes = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return f"{code}: {error}" if (code := next(codes, "")) else str(error)
+
+
+def code_in(message: str) -> str:
+    """Return the first code in a message; empty if it has none."""
+    return next((name for name in re.findall(r"\b(\w+Error): ", message) if name in globals()), "")

@@ -281,6 +281,7 @@ def test_a_redundant_traceback_is_in_the_log_only(stage: Stage) -> None:
     outcome = stage.run(refused, waits)
     assert outcome.stderr == (
         f"lockstep: worker 0: ScopeError: no (a.py:3)\n  log: {stage.folder}/worker-0.log\n"
+        "  help: lockstep explain ScopeError\n"
     )
     assert outcome.aborts == ["worker 0: ScopeError: no (a.py:3)"]
     assert (stage.folder / "worker-0.log").read_text() == "epoch 1\nTraceback\n"

@@ -104,5 +104,5 @@ def test_keras_2_is_refused(tmp_path: Path, source: str, variables: dict[str, st
         timeout=1200,
     )
     assert done.returncode == (2 if who else 0)
-    assert (f"lockstep: {who} sets TF_USE_LEGACY_KERAS=" in done.stderr) == bool(who)
+    assert (f"lockstep: ConfigError: {who} sets TF_USE_LEGACY_KERAS=" in done.stderr) == bool(who)
     assert (tmp_path / "runs").exists() != bool(who)

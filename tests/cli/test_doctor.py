@@ -250,4 +250,4 @@ main()
     status, out, err = doctor(tmp_path, script=script, PYTHONPATH=str(broken))
     assert (status, out) == (2, "")
     assert "KeyError: 'unforeseen'" in err
-    assert err.splitlines()[-1] == "lockstep: the check itself failed: 'unforeseen'"
+    assert err.splitlines()[-1] == "lockstep: InternalError: the check itself failed: 'unforeseen'"

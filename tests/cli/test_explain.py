@@ -1,5 +1,7 @@
 """`lockstep explain` finds classes and messages on the page of errors."""
 
+import ast
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,28 @@ from lockstep.cli.explain import explanation
 from lockstep.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+SOURCE = Path(errors.__file__).parent
 CLASSES = [name for name, value in vars(errors).items() if isinstance(value, type)]
+
+
+def literal(node: ast.AST) -> str:
+    """Return the text of a literal, with `...` for what it inserts; empty if it is none."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(value) or "..." for value in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@pytest.fixture(scope="module")
+def raised() -> list[tuple[str, str]]:
+    """The class and the message of each error that Lockstep raises with a literal."""
+    calls = [
+        node
+        for path in sorted(SOURCE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES
+    ]
+    found = [(call.func.id, literal(call.args[0])) for call in calls if call.args]  # type: ignore[attr-defined]
+    return [(name, message) for name, message in found if message]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -66,6 +89,22 @@ def test_every_message_of_the_page_finds_itself() -> None:
     for message, advice in rows:
         shown = explanation(PAGE, message.removeprefix("| `"))
         assert message.removeprefix("| `") in shown or advice[:20] in shown
+
+
+def test_every_error_is_explained_as_its_class(raised: list[tuple[str, str]]) -> None:
+    assert len(raised) > 450
+    for name, message in raised:
+        assert explanation(PAGE, f"lockstep: {name}: {message}").startswith((f"{name}: ", f"{name}\n\n"))
+        # Without its code, it is not mistaken for a message of another class.
+        with contextlib.suppress(ConfigError):
+            assert explanation(PAGE, message).startswith(f"{name}: "), message
+
+
+def test_a_code_without_a_known_message_shows_the_class() -> None:
+    assert explanation(PAGE, "worker 2: DataError: unheard of (a.py:3)") == explanation(PAGE, "DataError")
+    # A class of a program is none of Lockstep's.
+    with pytest.raises(ConfigError, match="no message like this is known"):
+        explanation(PAGE, "SomeError: unheard of")
 
 
 def test_the_command_lists_the_classes_and_refuses_in_one_line() -> None:

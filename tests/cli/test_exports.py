@@ -91,7 +91,8 @@ def test_a_missing_package_is_named_with_its_extra(lockstep: Any) -> None:
     done = lockstep.run("--tensorboard", "board", script, **variables)
     assert (done.status, done.out) == (2, "")
     assert done.err == (
-        "lockstep: --tensorboard needs the package tensorboard: pip install 'keras-lockstep[tensorboard]'\n"
+        "lockstep: UnfitError: --tensorboard needs the package tensorboard: pip install "
+        "'keras-lockstep[tensorboard]'\n"
     )
     assert sorted(path.name for path in lockstep.folder.iterdir()) == [
         "announcements",
@@ -105,17 +106,18 @@ def test_a_missing_package_is_named_with_its_extra(lockstep: Any) -> None:
     [
         (
             "script.py",
-            "the folder for TensorBoard script.py cannot be used: File exists; give another --tensorboard",
+            "ConfigError: the folder for TensorBoard script.py cannot be used: File exists; "
+            "give another --tensorboard",
         ),
         (
             "script.py/x",
-            "the folder for TensorBoard script.py/x cannot be used: Not a directory; give another "
-            "--tensorboard",
+            "ConfigError: the folder for TensorBoard script.py/x cannot be used: Not a directory; "
+            "give another --tensorboard",
         ),
         (
             "/proc/x",
-            "the folder for TensorBoard /proc/x cannot be used: No such file or directory; give another "
-            "--tensorboard",
+            "ConfigError: the folder for TensorBoard /proc/x cannot be used: No such file or directory; "
+            "give another --tensorboard",
         ),
         (
             "gs://bucket/x",
@@ -186,8 +188,8 @@ def test_a_port_in_use_is_refused_before_anything_starts(lockstep: Any) -> None:
         done = lockstep.run("--metrics-port", str(port), "--tensorboard", "a/board", script)
     assert (done.status, done.out) == (2, "")
     assert done.err == (
-        f"lockstep: --metrics-port {port} cannot be used: Address already in use; give another port, or 0 "
-        "for any free one\n"
+        f"lockstep: ConfigError: --metrics-port {port} cannot be used: Address already in use; give another "
+        "port, or 0 for any free one\n"
     )
     assert sorted(path.name for path in lockstep.folder.iterdir()) == ["announcements", "script.py"]
 
@@ -196,6 +198,6 @@ def test_metrics_are_refused_where_an_engine_chooses_the_machine(lockstep: Any) 
     done = lockstep.run("--on", "ray", "-n", "2", "--metrics-port", "0", lockstep.script(""))
     assert (done.status, done.out) == (2, "")
     assert done.err == (
-        "lockstep: --metrics-port cannot be combined with --on: it serves on this machine alone, and the "
-        "engine chooses where the coordinator runs\n"
+        "lockstep: ConfigError: --metrics-port cannot be combined with --on: it serves on this machine "
+        "alone, and the engine chooses where the coordinator runs\n"
     )

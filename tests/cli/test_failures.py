@@ -53,6 +53,7 @@ def test_an_error_of_lockstep_is_one_line_with_its_traceback_in_the_log(lockstep
         [
             f"lockstep: worker 0: ScopeError: not in it (script.py:{raised + 1})",
             "  log: run/worker-0.log",
+            "  help: lockstep explain ScopeError",
         ],
     )
     assert "in deep\n" in done.log(0)
@@ -140,27 +141,28 @@ def test_a_failure_ends_workers_that_compute_alone(lockstep: Any) -> None:
         ),
         (
             ["-n", "3", "--replicas", "2", "ok.py"],
-            "3 workers cannot share 2 replicas: a worker needs at least one; ask for 2 workers or fewer, or "
-            "for 3 replicas or more",
+            "ConfigError: 3 workers cannot share 2 replicas: a worker needs at least one; ask for 2 workers "
+            "or fewer, or for 3 replicas or more",
         ),
-        (["nix.py"], "there is no script nix.py (looked in {folder})"),
-        (["-m", "nix"], "-m nix: there is no module 'nix' here or installed"),
+        (["nix.py"], "ConfigError: there is no script nix.py (looked in {folder})"),
+        (["-m", "nix"], "ConfigError: -m nix: there is no module 'nix' here or installed"),
         (
             ["--backend", "theano", "ok.py"],
             "Invalid value for '--backend': 'theano' is not one of 'jax', 'tensorflow', 'torch'.",
         ),
         (
             ["--devices", "0,1,2", "-n", "2", "ok.py"],
-            "--devices has 3 entries for 2 workers: give one entry per worker, or a single one for all",
+            "ConfigError: --devices has 3 entries for 2 workers: give one entry per worker, or a single one "
+            "for all",
         ),
         (
             ["--devices", "gpu", "ok.py"],
-            "--devices gpu: 'gpu' is not a GPU; give numbers or UUIDs such as 0,1 (one per worker) or "
-            "0+1,2+3 (two per worker)",
+            "ConfigError: --devices gpu: 'gpu' is not a GPU; give numbers or UUIDs such as 0,1 (one per "
+            "worker) or 0+1,2+3 (two per worker)",
         ),
         (
             ["--run-dir", "ok.py", "ok.py"],
-            "the run's folder ok.py cannot be used: File exists; give another --run-dir",
+            "ConfigError: the run's folder ok.py cannot be used: File exists; give another --run-dir",
         ),
         ([], "Missing argument 'SCRIPT'."),
     ],
@@ -179,7 +181,7 @@ def test_a_refused_run_leaves_no_folder(lockstep: Any) -> None:
     command = [sys.executable, "-m", "lockstep", "run", lockstep.script("")]
     environment = {**os.environ, "KERAS_BACKEND": "theano"}
     done = subprocess.run(command, cwd=lockstep.folder, env=environment, capture_output=True, text=True)
-    expected = "lockstep: KERAS_BACKEND=theano: expected one of jax, tensorflow, torch\n"
+    expected = "lockstep: ConfigError: KERAS_BACKEND=theano: expected one of jax, tensorflow, torch\n"
     assert (done.returncode, done.stderr) == (2, expected)
     assert not (lockstep.folder / "runs").exists()
 
@@ -188,7 +190,10 @@ def test_the_worker_module_cannot_be_started_by_hand() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     command = [sys.executable, "-m", "lockstep.launcher.worker_main", "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    expected = "lockstep: LOCKSTEP_WORKER is not set: workers are started by `lockstep run`, not by hand\n"
+    expected = (
+        "lockstep: ConfigError: LOCKSTEP_WORKER is not set: workers are started by `lockstep run`, "
+        "not by hand\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 

@@ -42,14 +42,15 @@ def test_a_file_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "job.key").write_text("precious")
     done = command("job.key", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "lockstep: job.key exists; give the name of a new file, or delete this one first\n"
+    expected = "job.key exists; give the name of a new file, or delete this one first"
+    assert done.stderr == f"lockstep: ConfigError: {expected}\n"
     assert (tmp_path / "job.key").read_text() == "precious"
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("nix/job.key",), "the key file nix/job.key cannot be written: No such file or directory"),
+        (("nix/job.key",), "ConfigError: the key file nix/job.key cannot be written: No such file"),
         (("job.key", "--days", "0"), "Invalid value for '--days'"),
         ((), "Missing argument 'FILE'"),
     ],

@@ -54,7 +54,8 @@ def test_a_running_job_is_followed_to_its_end(lockstep: Any, request: pytest.Fix
     assert shown(lockstep.folder, name, "--worker", "7") == (
         2,
         "",
-        f"lockstep: {lockstep.folder / name} has no log of worker 7; it has those of workers 0 and 1\n",
+        f"lockstep: ConfigError: {lockstep.folder / name} has no log of worker 7; it has those of workers 0 "
+        "and 1\n",
     )
     os.close(go)
     assert running.end().status == 0

@@ -326,7 +326,8 @@ def test_the_folder_of_a_live_run_is_refused(lockstep: Any) -> None:
     running.announced(1)
     refused = lockstep.run("-n", "1", name)
     assert refused.status == 2
-    assert refused.err == "lockstep: another run uses run; wait for it to end, or give another --run-dir\n"
+    expected = "another run uses run; wait for it to end, or give another --run-dir"
+    assert refused.err == f"lockstep: ConfigError: {expected}\n"
     running.process.send_signal(signal.SIGTERM)
     assert running.end().status == 143
 

@@ -295,7 +295,7 @@ def test_scale(jobs: Jobs, command: Command) -> None:
     expected = f"{job.admin.name}: workers now 2, wanted 4; run lockstep list to see its progress"
     assert done == Done(0, [expected], [])
     refused = command("scale", job.admin.name, "5")
-    assert refused == Done(2, [], ["lockstep: 5 workers are more than the 4 replicas"])
+    assert refused == Done(2, [], ["lockstep: ConfigError: 5 workers are more than the 4 replicas"])
     assert command("scale", job.admin.name, "0").status == 2
     assert job.requests == [ScaleRequest(4), ScaleRequest(5)]
 

@@ -33,10 +33,10 @@ def test_a_job_that_no_coordinator_can_continue_ends_on_all_hosts(
         assert keeper.run() == 2
     assert keeper._process is not None
     assert keeper._process.wait(60.0) == 2
-    assert "lockstep: no other coordinator can take over: " in capfd.readouterr().err
+    assert "lockstep: UnfitError: no other coordinator can take over: " in capfd.readouterr().err
     received = [ends[1].receive() for _ in range(4)]
     notes = [one.text for one in received if isinstance(one, ShowNote)]
-    assert notes[0].startswith("the job ends: no other coordinator can take over: ")
+    assert notes[0].startswith("the job ends: UnfitError: no other coordinator can take over: ")
     assert EndHost(0.0, status=2) in received, received
     for end in (*ends, *commands):
         end.close()

@@ -71,7 +71,7 @@ def test_workers_with_other_weights_are_refused(launch: Launch) -> None:
     assert "after execution 1 of step: worker 0 has variable " in run.stderr
     # Lockstep's message has no traceback with frames of TensorFlow.
     assert re.match(
-        r"lockstep: worker \d: DisagreementError: .* \(graph_loops.py:\d+\)$", run.stderr.splitlines()[-2]
+        r"lockstep: worker \d: DisagreementError: .* \(graph_loops.py:\d+\)$", run.stderr.splitlines()[-3]
     )
     assert "Traceback" not in run.stderr
     assert any(line.startswith("Traceback") for line in run.log(0))

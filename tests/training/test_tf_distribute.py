@@ -119,7 +119,7 @@ def test_strategies_of_tensorflow_are_refused_by_name(launch: Callable[..., Any]
     same = {"experimental.ParameterServerStrategy": "ParameterServerStrategy"}
     assert refused == [same.get(name, name) for name in _STRATEGIES]
     assert len(refused) == 9
-    *_, message, _ = run.stderr.splitlines()
+    *_, message, _, _ = run.stderr.splitlines()
     assert re.fullmatch(
         r"lockstep: worker \d: ConfigError: tf.distribute.MirroredStrategy is TensorFlow's own and does not "
         r"know about this job: each worker would train on its own instead of as a part of "

@@ -286,6 +286,9 @@ def test_no_false_alarm_in_10_000_steps(launch: Launch, backend: str) -> None:
 def test_a_verification_of_one_replica_is_refused(launch: Launch) -> None:
     run = launch("-n 1 --verify-every 3", "verified.py")
     assert run.status == 2
-    assert run.stderr.splitlines()[-1].startswith("lockstep: --verify-every needs at least 2 replicas")
+    assert run.stderr.splitlines()[-1].startswith(
+        "lockstep: ConfigError: --verify-every needs at least 2 replicas"
+    )
     run = launch("-n 2 --verify-replicas all", "verified.py")
-    assert run.stderr.splitlines()[-1] == "lockstep: --verify-replicas all needs --verify-every K"
+    expected = "lockstep: ConfigError: --verify-replicas all needs --verify-every K"
+    assert run.stderr.splitlines()[-1] == expected

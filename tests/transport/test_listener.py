@@ -20,7 +20,7 @@ from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import JOB, NONCE, SIZE, ConnectionKind, Greeting, encode_greeting
 from lockstep.system.clock import VirtualClock
 from lockstep.system.event_loop import EventLoop
-from lockstep.transport.addresses import join_address, split_address
+from lockstep.transport.addresses import is_loopback, join_address, split_address
 from lockstep.transport.dial import connect
 from lockstep.transport.keys import JobKey
 from lockstep.transport.listener import MOST_PENDING, PATIENCE, PER_TURN, QUIET, Listener
@@ -428,7 +428,9 @@ def opened(address: str, credentials: Credentials | None, loop: EventLoop, admit
     return Listener.open(address, credentials, admit, print, loop=loop, clock=VirtualClock())
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0", "127.0.0.77:0"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "[::1]:0", "localhost:0", "127.0.0.77:0", "[::ffff:127.0.0.1]:0"]
+)
 def test_loopback_needs_no_key(loop: EventLoop, address: str) -> None:
     admitted: list[Any] = []
     with contextlib.closing(opened(address, None, loop, lambda *given: admitted.append(given))) as listener:
@@ -441,7 +443,12 @@ def test_loopback_needs_no_key(loop: EventLoop, address: str) -> None:
             admitted[0][1].close()
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:0", "[::ffff:127.0.0.1]:0"])
+def test_an_ipv4_address_in_ipv6_form_is_what_it_is_in_ipv4_form() -> None:
+    assert is_loopback("::ffff:127.0.0.1")
+    assert not is_loopback("::ffff:10.1.2.3")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:0", "[::ffff:10.1.2.3]:0"])
 def test_other_addresses_need_a_key(loop: EventLoop, address: str) -> None:
     why = (
         "can be reached from other hosts, so the job needs a key: make one with lockstep key FILE, .*KEY_FILE"

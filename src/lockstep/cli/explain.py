@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import click
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, code_in
 
 _SECTION = re.compile(r"^## (\w+)\n+(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (`.*?`) \| (.*) \|$", re.MULTILINE)
@@ -44,6 +44,9 @@ def explain(error: tuple[str, ...]) -> None:
 def explanation(page: str, error: str) -> str:
     """Return what a page of errors says about a class or a message, or a list of its classes.
 
+    A message with the name of a class is looked up among those of this class; if none is like it, all that
+    the page says about the class is returned.
+
     Args:
         page: in Markdown.
         error: the class or the message; empty for the list.
@@ -58,7 +61,10 @@ def explanation(page: str, error: str) -> str:
     for name, text in sections.items():
         if name.lower() == error.lower().removeprefix("lockstep.errors."):
             return f"{name}\n\n{text}\n"
-    found = _closest(sections, error)
+    code = code_in(error)
+    found = _closest({code: sections[code]} if code else sections, error)
+    if found is None and code:
+        return explanation(page, code)
     if found is None:
         raise ConfigError(
             "no message like this is known: `lockstep explain` without a message lists the classes of "

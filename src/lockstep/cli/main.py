@@ -17,7 +17,7 @@ from lockstep.cli.logs import logs
 from lockstep.cli.page import report, ui
 from lockstep.cli.rerun import rerun
 from lockstep.cli.run import PARTS, run
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, with_code
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
 from lockstep.system.prose import count
@@ -34,7 +34,7 @@ def main() -> None:
     except click.Abort:
         sys.exit(130)
     except LockstepError as error:
-        _refuse(str(error))
+        _refuse(with_code(error))
     except OSError as error:
         discard_stdout()
         # A reader such as head closes the pipe once it has enough.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.errors import code_in
 from lockstep.protocol.host import WorkerEvidence
 from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.system.prose import count
@@ -76,7 +77,7 @@ def explain(
     shown: Callable[[int], bool],
     name_log: Callable[[int], str],
 ) -> str:
-    """Return the message of a failed job with its evidence.
+    """Return the message of a failed job with its evidence, and how to have an error of Lockstep explained.
 
     Args:
         outcome: how the job ended.
@@ -92,6 +93,8 @@ def explain(
             lines += [f"  | {line}" for line in one.log]
         if one.has_log:
             lines.append(f"  log: {name_log(one.worker)}")
+    if code := code_in(outcome.message):
+        lines.append(f"  help: lockstep explain {code}")
     return "\n".join(lines)
 
 

@@ -43,7 +43,7 @@ class Packages:
             fields = distribution.metadata
             # An interrupted installation leaves a folder without a name or a version. Of several
             # distributions with one name, Python imports the first one on the path.
-            if fields["Name"] and fields["Version"]:
+            if "Name" in fields and "Version" in fields:
                 found.setdefault(canonicalize_name(fields["Name"]), distribution)
         return cls(
             {name: each.version for name, each in found.items()},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import UnfitError
+from lockstep.errors import UnfitError, with_code
 from lockstep.hosts.agent_process import (
     AgentProcess,
     CoordinatorGone,
@@ -268,7 +268,7 @@ def _run(
         try:
             return serve(command, folder)
         except (CoordinatorGone, LeftOut) as why:
-            note(str(why))
+            note(with_code(why))
             return LEFT_OUT
         except Stopped as stopped:
             return 128 + stopped.signal

@@ -20,7 +20,7 @@ import msgspec
 from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
-from lockstep.errors import LockstepError, UnfitError
+from lockstep.errors import LockstepError, UnfitError, with_code
 from lockstep.observability.bus import Bus, PublishedEvent, Subscriber
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
@@ -311,8 +311,8 @@ def main(descriptor: int) -> int:
         try:
             ended = JobEnded(CoordinatorProcess(keeper, loop).run())
         except (LockstepError, OSError) as error:
-            note(str(error))
-            ended = JobEnded(2, str(error))
+            note(with_code(error))
+            ended = JobEnded(2, with_code(error))
     keeper.send(ended)
     return ended.status
 

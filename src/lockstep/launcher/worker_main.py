@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError, with_code
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import (
     WORKER_DIGESTS,
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         config = read_worker()
     except ConfigError as error:
-        note(str(error))
+        note(with_code(error))
         sys.exit(2)
     if not config.by_hand:
         die_with(config.agent)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _enter_job(config, client, events).at_exit(recorder.flush)
     except PeerLostError as over:
-        note(str(over))
+        note(with_code(over))
         sys.exit(1)
     forget_worker()
     share_downloads(config.run_dir, config.agent, config.worker, events.publish)

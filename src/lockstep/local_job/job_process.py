@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from lockstep.errors import LockstepError, UnfitError
+from lockstep.errors import LockstepError, UnfitError, with_code
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import Stop
 from lockstep.system.descendants import LinuxDescendants, children_now
@@ -79,7 +79,7 @@ def _become_job_process(command: Channel[Stop, Stop], serve: Serve) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         status = serve(command)
     except (LockstepError, OSError) as error:
-        note(str(error))
+        note(with_code(error))
         status = 2
     except BaseException:
         sys.excepthook(*sys.exc_info())

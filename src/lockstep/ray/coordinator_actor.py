@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray
-from lockstep.errors import UnfitError
+from lockstep.errors import UnfitError, with_code
 from lockstep.hosts.engine_process import EngineProcess
 from lockstep.protocol.engine import (
     CoordinatorListens,
@@ -219,7 +219,7 @@ class CoordinatorActor:
                 time.sleep(_LOOK_FIRST if self._is_starting() else _LOOK_EVERY)
             self._end()
         except UnfitError as error:
-            self._fail(str(error), forgotten=True)
+            self._fail(with_code(error), forgotten=True)
         except BaseException as error:
             self._fail(f"the actor of the coordinator failed: {error!r}")
 
@@ -251,7 +251,7 @@ class CoordinatorActor:
                     coordinator.send(LeaseRenewed(self._lease))
                 time.sleep(_LOOK_EVERY)
         except UnfitError as error:
-            self._fail(str(error), forgotten=True)
+            self._fail(with_code(error), forgotten=True)
 
     def _look(self) -> None:
         """Start what is missing, and see what has ended."""

@@ -55,7 +55,10 @@ def join_address(place: Place) -> str:
 
 def is_loopback(number: str) -> bool:
     """Whether only processes of this host reach an IP address."""
-    return ipaddress.ip_address(number.partition("%")[0]).is_loopback
+    address = ipaddress.ip_address(number.partition("%")[0])
+    # Before Python 3.13, `is_loopback` does not know IPv4 addresses that are written as IPv6 ones.
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def is_here(family: socket.AddressFamily, place: Place) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, with_code
 from lockstep.worker.program_sources import is_program
 
 _IN_A_GRAPH = "Graph execution error:"
@@ -185,7 +185,7 @@ def summarize_own(error: LockstepError) -> str:
     while str(shown).startswith(_AROUND) and isinstance(shown.__context__, LockstepError):
         shown = shown.__context__
     line = _converted_line(error) or _line(error.__traceback__)
-    return f"{type(shown).__name__}: {' '.join(str(shown).split())}{f' ({line})' if line else ''}"
+    return f"{' '.join(with_code(shown).split())}{f' ({line})' if line else ''}"
 
 
 def keep_original(error: LockstepError) -> None:
