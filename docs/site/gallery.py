@@ -2,11 +2,11 @@
 
 python docs/site/gallery.py [ENTRY ...]
 
-An entry is a section of the page, by the anchor of its heading; without one, all are run. The commands of its
-`console` block run in a copy of examples/, and the block becomes what they print. The curves come from the run
-folders that the session leaves, and from lines such as `step 10: loss 0.5, accuracy 0.9`. docs/gallery.json
-keeps the points of the curves, and hashes of the programs and of the session, by which a test notices when
-these no longer belong together.
+An entry is a section of the page, by the anchor of its heading; without one, all are run. The commands of
+its `console` block run in a copy of examples/, and the block becomes what they print. The curves come from
+the run folders that the session leaves, and from lines such as `step 10: loss 0.5, accuracy 0.9`.
+docs/gallery.json keeps the points of the curves, and hashes of the programs and of the session, by which a
+test notices when these no longer belong together.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ OMITTED = re.compile(
 )
 REPORTED = re.compile(r"^(?:\[worker 0\] )?(step|epoch) (\d+): (\w+ -?\d.*)$", re.MULTILINE)
 FIGURE = re.compile(r"(\w+) (-?\d+\.\d+)")
+
+NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
 # A panel of a picture: by the label of a line, its points; None interrupts the line.
 Panel = dict[str, list[list[float] | None]]
@@ -63,6 +64,7 @@ def session_of(section: str) -> str:
 
 
 def commands_of(session: str) -> list[str]:
+    """Return the commands of a session."""
     return [line[2:] for line in session.splitlines() if line.startswith("$ ")]
 
 
@@ -82,6 +84,7 @@ def programs_of(section: str) -> dict[str, str]:
 
 
 def digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -105,6 +108,7 @@ def play(commands: list[str], folder: Path) -> str:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of a run folder; none if it is absent."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -131,14 +135,14 @@ def curves(folder: Path, session: str) -> dict[str, Any]:
     runs = run_folders(folder)
     axis = "training step"
     for backend, run in runs:
-        prefix = backend if len(runs) > 1 else ""
+        prefix = NAMES[backend] if len(runs) > 1 else ""
         metrics = [
             one for one in read(run / "measurements.jsonl") if one["event"] == "metrics" and one["epoch"]
         ]
         last = ""
         for one in metrics:
             for name, value in one["values"].items():
-                if value is None or prefix and name.startswith("val_"):
+                if value is None or (prefix and name.startswith("val_")):
                     continue
                 if last and one["call"] != last:
                     add(panels, name, prefix, None)
@@ -156,11 +160,11 @@ def curves(folder: Path, session: str) -> dict[str, Any]:
 
 def add_reported(panels: dict[str, Panel], prefix: str, text: str) -> str:
     """Add the figures that a script prints; return what it counts."""
-    axis = ""
-    for axis, number, figures in REPORTED.findall(text):
+    found = REPORTED.findall(text)
+    for _, number, figures in found:
         for name, value in FIGURE.findall(figures):
             add(panels, name, prefix, [int(number), float(value)])
-    return axis
+    return str(found[0][0]) if found else ""
 
 
 def sizes(run: Path) -> list[list[float]]:
@@ -208,6 +212,7 @@ def draw(picture: dict[str, Any], alternative: str) -> str:
 
 
 def draw_panel(left: int, name: str, lines: Panel, axis: str) -> list[str]:
+    """Return the elements of a panel whose left edge is at `left`."""
     points = [point for line in lines.values() for point in line if point]
     x_low, x_high = 0.0, max(point[0] for point in points)
     low, high = min(point[1] for point in points), max(point[1] for point in points)
@@ -239,9 +244,14 @@ def draw_panel(left: int, name: str, lines: Panel, axis: str) -> list[str]:
             path += f"{pen}{place(point)[0]} {place(point)[1]}" if point else ""
             pen = "L" if point else "M"
         parts.append(f'<path d="{path}" stroke="{color}" stroke-width="1.8" fill="none"/>')
-        alone = [two for one, two, three in zip([None, *line], line, [*line[1:], None], strict=False)
-                 if two and not one and not three]
-        parts += [f'<circle cx="{place(one)[0]}" cy="{place(one)[1]}" r="2.5" fill="{color}"/>' for one in alone]
+        alone = [
+            two
+            for one, two, three in zip([None, *line], line, [*line[1:], None], strict=False)
+            if two and not one and not three
+        ]
+        parts += [
+            f'<circle cx="{place(one)[0]}" cy="{place(one)[1]}" r="2.5" fill="{color}"/>' for one in alone
+        ]
         x = left + LEFT + inner - 76 * (len(lines) - number) + 70
         parts.append(f'<text x="{x}" y="20" text-anchor="end" fill="{color}">{label}</text>')
     return parts
