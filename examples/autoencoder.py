@@ -30,6 +30,6 @@ model = keras.Sequential(
     ]
 )
 model.compile(keras.optimizers.Adam(1e-3), "binary_crossentropy", metrics=["mse"])
-model.fit(noisy, clean, batch_size=64, epochs=60, validation_data=(noisy_test, clean_test), verbose=2)
+model.fit(noisy, clean, batch_size=64, epochs=100, validation_data=(noisy_test, clean_test), verbose=2)
 print(f"mean squared error before: {np.mean((noisy_test - clean_test) ** 2):.4f}")
 print(f"mean squared error after: {np.mean((model.predict(noisy_test, verbose=0) - clean_test) ** 2):.4f}")
