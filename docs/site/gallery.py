@@ -28,6 +28,8 @@ PICTURES = ROOT / "docs" / "images" / "gallery"
 EXAMPLES = ROOT / "examples"
 # What stands in the page for the folder of the session.
 FOLDER = "/home/me/examples"
+# Seconds after which a session is ended.
+LIMIT = "900"
 
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 SESSION = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -95,7 +97,7 @@ def play(commands: list[str], folder: Path) -> str:
     script = "\n".join(["set -o pipefail", *lines, "wait"])
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = subprocess.run(
-        ["bash", "-c", script],
+        ["timeout", "--kill-after=10", LIMIT, "bash", "-c", script],
         cwd=folder,
         env=os.environ | {"PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdin=subprocess.DEVNULL,
