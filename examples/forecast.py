@@ -9,7 +9,7 @@ The second command is for another terminal.
 import keras
 import numpy as np
 
-LENGTH, POINTS, EPOCHS = 24, 12000, 250
+LENGTH, POINTS, EPOCHS = 24, 12000, 150
 
 
 def load_series() -> np.ndarray:
