@@ -14,7 +14,7 @@ COMPILE_OWN := $(BIN)/python -m compileall -q -j 0 src tests
 # Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo docs test test-all gpu matrix check style types layers bench soak dist clean
+.PHONY: demo docs gallery test test-all gpu matrix check style types layers bench soak dist clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ demo: .venv/demo
 # Writes the site to site/, to be opened from there or served. A warning, such as a link that leads nowhere, is an error.
 docs: .venv/docs
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning -c docs/site . site
+
+# Runs the examples of docs/gallery.md again, and stores their output and curves.
+gallery: .venv/gallery
+	$(BIN)/python docs/site/gallery.py $(ENTRIES)
 
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
@@ -96,6 +100,13 @@ clean:
 	$(INSTALL) --editable '.[bench]'
 	# Without its dependencies: it requires another distribution of TensorFlow than the installed one.
 	$(INSTALL) --no-deps 'tf_keras==2.21.*'
+	$(COMPILE)
+	touch $@
+
+# KerasHub without its dependencies: they require another distribution of TensorFlow than the installed one.
+.venv/gallery: .venv/bench
+	$(INSTALL) --no-deps 'keras-hub>=0.32'
+	$(INSTALL) absl-py regex kagglehub sentencepiece tokenizers
 	$(COMPILE)
 	touch $@
 

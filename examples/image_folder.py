@@ -1,4 +1,4 @@
-"""Train on a folder of images with one subfolder per class, as in PyTorch's examples.
+"""Train on a folder of images with one subfolder per class, with augmentation.
 
     lockstep run -n 2 examples/image_folder.py [FOLDER]
 
@@ -48,6 +48,7 @@ def build_and_compile(classes: int) -> keras.Model:
         [
             keras.layers.Input((*SIZE, 1)),
             keras.layers.Rescaling(1 / 255),
+            keras.layers.RandomTranslation(0.1, 0.1),
             keras.layers.Conv2D(16, 3, activation="relu"),
             keras.layers.MaxPooling2D(),
             keras.layers.Conv2D(32, 3, activation="relu"),
@@ -66,7 +67,7 @@ def train(folder: Path) -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = build_and_compile(len(training.class_names))
-    model.fit(training, validation_data=validation, epochs=4, verbose=2)
+    model.fit(training, validation_data=validation, epochs=8, verbose=2)
     _, accuracy = model.evaluate(validation, verbose=0)
     print(f"accuracy: {accuracy:.4f}")
     print(f"digest: {lockstep.digest(model)}")

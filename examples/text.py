@@ -79,6 +79,8 @@ def main() -> None:
         y[~held_out],
         batch_size=64,
         epochs=20,
+        validation_data=(x[held_out], y[held_out]),
+        verbose=2,
         callbacks=[keras.callbacks.EarlyStopping(monitor="loss", patience=2)],
     )
     _, accuracy = model.evaluate(x[held_out], y[held_out], verbose=0)

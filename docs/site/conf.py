@@ -4,6 +4,7 @@ The source folder is the repository, so that a link leads to the same file on th
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 # The home page is the README; this is the navigation beside it.
 NAVIGATION = {
-    "Start": ["docs/start"],
+    "Start": ["docs/start", "docs/gallery"],
     "How to": [
         "docs/running",
         "docs/hosts",
@@ -104,8 +105,16 @@ def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
 
 
+def show_programs(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Show each program of the gallery below the link to it."""
+    if docname == "docs/gallery":
+        link = re.compile(r"^Program: \[\S+\]\((\S+)\)$", re.MULTILINE)
+        source[0] = link.sub(r"\g<0>\n\n```{literalinclude} \1\n:language: python\n```", source[0])
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register what is above."""
     app.add_source_parser(ExampleParser)
     app.connect("source-read", add_navigation)
+    app.connect("source-read", show_programs)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

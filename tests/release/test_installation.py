@@ -30,11 +30,15 @@ RUN = "lockstep run -n 2"
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "jax": (
         f"{RUN} augmentation.py",
+        f"{RUN} autoencoder.py",
         f"{RUN} custom_loop_jax.py",
         "python demo.py",
         f"{RUN} digits.py --epochs 2",
         f"{RUN} evaluator.py evaluated --epochs 1",
+        f"{RUN} forecast.py",
         f"{RUN} gan.py",
+        f"{RUN} k_fold.py",
+        f"{RUN} plain.py",
         f"{RUN} text.py",
         f"{RUN} two_hosts.py",
     ),
@@ -53,6 +57,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 """Each example on one backend that it supports, as quickly as it can run."""
 ELSEWHERE = {
+    "lora.py": "needs KerasHub: tests/docs/test_gallery.py",
     "multi_worker.ipynb": "needs Jupyter: tests/notebook/test_notebook.py",
     "tutorial/main.py": "downloads MNIST",
     "tutorial/mnist.py": "downloads MNIST",
