@@ -32,7 +32,7 @@ def dataset(count: int, seed: int) -> tf.data.Dataset:
 
 
 def build_model() -> keras.Model:
-    heroes = keras.Input((3,), dtype="int64")
+    heroes = keras.Input((3,), dtype="int32")
     features = keras.layers.Embedding(len(HEROES), 16)(heroes)
     return keras.Model(heroes, keras.layers.Dense(1, activation="sigmoid")(keras.ops.mean(features, axis=1)))
 
