@@ -189,8 +189,8 @@ def render(action: Action) -> str:
             return f"kill worker {worker}"
         case DumpStack(worker):
             return f"ask worker {worker} for its stack"
-        case ShowMessage(text):
-            return f"tell: {text}"
+        case ShowMessage(text, logs):
+            return f"tell: {text}{f' [logs of {logs}]' if logs else ''}"
         case FinishJob(outcome):
             shown = f" [{outcome.evidence.name} of {outcome.workers}]" if outcome.workers else ""
             return f"finish with {outcome.status}: {outcome.message or 'all is well'}{shown}"
