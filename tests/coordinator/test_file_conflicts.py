@@ -62,8 +62,8 @@ def test_files_to_which_workers_append_are_named_also_after_others() -> None:
     written = [bool(opened(f"/work/{number}", appends=False)) for number in range(7)]
     assert (written, made.unnamed) == ([True] * 5 + [False] * 2, 2)
     assert opened("/work/rows.csv", appends=True) == (
-        "workers 0 and 1 both append to rows.csv (train.py:3), so it has each line several times; every worker "
-        "runs the whole script: guard the line with if lockstep.is_chief():"
+        "workers 0 and 1 both append to rows.csv (train.py:3), so it has each line several times; every "
+        "worker runs the whole script: guard the line with if lockstep.is_chief():"
     )
     # One that had a name needs no second note; one that had none gets it now.
     assert (opened("/work/0", appends=True), made.unnamed) == ("", 2)

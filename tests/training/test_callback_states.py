@@ -122,5 +122,6 @@ def test_paths_that_differ_between_workers_are_described_once_for_each_callback(
     assert different_paths([(0, paths), (1, paths)]) == different_paths([(0, paths), (1, {})]) == []
     (text,) = different_paths([(3, paths), (4, paths), (5, other), (6, other)])
     assert text.startswith(
-        "the path of ModelCheckpoint is a/best.keras on worker 3, which writes it, and b/best.keras on worker 5, "
+        "the path of ModelCheckpoint is a/best.keras on worker 3, which writes it, and b/best.keras on "
+        "worker 5, "
     )

@@ -11,7 +11,7 @@ _MOST_LINES = 5
 class FileConflicts:
     """Detects files that several workers write; warns once per file, and only of the first few.
 
-    Files to which workers append are counted apart, because their content is wrong: it is there several times.
+    Files to which workers append are counted apart, because their content is there several times.
 
     Args:
         folder: the user's current folder; messages name files in it by relative paths.

@@ -22,8 +22,8 @@ _IMPORT = "<frozen importlib."
 _LOCKSTEP = f"{Path(__file__).parents[1]}{os.sep}"
 
 Tell = Callable[[str, str, bool], object]
-"""Takes the absolute path of a file, the line of the program that opens it, such as `train.py:41`, and whether
-it appends."""
+"""Takes the absolute path of a file, the line of the program that opens it, such as `train.py:41`, and
+whether it appends."""
 
 
 def watch_writes(places: "LibraryFolders", tell: Tell) -> None:

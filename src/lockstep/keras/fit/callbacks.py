@@ -285,7 +285,7 @@ def note_different_paths(own: job.Job, callbacks: Any, what: str, told: set[str]
 
 
 def paths_of(callbacks: Any) -> dict[str, str]:
-    """Return the paths that callbacks of Keras write once, as the program gives them, by position and class."""
+    """Return the paths that callbacks of Keras write once, as the program gives them, by position."""
     found = {}
     for at, callback in enumerate(keras.tree.flatten(listed(callbacks) if callbacks else [])):
         if type(callback) in _WRITERS or type(callback) is keras.callbacks.TensorBoard:
@@ -308,8 +308,8 @@ def different_paths(gathered: Sequence[tuple[int, dict[str, str]]]) -> list[str]
             if theirs.get(key, path) != path:
                 texts.append(
                     f"the path of {key.partition(' ')[2]} is {path} on worker {chief}, which writes it, and "
-                    f"{theirs[key]} on worker {worker}, which will not find its own: give all workers one name, "
-                    "such as an argument of the script (docs/every-worker.md)"
+                    f"{theirs[key]} on worker {worker}, which will not find its own: give all workers one "
+                    "name, such as an argument of the script (docs/every-worker.md)"
                 )
                 break
     return texts

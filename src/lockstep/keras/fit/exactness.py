@@ -21,7 +21,7 @@ _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
-"""The attributes of Keras's layers without which, or with zero, they draw no random numbers while they train."""
+"""Attributes of Keras's layers that draw no random numbers if all of these are zero."""
 
 _PROBED_ROWS = 8
 """Rows of a batch to test, against as many others."""
