@@ -72,8 +72,11 @@ def test_workers_that_ignore_signals_are_killed_within_five_seconds(
     start = time.monotonic()
     running.process.send_signal(number)
     assert is_gone(processes, 5)
-    assert running.end().status == status
+    done = running.end()
+    assert done.status == status
     assert 2.5 < time.monotonic() - start < 5
+    killed = "lockstep: workers 0 and 1 did not exit within 3 s after the signal: killing them"
+    assert done.notes == [killed, f"lockstep: stopped by {signal.Signals(number).name}"]
 
 
 def test_a_second_signal_kills_all_processes_at_once(lockstep: Any, is_gone: Gone) -> None:

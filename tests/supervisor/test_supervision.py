@@ -284,7 +284,16 @@ def test_there_are_scenarios() -> None:
         (ENDING, WaitReported(0, "step 1", (1,), 99.0), (), Stage.ENDING),
         (ENDING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
         (TERMINATING, StopRequested(15), (KillWorker(0), KillWorker(1)), Stage.KILLING),
-        (TERMINATING, DeadlinePassed(), (KillWorker(0), KillWorker(1)), Stage.KILLING),
+        (
+            TERMINATING,
+            DeadlinePassed(),
+            (
+                ShowMessage("workers 0 and 1 did not exit within 3 s after the signal: killing them"),
+                KillWorker(0),
+                KillWorker(1),
+            ),
+            Stage.KILLING,
+        ),
         (
             at_stage(TERMINATING, Stage.KILLING),
             DeadlinePassed(),
