@@ -125,6 +125,7 @@ def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone:
     assert done.notes == [
         "lockstep: stopping (SIGTERM): waiting up to 1 s for the step and a checkpoint",
         "lockstep: no checkpoint: the step did not finish within 1 s (--grace)",
+        "lockstep: worker 0 did not exit within 3 s after the signal: killing it",
         "lockstep: stopped by SIGTERM",
     ]
     assert done.events()[-1]["event"] == "finished"
