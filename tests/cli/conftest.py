@@ -30,7 +30,7 @@ class Done:
     def notes(self) -> list[str]:
         """Lockstep's notes, without the first line and those that only a slow machine shows."""
         lines = [line for line in self.err.splitlines() if line.startswith("lockstep: ")]
-        varies = "logs in |no step completed after|(examples|steps)/s with"
+        varies = "logs in |before the first step|(examples|steps)/s with"
         return [line for line in lines if not re.search(varies, line)]
 
     def log(self, worker: int) -> str:

@@ -67,7 +67,7 @@ def test_the_first_line_names_the_source_of_the_choice(
     (tmp_path / ".keras" / "keras.json").write_text(DEFAULT % configured)
     (tmp_path / "a.py").write_text(source + SHOW)
     printed, line = run(tmp_path, *options, "a.py")
-    assert expected in f"{printed}: {line.partition('seed 0; ')[2]}"
+    assert expected in f"{printed}: {line.partition('sets one; ')[2]}"
 
 
 def test_a_choice_at_run_time_corrects_the_first_line(tmp_path: Path) -> None:

@@ -72,8 +72,11 @@ def test_workers_that_ignore_signals_are_killed_within_five_seconds(
     start = time.monotonic()
     running.process.send_signal(number)
     assert is_gone(processes, 5)
-    assert running.end().status == status
+    done = running.end()
+    assert done.status == status
     assert 2.5 < time.monotonic() - start < 5
+    killed = "lockstep: workers 0 and 1 did not exit within 3 s after the signal: killing them"
+    assert done.notes == [killed, f"lockstep: stopped by {signal.Signals(number).name}"]
 
 
 def test_a_second_signal_kills_all_processes_at_once(lockstep: Any, is_gone: Gone) -> None:
@@ -122,6 +125,7 @@ def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone:
     assert done.notes == [
         "lockstep: stopping (SIGTERM): waiting up to 1 s for the step and a checkpoint",
         "lockstep: no checkpoint: the step did not finish within 1 s (--grace)",
+        "lockstep: worker 0 did not exit within 3 s after the signal: killing it",
         "lockstep: stopped by SIGTERM",
     ]
     assert done.events()[-1]["event"] == "finished"

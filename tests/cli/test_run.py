@@ -43,8 +43,8 @@ def test_the_output_of_the_chief_is_shown_and_every_worker_has_a_log(lockstep: A
         "-n", "2", lockstep.script("print('out', me); print('err', me, file=sys.stderr); barrier()")
     )
     start = (
-        "lockstep: 2 workers, 2 replicas, {} each, seed 0; on JAX, because KERAS_BACKEND selects it; the "
-        "same bits with any 1 to 2 workers; logs in run"
+        "lockstep: 2 workers, 2 replicas, {} each, seed 0 unless the script sets one; on JAX, because "
+        "KERAS_BACKEND selects it; the same bits with any 1 to 2 workers; logs in run"
     )
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     first = start.format("1 thread" if threads == 1 else f"{threads} threads")
@@ -339,8 +339,8 @@ def test_the_default_folder_is_named_after_the_script_and_the_time(lockstep: Any
     (folder,) = (lockstep.folder / "runs").iterdir()
     assert re.fullmatch(r"script-\d{8}-\d{6}", folder.name)
     assert done.stderr.endswith(
-        f"1 replica, {len(os.sched_getaffinity(0))} threads each, seed 0; "
-        f"on JAX, because KERAS_BACKEND selects it; logs in runs/{folder.name}\n"
+        f"1 replica, {len(os.sched_getaffinity(0))} threads each, seed 0 unless the script "
+        f"sets one; on JAX, because KERAS_BACKEND selects it; logs in runs/{folder.name}\n"
     )
 
 
@@ -429,12 +429,23 @@ os.waitpid(child, 0)
 """
     done = lockstep.run("-n", "2", lockstep.script(writes), HOME=str(lockstep.folder))
     assert done.status == 0
-    lines = [line for line in done.notes if " write " in line]
+    lines = [line for line in done.notes if " both " in line]
     first = (
         (lockstep.folder / "script.py").read_text().split("\n").index('with open("rows.csv", "a") as file:')
     )
     assert lines == [
-        f"lockstep: workers 0 and 1 both write {name} (script.py:{first + line}); every worker runs the "
-        "whole script: guard the line with if lockstep.is_chief():"
-        for name, line in (("rows.csv", 1), ("plot.png", 4), ("raw", 5))
+        f"lockstep: workers 0 and 1 both {does}; every worker runs the whole script: guard the line with if "
+        "lockstep.is_chief():"
+        for does in (
+            f"append to rows.csv (script.py:{first + 1}), so it has each line several times",
+            f"write plot.png (script.py:{first + 4})",
+            f"write raw (script.py:{first + 5})",
+        )
     ]
+
+
+def test_options_of_the_command_after_the_script_are_named(lockstep: Any) -> None:
+    text = "print(sys.argv[1:])"
+    done = lockstep.run("-n", "1", lockstep.script(text), "-n", "2", "--epochs", "3", "--seed=4")
+    assert (done.status, done.out) == (0, "['-n', '2', '--epochs', '3', '--seed=4']\n")
+    assert done.err.splitlines()[0].endswith("; -n, --seed after the script is for the script")

@@ -25,3 +25,10 @@ from lockstep.coordinator.job_report import JobSummary
 def test_the_last_line(tally: JobSummary, seconds: float, line: str) -> None:
     said = tally.line(seconds, 2)
     assert said.startswith(line) if line.endswith(" ") else said == line
+
+
+def test_the_last_line_repeats_that_the_script_failed_on_a_worker() -> None:
+    tally = JobSummary(lost=2, joined=1, steps=7)
+    assert tally.line(5.0, 2, 1) == (
+        "finished in 5.0 s: 7 steps on 2 workers (2 lost, 1 joined, the script failed on 1 worker)"
+    )

@@ -161,9 +161,9 @@ class CheckedJob(Job):
                 | actions.StartWorker
                 | actions.AskMembers
                 | actions.SendPosition
-                | actions.SendState
-                | actions.ShowMessage,
+                | actions.SendState,
             ), f"{action} at the end"
+            assert not isinstance(action, actions.ShowMessage) or "did not exit" in action.text, action
         match action:
             case actions.StartView(view, _):
                 self._check_view(view)

@@ -189,8 +189,8 @@ def render(action: Action) -> str:
             return f"kill worker {worker}"
         case DumpStack(worker):
             return f"ask worker {worker} for its stack"
-        case ShowMessage(text):
-            return f"tell: {text}"
+        case ShowMessage(text, logs):
+            return f"tell: {text}{f' [logs of {logs}]' if logs else ''}"
         case FinishJob(outcome):
             shown = f" [{outcome.evidence.name} of {outcome.workers}]" if outcome.workers else ""
             return f"finish with {outcome.status}: {outcome.message or 'all is well'}{shown}"
@@ -284,7 +284,16 @@ def test_there_are_scenarios() -> None:
         (ENDING, WaitReported(0, "step 1", (1,), 99.0), (), Stage.ENDING),
         (ENDING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
         (TERMINATING, StopRequested(15), (KillWorker(0), KillWorker(1)), Stage.KILLING),
-        (TERMINATING, DeadlinePassed(), (KillWorker(0), KillWorker(1)), Stage.KILLING),
+        (
+            TERMINATING,
+            DeadlinePassed(),
+            (
+                ShowMessage("workers 0 and 1 did not exit within 3 s after the signal: killing them"),
+                KillWorker(0),
+                KillWorker(1),
+            ),
+            Stage.KILLING,
+        ),
         (
             at_stage(TERMINATING, Stage.KILLING),
             DeadlinePassed(),

@@ -42,7 +42,9 @@ def strategy() -> Any:
 
 def train() -> Any:
     model = compiled(keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.1))
-    model.fit(X, Y, batch_size=16, epochs=3, verbose=0, callbacks=[KillWorker()])
+    # As a folder that is named after the time, this name differs between workers.
+    log = keras.callbacks.CSVLogger(f"{FOLDER}/log-{os.getpid()}.csv")
+    model.fit(X, Y, batch_size=16, epochs=3, verbose=0, callbacks=[KillWorker(), log])
     # Several times: without sharing, a worker would read the file while another one writes it.
     for _ in range(5):
         save_model(model, f"{FOLDER}/model.keras")

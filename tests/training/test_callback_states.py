@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.keras.fit.callbacks import writing_once
+from lockstep.keras.fit.callbacks import different_paths, paths_of, writing_once
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, set_callback_states
 
 callbacks = keras.callbacks
@@ -110,3 +110,18 @@ def test_states_of_earlier_versions_are_restored() -> None:
     old = [("EarlyStopping", {"patience": 1, "wait": 1}), ("Noting", {"path": "old", "left": 1})]
     set_callback_states([stopping, noting], old)
     assert (stopping.patience, stopping.wait, noting.path, noting.left) == (3, 1, "new", 1)
+
+
+def test_paths_that_differ_between_workers_are_described_once_for_each_callback() -> None:
+    own = [*given("a", 2), Noting("a", 1), callbacks.TensorBoard("a/logs")]
+    paths = paths_of(own)
+    assert list(paths.items())[:2] == [("0 ModelCheckpoint", "a/best.keras"), ("1 CSVLogger", "a/log.csv")]
+    assert [path for path in paths.values() if not path.startswith("a/")] == []
+    assert paths_of(None) == paths_of([callbacks.EarlyStopping()]) == {}
+    other = paths | {"0 ModelCheckpoint": "b/best.keras"}
+    assert different_paths([(0, paths), (1, paths)]) == different_paths([(0, paths), (1, {})]) == []
+    (text,) = different_paths([(3, paths), (4, paths), (5, other), (6, other)])
+    assert text.startswith(
+        "the path of ModelCheckpoint is a/best.keras on worker 3, which writes it, and b/best.keras on "
+        "worker 5, "
+    )

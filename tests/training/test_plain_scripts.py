@@ -39,7 +39,15 @@ def test_a_plain_script_has_the_bits_of_one_in_a_scope(
     results = scope.marked(0, "result ")
     assert len(results) == 3
     assert lost.marked(0, "result ") == lost.marked(2, "result ") == results
-    assert "plain Keras script: model.fit is distributed over 2 workers\n" in lost.stderr
+    introduced = (
+        "plain Keras script: model.fit is distributed over 2 workers; computed per replica: Dropout\n"
+    )
+    assert introduced in lost.stderr
+    path = re.escape(f"{tmp_path}/log-")
+    differ = rf"lockstep: the path of CSVLogger is {path}\d+.csv on worker 0, which writes it, and "
+    differ += rf"{path}\d+.csv on worker 1"
+    assert re.search(differ, lost.stderr)
+    assert "the path of" not in scope.stderr
     assert "plain Keras script" not in scope.stderr
 
 
@@ -126,7 +134,14 @@ class Adds(keras.layers.Layer):
     ("cls", "layers", "loss", "parts"),
     [
         (keras.Sequential, (), "mse", []),
-        (keras.Sequential, (keras.layers.Dropout(0.5),), keras.losses.Huber(), []),
+        (keras.Sequential, (keras.layers.Dropout(0.5),), keras.losses.Huber(), ["Dropout"]),
+        (keras.Sequential, (keras.layers.Dropout(0.0), keras.layers.GaussianNoise(0.0)), "mse", []),
+        (
+            keras.Sequential,
+            (keras.layers.GaussianNoise(0.1), keras.layers.Dropout(0.1), keras.layers.Dropout(0.2)),
+            "mse",
+            ["GaussianNoise", "Dropout (2 layers)"],
+        ),
         (keras.Sequential, (), mean_of_squares, []),
         (keras.Sequential, (), contrast, ["the loss contrast"]),
         (keras.Sequential, (), noisy, []),

@@ -413,7 +413,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     remove_abandoned()
     several = bool(spec.hosts or options["listen"])
     if not several:
-        note(spec.describe())
+        note(f"{spec.describe()}{_passed_on(options['arguments'])}")
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
     if options["listen"]:
@@ -446,6 +446,13 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with contextlib.suppress(OSError):
             board.rmdir()
     sys.exit(status)
+
+
+def _passed_on(arguments: Sequence[str]) -> str:
+    """Say which arguments of the script look like options of `lockstep run`; empty if none does."""
+    known = {name for param in run.params if isinstance(param, click.Option) for name in param.opts}
+    alike = dict.fromkeys(word for one in arguments if (word := one.partition("=")[0]) in known)
+    return f"; {', '.join(alike)} after the script is for the script" if alike else ""
 
 
 def given(context: click.Context, *without: str) -> list[str]:

@@ -111,7 +111,7 @@ from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.exit_status import signal_name, unkillable
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import name_workers, whose_lines
+from lockstep.system.prose import count, name_workers, whose_lines
 from lockstep.topology import View
 from lockstep.worker.script import Script
 
@@ -205,6 +205,7 @@ class Coordinator:
     _writers: FileConflicts = field(default_factory=lambda: FileConflicts(Path.cwd()))
     _downloads: dict[str, float] = field(default_factory=dict)
     _chief_writes: tuple[str, ...] = ()
+    _kept_step: int = 0
     _tally: JobSummary = field(default_factory=JobSummary)
     _call_times: CallTimes = field(default_factory=CallTimes)
     _begun: float = 0.0
@@ -444,8 +445,10 @@ class Coordinator:
                 self._tell(worker, SignalProcess(worker, signal.SIGKILL))
             case actions.DumpStack(worker):
                 self._tell(worker, TakeStack(worker))
-            case actions.ShowMessage(text):
-                self.console.say(text)
+            case actions.ShowMessage(text, logs):
+                # Workers that were started by hand write to their own terminals.
+                named = () if self.state.size.by_hand else logs
+                self.console.say("\n".join((text, *(f"  log: {self._name_log(one)}" for one in named))))
             case actions.FinishJob(outcome):
                 self._outcome = outcome
 
@@ -834,8 +837,9 @@ class Coordinator:
                 self._tally.verified = verified
             case run_events.TrainingEnded(steps, model, digest) if worker == self.state.view.chief:
                 self._tally.trained(steps, model, digest)
-            case run_events.CheckpointWritten(path, _, seconds):
+            case run_events.CheckpointWritten(path, step, seconds):
                 self._tally.checkpoints += 1
+                self._kept_step = step
                 self.console.say(
                     f"checkpoint {path}{f' ({seconds:.0f} s)' if seconds >= _LONG_WRITE else ''}"
                 )
@@ -843,7 +847,7 @@ class Coordinator:
             case run_events.TrainingResumed(where, step) if worker == self.state.view.chief:
                 if self.state.workers[worker].started_at is None:
                     # Otherwise it has joined, and is the chief because the hosts of all others retire.
-                    self._tally.before = step
+                    self._tally.before = self._kept_step = step
                     self.console.say(f"training resumed after {where}")
 
     def _note_progress(self, worker: int, what: str, since: float | None = None) -> None:
@@ -872,8 +876,12 @@ class Coordinator:
     def _tell_of_file(self, worker: int, file: FileOpened) -> None:
         """Warn of a file that several workers write."""
         host = None if file.shared else self.state.workers[worker].host
-        if text := self._writers.opened(worker, file.path, file.line, self.state.running, host):
+        found, text = self._writers.opened(
+            worker, file.path, file.line, self.state.running, host, appends=file.appends
+        )
+        if found:
             self.events.publish(run_events.ConflictingWrite(worker, file.path, file.line))
+        if text:
             self.console.say(text)
 
     def _tell_of_moved_files(self, old: HostMembers, new: HostMembers) -> None:
@@ -906,9 +914,10 @@ class Coordinator:
         if message:
             evidence = [one for host in ended for one in host.evidence]
             evidence.sort(key=lambda one: outcome.workers.index(one.worker))
-            self.console.say(
-                explain(replace(outcome, message=message), evidence, self.console.shows, self._name_log)
-            )
+            said = replace(outcome, message=message)
+            if outcome.stopped and self.state.distributes:
+                said = replace(outcome, message=f"{message}{self._what_remains()}")
+            self.console.say(explain(said, evidence, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
             self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
@@ -917,6 +926,11 @@ class Coordinator:
             self._warn(
                 f"the script distributed nothing: {lines}; train with model.fit, or "
                 "pass the replica's computation to strategy.run"
+            )
+        if self._writers.unnamed:
+            self.console.say(
+                f"several workers wrote {count(self._writers.unnamed, 'more file')}: "
+                f"grep 'written by several' {RunPaths(self.spec.run_dir).events}"
             )
         for agent, host in zip(self.agents, ended, strict=True):
             if host.left:
@@ -928,7 +942,8 @@ class Coordinator:
         return outcome.status
 
     def _summary(self) -> str:
-        return self._tally.line(self.clock.now() - self._begun, len(self.state.members))
+        seconds = self.clock.now() - self._begun
+        return self._tally.line(seconds, len(self.state.members), len(self.state.failures))
 
     def _places(self, workers: Sequence[int]) -> str:
         """Return " (worker 1 on node2)" for workers that ended a job over hosts."""
@@ -936,6 +951,12 @@ class Coordinator:
         hosts = {name: [one for one in workers if names[one] == name] for name in names.values() if name}
         places = [f"{name_workers(there)} on {name}" for name, there in hosts.items()]
         return f" ({', '.join(places)})" if places else ""
+
+    def _what_remains(self) -> str:
+        """Say what is left of a training that was stopped; empty if that is unknown."""
+        if self._kept_step:
+            return f"; the same command resumes from step {self._kept_step}"
+        return "" if self.state.keeps else "; no checkpoint was requested (--checkpoint)"
 
     def _end_hosts(self, end: EndHost) -> tuple[HostEnded, ...]:
         self._tell_all(end)

@@ -11,19 +11,35 @@ _MOST_LINES = 5
 class FileConflicts:
     """Detects files that several workers write; warns once per file, and only of the first few.
 
+    Files to which workers append are counted apart, because their content is there several times.
+
     Args:
         folder: the user's current folder; messages name files in it by relative paths.
+
+    Attributes:
+        unnamed: number of files that several workers write and of which no message has the name.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.unnamed = 0
         self._folder = folder
         self._writers: dict[tuple[int | None, str], set[int]] = {}
-        self._told: set[tuple[int | None, str]] = set()
+        self._found: dict[tuple[int | None, str], bool] = {}
+        self._named = {False: 0, True: 0}
 
     def opened(
-        self, worker: int, path: str, line: str, running: frozenset[int], host: int | None = None
-    ) -> str | None:
-        """Note that a worker opens a file for writing; return the warning to show, if any.
+        self,
+        worker: int,
+        path: str,
+        line: str,
+        running: frozenset[int],
+        host: int | None = None,
+        *,
+        appends: bool = False,
+    ) -> tuple[bool, str]:
+        """Note that a worker opens a file for writing.
+
+        Return whether it is the first conflict about this file, and the warning to show; empty for none.
 
         Args:
             worker: its id.
@@ -31,22 +47,28 @@ class FileConflicts:
             line: of the script, such as `train.py:41`.
             running: the live workers; a file that only ended workers wrote is no conflict.
             host: the host to which the file belongs; None if hosts share it.
+            appends: whether it appends to the file.
         """
         file = host, path
         if file not in self._writers and len(self._writers) >= _MOST_FILES:
-            return None
+            return False, ""
         writers = self._writers.setdefault(file, set())
         others = (writers & running) - {worker}
         writers.add(worker)
-        if not others or file in self._told or len(self._told) > _MOST_LINES:
-            return None
-        self._told.add(file)
-        if len(self._told) > _MOST_LINES:
-            return "several workers write more files; they are not listed"
+        first, named = file not in self._found, self._found.get(file, False)
+        if not others or named or not (first or appends):
+            return False, ""
+        self._found[file] = self._named[appends] < _MOST_LINES
+        if not self._found[file]:
+            self.unnamed += first
+            return first, ""
+        self.unnamed -= not first
+        self._named[appends] += 1
         both = name_workers(tuple(sorted((min(others), worker))))
-        return (
-            f"{both} both write {self._shown(path)} ({line}); every worker runs the whole script: guard the "
-            "line with if lockstep.is_chief():"
+        does, so = ("append to", ", so it has each line several times") if appends else ("write", "")
+        return first, (
+            f"{both} both {does} {self._shown(path)} ({line}){so}; every worker runs the whole script: guard "
+            "the line with if lockstep.is_chief():"
         )
 
     def _shown(self, path: str) -> str:

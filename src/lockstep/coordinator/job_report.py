@@ -42,13 +42,20 @@ class JobSummary:
         """Return the fields for the event at the end of the job, which took `seconds`."""
         return {"seconds": round(seconds, 3), **asdict(self)}
 
-    def line(self, seconds: float, workers: int) -> str:
-        """Return the last line of a job that ended with `workers`; empty if it trained nothing."""
+    def line(self, seconds: float, workers: int, failed: int = 0) -> str:
+        """Return the last line of a job; empty if it trained nothing.
+
+        Args:
+            seconds: its duration.
+            workers: the number of workers with which it ended.
+            failed: the number of workers on which the script ended with an error.
+        """
         if self.steps is None:
             return ""
         before = f", {self.before} of them before," if self.before else ""
         numbers = {"lost": self.lost, "joined": self.joined}
         changes = [f"{number} {what}" for what, number in numbers.items() if number]
+        changes += [f"the script failed on {count(failed, 'worker')}"] if failed else []
         # Lockstep does not count the steps of a custom loop that it does not drive.
         steps = f": {count(self.steps, 'step')}{before}" if self.steps else ""
         changed = f" ({', '.join(changes)})" if changes else ""

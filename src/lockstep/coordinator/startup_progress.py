@@ -86,7 +86,7 @@ class Progress:
             return
         quiet = self._shown() == self._seen
         if quiet and self._does:
-            self._say(f"no step completed after {now - self._since:.0f} s; {self._listed(now)}")
+            self._say(f"before the first step, {now - self._since:.0f} s: {self._listed(now)}")
         self.due = now + (_EVERY if quiet else _QUIET)
         self._seen = self._shown()
 

@@ -40,7 +40,14 @@ from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.import_reports import report_imports
 from lockstep.worker.jax_cache import keep_compiled
 from lockstep.worker.program_sources import keep_sources
-from lockstep.worker.script import Script, original_of, summarize, summarize_own, user_traceback
+from lockstep.worker.script import (
+    Script,
+    original_of,
+    program_traceback,
+    summarize,
+    summarize_own,
+    user_traceback,
+)
 from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
 
@@ -208,7 +215,11 @@ def _run_whole(script: Script) -> None:
 
 
 def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
-    error = original_of(error).with_traceback(user_traceback(error.__traceback__))
+    trace = user_traceback(error.__traceback__)
+    if isinstance(error, KeyboardInterrupt):
+        # Where it arrived within Keras or Lockstep explains nothing.
+        trace = program_traceback(trace) or trace
+    error = original_of(error).with_traceback(trace)
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
     if isinstance(error, LockstepError):

@@ -169,7 +169,7 @@ class JobSpec:
                 if servers == 1
                 else f" (from worker {self.workers - servers})"
             )
-        parts = [f"{what}, {count(self.threads, 'thread')} each, seed {self.seed}"]
+        parts = [f"{what}, {count(self.threads, 'thread')} each, seed {self.seed} unless the script sets one"]
         if self.joint_input:
             parts.append("each worker reads all input")
         if self.plain:

@@ -46,11 +46,13 @@ class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
         path: of the file, absolute.
         line: of the program, such as `train.py:41`.
         shared: whether it is in a file system that other hosts may share.
+        appends: whether it appends to the file.
     """
 
     path: str
     line: str
     shared: bool = False
+    appends: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

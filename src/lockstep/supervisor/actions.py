@@ -87,9 +87,15 @@ class DumpStack:
 
 @dataclass(frozen=True)
 class ShowMessage:
-    """Show the user a message."""
+    """Show the user a message.
+
+    Attributes:
+        text: the message.
+        logs: the workers whose logs the message names.
+    """
 
     text: str
+    logs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,14 @@ class JobOutcome:
         message: why, in one line; empty on success.
         workers: the workers whose evidence the message shows.
         evidence: which evidence.
+        stopped: whether the user has stopped the job.
     """
 
     status: int
     message: str = ""
     workers: tuple[int, ...] = ()
     evidence: Evidence = Evidence.NONE
+    stopped: bool = False
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,7 @@ def _failure_reported(state: State, event: FailureReported, now: float) -> Decis
         if not state.active:
             return Decision(state, reason=f"{message}; the job is already ending")
         state = state.with_phase(Phase.JOIN_FAILED, worker)
-        return Decision(state, (ShowMessage(f"{message} (it was joining)"),), message)
+        return Decision(state, (ShowMessage(f"{message} (it was joining)", (worker,)),), message)
     evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
     outcome = JobOutcome(event.status, message, (worker,), evidence)
     state = state.with_worker(worker, replace(record, raised=True))
@@ -588,7 +588,8 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
             return Decision(state, (ShowMessage(reason),), reason)
         return _signal_all(state, event.signal, now, reason).after(ShowMessage(reason))
     active = state.stage is Stage.RUNNING
-    state = _with_outcome(state, shutdown.outcome or JobOutcome(128 + event.signal, f"stopped by {name}"))
+    stopped = JobOutcome(128 + event.signal, f"stopped by {name}", stopped=True)
+    state = _with_outcome(state, shutdown.outcome or stopped)
     if not (saves and state.elastic and active and state.staying):
         return _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
 
@@ -687,7 +688,10 @@ def _stage_over(state: State, now: float) -> Decision:
             state = _at_stage(state, Stage.TERMINATING, now + state.limits.term)
             return Decision(state, actions, "some workers did not exit after the abort")
         case Stage.TERMINATING:
-            return _kill(state, now, "some workers did not exit after the signal")
+            late, one = name_workers(sorted(running)), len(running) == 1
+            text = f"{late} did not exit within {state.limits.term:g} s after the signal: killing "
+            text += "it" if one else "them"
+            return _kill(state, now, text).after(ShowMessage(text))
         case _:
             return _finish(state, "some workers cannot be killed")
 
@@ -779,8 +783,9 @@ def _next_view(state: State, how: str, now: float) -> Decision:
     view = state.next_view(staying)
     reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
     admission = replace(state.admission, posted=Notice.NOTHING, unreported="")
+    shown = ShowMessage(reason, _logs(state))
     state = replace(state, view=view, view_since=now, admission=admission)
-    return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
+    return Decision(state, (StartView(view, reason), shown), reason)
 
 
 def _admit(state: State, now: float, how: str) -> Decision:
@@ -809,11 +814,12 @@ def _admit(state: State, now: float, how: str) -> Decision:
     )
     reason = f"{why}; {what}" if why else what
     admission = replace(state.admission.without_state(), unreported="")
+    shown = ShowMessage(reason, _logs(state))
     state = replace(state, view=view, view_since=now, admission=admission)
     state = state.with_phase(Phase.MEMBER, *new).with_phase(Phase.LEAVING, *old)
     for worker in new:
         state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
-    return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
+    return Decision(state, (StartView(view, reason), shown), reason)
 
 
 def _waiting(state: State, now: float) -> State:
@@ -852,6 +858,11 @@ def _why(state: State, how: str) -> str:
     """Describe the loss of the members that are not in the next view, and the consequence."""
     raised = [outcome.message for worker, outcome in state.failures.items() if worker in state.members]
     return "; ".join(text for text in (*raised, how, state.admission.unreported) if text)
+
+
+def _logs(state: State) -> tuple[int, ...]:
+    """Return the members that have failed, whose logs have the error."""
+    return tuple(worker for worker in state.failures if worker in state.members)
 
 
 def _reconciled(decision: Decision, now: float) -> Decision:
@@ -938,8 +949,9 @@ def _kill(state: State, now: float, reason: str) -> Decision:
 def _finish(state: State, reason: str) -> Decision:
     """Finish the job; name the failures of members even if the job has ended well."""
     outcome = state.shutdown.outcome or state.shutdown.suspect or JobOutcome(0)
-    raised = [one for worker, one in state.failures.items() if worker in state.members]
-    reported = tuple(ShowMessage(one.message) for one in raised if not outcome.message)
+    failures = state.failures
+    raised = [(failures[worker].message, (worker,)) for worker in _logs(state)]
+    reported = tuple(ShowMessage(*one) for one in raised if not outcome.message)
     state = _at_stage(_with_outcome(state, outcome), Stage.FINISHED, None)
     return Decision(state, (*reported, FinishJob(outcome)), reason)
 

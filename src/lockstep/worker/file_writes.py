@@ -21,34 +21,36 @@ _OF_MACHINES = (".lock", ".pyc")
 _IMPORT = "<frozen importlib."
 _LOCKSTEP = f"{Path(__file__).parents[1]}{os.sep}"
 
-Tell = Callable[[str, str], object]
-"""Takes the absolute path of a file, and the line of the program that opens it, such as `train.py:41`."""
+Tell = Callable[[str, str, bool], object]
+"""Takes the absolute path of a file, the line of the program that opens it, such as `train.py:41`, and
+whether it appends."""
 
 
 def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
-    """From now on, report each file that this process opens for writing once, up to a thousand files.
+    """From now on, report each file that this process opens for writing once, and once if it appends, up to a
+    thousand reports.
 
     Forked processes report nothing. The hook cannot be removed again.
     """
-    process, seen = os.getpid(), set[str]()
+    process, seen = os.getpid(), set[tuple[str, bool]]()
 
-    def opened(path: Any, caller: FrameType) -> None:
+    def opened(path: Any, appends: bool, caller: FrameType) -> None:
         if isinstance(path, int) or len(seen) >= _MOST or os.getpid() != process:
             return
         absolute = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - several times faster
-        if absolute in seen or places.are_not_the_program_s(absolute):
+        if (absolute, appends) in seen or places.are_not_the_program_s(absolute):
             return
         line = line_of_program(caller)
         if line is not None:
-            seen.add(absolute)
-            tell(absolute, line)
+            seen.add((absolute, appends))
+            tell(absolute, line, appends)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open":
             return
         try:
             if arguments[2] & _NEW:
-                opened(arguments[0], sys._getframe(1))
+                opened(arguments[0], bool(arguments[2] & os.O_APPEND), sys._getframe(1))
         except Exception:
             # An error here would be raised by the program's `open`.
             return

@@ -165,6 +165,21 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def program_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` with the program's own frames only; None if it has none."""
+    first = last = None
+    while trace is not None:
+        if is_program(trace.tb_frame.f_code.co_filename):
+            own = TracebackType(None, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+            if last is None:
+                first = own
+            else:
+                last.tb_next = own
+            last = own
+        trace = trace.tb_next
+    return first
+
+
 def summarize(error: BaseException) -> str:
     """Describe an error in one line, without the code of a SyntaxError, notes and further lines.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import msgspec
 
 from lockstep.errors import ModelError
 from lockstep.keras.private.common import BackupWriter, CheckpointWriter, ProgressBar
@@ -195,6 +196,7 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
             getattr(self._inner, method)(*arguments)
 
 
+_PATHS = ("filepath", "filename", "log_dir", "backup_dir")
 _ON_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _WRITERS = {
     keras.callbacks.ModelCheckpoint: HostCheckpoint,
@@ -243,6 +245,61 @@ def chief_files(callbacks: Any) -> tuple[str, ...]:
         if isinstance(callback, (ChiefCSVLogger, OnChief)):
             found += [str(Path(name).absolute()) for name in names if isinstance(name, str)]
     return tuple(path for path in found if not _shared(path))
+
+
+def note_different_paths(own: job.Job, callbacks: Any, what: str, told: set[str]) -> None:
+    """Note on the chief, before a `fit` trains, that callbacks of other workers have other paths.
+
+    All workers of the view call this.
+
+    Args:
+        own: the job of this worker.
+        callbacks: of the call.
+        what: names the call.
+        told: what was noted before; this adds to it.
+    """
+    blob = msgspec.msgpack.encode((own.worker, paths_of(callbacks)))
+    gathered = own.exchange(
+        lambda _, exchange: exchange.gather(blob, what=f"the paths of callbacks in {what}")
+    )
+    texts = different_paths(
+        [msgspec.msgpack.decode(one, type=tuple[int, dict[str, str]]) for one in gathered]
+    )
+    for text in texts if own.is_chief else ():
+        if text not in told:
+            note(text)
+    told.update(texts)
+
+
+def paths_of(callbacks: Any) -> dict[str, str]:
+    """Return the paths that callbacks of Keras write once, as the program gives them, by position."""
+    found = {}
+    for at, callback in enumerate(keras.tree.flatten(listed(callbacks) if callbacks else [])):
+        if type(callback) in _WRITERS or type(callback) is keras.callbacks.TensorBoard:
+            for name in _PATHS:
+                if isinstance(path := vars(callback).get(name), (str, os.PathLike)):
+                    found[f"{at} {type(callback).__name__}"] = os.fspath(path)
+    return found
+
+
+def different_paths(gathered: Sequence[tuple[int, dict[str, str]]]) -> list[str]:
+    """Describe the paths of callbacks in which a worker differs from the first one, one for each callback.
+
+    Args:
+        gathered: the id of each worker, the chief first, and what `paths_of` returns there.
+    """
+    (chief, paths), *others = gathered
+    texts = []
+    for key, path in paths.items():
+        for worker, theirs in others:
+            if theirs.get(key, path) != path:
+                texts.append(
+                    f"the path of {key.partition(' ')[2]} is {path} on worker {chief}, which writes it, and "
+                    f"{theirs[key]} on worker {worker}, which will not find its own: give all workers one "
+                    "name, such as an argument of the script (docs/every-worker.md)"
+                )
+                break
+    return texts
 
 
 def _once_per_disk(path: os.PathLike[str] | str, write: Callable[[], object]) -> None:

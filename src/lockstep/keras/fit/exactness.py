@@ -21,6 +21,9 @@ from lockstep.topology import View
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
+_RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
+"""Attributes of Keras's layers that draw no random numbers if all of these are zero."""
+
 _PROBED_ROWS = 8
 """Rows of a batch to test, against as many others."""
 
@@ -44,7 +47,7 @@ def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
 
     These use several examples at once: the statistics of BatchNormalization, a loss or a metric that compares
     examples, a sum that a layer adds to the loss, and perhaps a custom step. Random layers draw different
-    numbers in each replica; they are not named.
+    numbers in each replica.
 
     Args:
         model: built.
@@ -53,7 +56,7 @@ def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
     counted = Counter(
         type(layer).__name__
         for layer in layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        if (isinstance(layer, keras.layers.BatchNormalization) and layer.trainable) or _draws(layer)
     )
     parts = [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
     parts += [
@@ -63,6 +66,14 @@ def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
     ]
     parts += _losses_across_examples(model, rows) + _sums_of_layers(model, rows)
     return parts + [f"the metric {name}" for name in metrics_across_examples(model, rows)]
+
+
+def _draws(layer: Any) -> bool:
+    """Whether a layer holds a generator of random numbers, and its rates let it draw some."""
+    own = vars(layer)
+    rates = [own[name] for name in _RATES if isinstance(own.get(name), (int, float))]
+    holds = any(isinstance(value, keras.random.SeedGenerator) for value in own.values())
+    return holds and (any(rates) or not rates)
 
 
 def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:

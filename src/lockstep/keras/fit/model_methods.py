@@ -23,6 +23,7 @@ from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.fit.callbacks import (
     chief_files,
     has_batch_methods,
+    note_different_paths,
     refuse_within_epoch,
     writes,
     writing_once,
@@ -119,6 +120,7 @@ class ModelMethods:
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
+        self._told_paths: set[str] = set()
         self._digests = recorder_of(job, backend.to_numpy)
         job.at_end(lambda: job.events.publish(self.trained()))
         if job.checkpoints.resumed is not None:
@@ -264,6 +266,8 @@ class ModelMethods:
                 lambda: {**epochs, **_all_facts(training, validation), **_setting_facts(model)},
                 lambda: self._recorded_settings(model, given),
             )
+            if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
+                note_different_paths(self._job, callbacks, call.name, self._told_paths)
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = writing_once(callbacks, given["verbose"], resumes=self.forwarding)
