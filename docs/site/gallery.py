@@ -37,7 +37,7 @@ SESSION = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = re.compile(
     r"WARNING: All log messages before absl|[IWE]\d{4} \d\d:\d\d|[IWE]0000 00:00:|"
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] |To enable the following instructions|"
-    r"lockstep: no step completed after"
+    r"lockstep: (?:no step completed after|before the first step)"
 )
 REPORTED = re.compile(r"^(?:\[worker 0\] )?(step|epoch) (\d+): (\w+ -?\d.*)$", re.MULTILINE)
 FIGURE = re.compile(r"(\w+) (-?\d+\.\d+)")

@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 _ENGINE = re.compile(r"ray|ray://\S+:[0-9]+")
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
+_ENDS_WITHIN = 2.0
+"""Seconds in which the processes of a run end whose command was killed."""
 PARTS = click.IntRange(min=1, max=4096)
 """The range of the number of workers or replicas."""
 PLACING = (
@@ -386,20 +388,20 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     # The folder must not change while it is read; a rejected command leaves nothing behind.
     existed = folder is not None and folder.exists()
     if existed:
-        claim_folder(folder, *_OF_CHECKPOINTS)
+        claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
     spec = replace(_spec(options), inherited=inherited or ())
     created = options["run_dir"] is None or not options["run_dir"].exists()
     new_board = board is not None and not board.exists()
     with gone_if_refused(board), gone_if_refused(folder if folder is not None and not existed else None):
         exports = _exports(options)
         if folder is not None and not existed:
-            claim_folder(folder, *_OF_CHECKPOINTS)
+            claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
         with gone_if_refused(options["run_dir"]):
             if link is not None:
                 run_dir = claim_when_free(options["run_dir"])
             else:
                 run_dir = options["run_dir"] or _fresh_folder(options)
-                claim_folder(run_dir)
+                claim_folder(run_dir, patience=_ENDS_WITHIN)
             spec = replace(spec, run_dir=run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.system.files import FOLDER_MODE, open_own, read_regular
-from lockstep.system.locks import try_lock
+from lockstep.system.locks import try_lock, wait_for_lock
 from lockstep.system.paths import RunPaths
 
 _HOLDER = ".lockstep-job"
@@ -58,13 +58,16 @@ def remove_where_empty(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--run-dir") -> int:
+def claim_folder(
+    folder: Path, what: str = "the run's folder", option: str = "--run-dir", *, patience: float = 0.0
+) -> int:
     """Lock a folder for this run; create it if it does not exist.
 
     Args:
         folder: the folder to lock.
         what: its description, for messages.
         option: the option that names it, for messages.
+        patience: seconds to wait for another run, which may be ending.
 
     Returns:
         A descriptor; the folder is locked until every process that has it has closed it.
@@ -74,7 +77,7 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
     """
     try:
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-        descriptor = try_lock(RunPaths(folder).lock)
+        descriptor = wait_for_lock(RunPaths(folder).lock, patience)
     except OSError as error:
         raise _unusable(what, folder, option, error) from None
     if descriptor is None:
