@@ -261,6 +261,7 @@ class Job:
         self._waited_before = 0.0
         self._drives = False
         self.joined_with: tuple[int, ...] = ()
+        self._is_apart = False
         self._next_after: int | None = None
         self._refused_in: int | None = None
         self._gave_position_at = -math.inf
@@ -408,6 +409,10 @@ class Job:
             DisagreementError: workers differ with which the job began; raised on every worker.
         """
         begun: float | None = None
+        if not self._is_apart:
+            while self._next_after is not None and self.view.number <= self._next_after:
+                self._enter_next_place(PeerLostError("the workers change"), expected=True)
+            self._next_after = None
         while True:
             try:
                 result = act(*self._place)
@@ -506,20 +511,19 @@ class Job:
     def apart(self) -> Iterator[None]:
         """Let this process be the only worker of a job with one replica within the block.
 
-        All processes of the job are in such a block, and communicate in other ways. After it, they enter the
-        next view if workers have joined.
+        All processes of the job are in such a block, and communicate in other ways. With the next exchange,
+        they enter the next view if workers have joined.
         """
         before = self._place, self._waited_before
         view = place(1, (self.worker,), self.view.number)
         self._waited_before, self._place = self.waited, (view, by_itself(view))
+        self._is_apart = True
         try:
             yield
         finally:
+            self._is_apart = False
             self.communicator.close()
             self._place, self._waited_before = before
-        while self._next_after is not None and self.view.number <= self._next_after:
-            self._enter_next_place(PeerLostError("the workers change"), expected=True)
-        self._next_after = None
 
     @contextmanager
     def driving(self) -> Iterator[None]:
