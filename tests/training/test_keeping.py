@@ -38,7 +38,7 @@ def undisturbed(undisturbed_run: Launch) -> Undisturbed:
         arguments = ("{folder}", "0", str(execution))
         done = undisturbed_run(f"-n 1 --replicas {replicas}", "keeping.py", *arguments, backend=backend)
         figures = f"digest {done.marked(0, 'end ')[0].split()[1]} of model 'model'"
-        assert done.last_line == f"{51 if execution == 1 else 60} steps on 1 worker; {figures}"
+        assert done.last_line == f"{56 if execution == 1 else 66} steps on 1 worker; {figures}"
         return results(done)
 
     return run
