@@ -428,9 +428,7 @@ def opened(address: str, credentials: Credentials | None, loop: EventLoop, admit
     return Listener.open(address, credentials, admit, print, loop=loop, clock=VirtualClock())
 
 
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:0", "[::1]:0", "localhost:0", "127.0.0.77:0", "[::ffff:127.0.0.1]:0"]
-)
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0", "127.0.0.77:0"])
 def test_loopback_needs_no_key(loop: EventLoop, address: str) -> None:
     admitted: list[Any] = []
     with contextlib.closing(opened(address, None, loop, lambda *given: admitted.append(given))) as listener:
