@@ -288,7 +288,7 @@ def private_modules(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def own_names(nodes: list[ast.AST]) -> set[str]:
-    """Return the names that a file gives to functions, classes, variables and attributes of its own."""
+    """Return the names of the functions, classes, variables and attributes that a file defines."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

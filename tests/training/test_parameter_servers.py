@@ -93,7 +93,7 @@ def test_a_run_that_lost_a_server_at_any_point_can_be_repeated(
 def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
     launch: Launch, repeat: Repeat, tmp_path: Path, thorough_backend: str, lost: str
 ) -> None:
-    """Each worker ends between its pushes to two servers; the last one goes on to the end of the script."""
+    """Each worker ends between its pushes to two servers; the last one runs to the end of the script."""
     file = tmp_path / "last"
     run = launch("-n 3 --ps 2", "serving.py", "replaced", str(file), *lost.split(), backend=thorough_backend)
     for worker, replaced in ((6, 2), (7, 6)):

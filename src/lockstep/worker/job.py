@@ -65,11 +65,17 @@ class Membership(Protocol):
             DisagreementError: the process cannot be ended.
         """
 
-    def hand_over(self, contents: Contents, *, whole: bool) -> None:
-        """Give the state of the training, or only the position, to joining workers."""
+    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
+        """Give the state of the training, or only the position, to joining workers.
 
-    def refuse_joiners(self, why: str) -> None:
-        """Tell the coordinator that no worker can join."""
+        Args:
+            contents: the state, or the position.
+            whole: whether it is the state.
+            view: the number of the view that asked for it; None for the current one.
+        """
+
+    def refuse_joiners(self, why: str, view: int) -> None:
+        """Tell the coordinator, which has asked in a view, that no worker can join."""
 
     def posted(self) -> tuple[int, Notice]:
         """Return the number of the newest announced view, and its notice; for the main thread."""
@@ -133,10 +139,10 @@ class Alone:
         """Raise `differs`: there are no other workers."""
         raise differs
 
-    def hand_over(self, contents: Contents, *, whole: bool) -> None:
+    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
         """Do nothing: no worker joins."""
 
-    def refuse_joiners(self, why: str) -> None:
+    def refuse_joiners(self, why: str, view: int) -> None:
         """Do nothing: no worker joins."""
 
     def posted(self) -> tuple[int, Notice]:
@@ -478,17 +484,17 @@ class Job:
         now = time.monotonic()
         if notice is Notice.POSITION and now - self._gave_position_at >= _POSITION_EVERY:
             self._gave_position_at = now
-            self.membership.hand_over(take(False), whole=False)
+            self.membership.hand_over(take(False), whole=False, view=view)
         elif notice is Notice.CHANGE and self._next_after != view:
             self._next_after = view
-            self.membership.hand_over(take(True), whole=True)
+            self.membership.hand_over(take(True), whole=True, view=view)
 
     def admit_none(self, why: str) -> None:
         """On the chief of a job whose workers do not stop between steps: let no worker join."""
         view, notice = self.membership.posted()
         if notice is not Notice.NOTHING and self._refused_in != view:
             self._refused_in = view
-            self.membership.refuse_joiners(why)
+            self.membership.refuse_joiners(why, view)
 
     def _tell_of_pause(self, begun: float) -> None:
         if self.is_chief:

@@ -144,9 +144,9 @@ class AgentMembership:
         """Prepare to hand over contents like these, so that it takes less time."""
         self._states.prepare(contents)
 
-    def hand_over(self, contents: Contents, *, whole: bool) -> None:
-        """Give the agent the state, or the position, for joining workers."""
-        number, _ = self.posted()
+    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
+        """Give the agent the state, or the position, for joining workers; see `Membership`."""
+        number = self._view.number if view is None else view
         try:
             state = self._states.publish(contents, prepared=whole)
         except CheckpointError as error:
@@ -154,9 +154,9 @@ class AgentMembership:
         else:
             self._client.send_state(StateReply(number, whole, state))
 
-    def refuse_joiners(self, why: str) -> None:
-        """Tell the agent that no worker can join."""
-        self._client.send_state(StateReply(self.posted()[0], whole=False, failure=why))
+    def refuse_joiners(self, why: str, view: int) -> None:
+        """Tell the agent that no worker can join; see `Membership`."""
+        self._client.send_state(StateReply(view, whole=False, failure=why))
 
     def posted(self) -> tuple[int, Notice]:
         """Return the newest announced view, and its notice; see `Membership`."""
