@@ -197,6 +197,10 @@ def serial(scope: Callable[[], Any]) -> None:
     history = model.fit(X, Y, 32, 2, validation_split=0.2, sample_weight=weights, **options)
     show("arrays", model, history)
     show("again", model, model.fit(X, Y, 32, class_weight={0: 1.0, 1: 3.0}, **options))
+    model = dense(scope(), keras.optimizers.SGD(0.05))
+    # Each shuffles, the second one from where the first one has left the generators.
+    model.fit(X, Y, 32, 2, verbose=0)
+    show("shuffled", model, model.fit(X, Y, 32, 2, verbose=0))
     model = dense(scope(), keras.optimizers.SGD(0.05, momentum=0.9))
     stops = callbacks.EarlyStopping("val_loss", min_delta=0.2, restore_best_weights=True)
     slower = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)

@@ -26,7 +26,7 @@ def test_one_step_at_a_time_is_plain_keras(
     output = plain("serving.py", "serial", backend=quicker_backend).splitlines()
     expected = results(output)
     (shown,) = (line for line in output if line.startswith("callbacks "))
-    assert len(expected) == 5
+    assert len(expected) == 6
     assert found[0].keys() == expected.keys()
     for other in found[1:]:
         assert [{**one, "drawn": 0} for one in other.values()] == [

@@ -53,7 +53,6 @@ def fit_on_servers(
     """
     refuse_unserved(served.model, served.shards)
     refuse_buffers(served.backend.training_state(served.model))
-    states = random_states()
     task = served.task
     given = bound.arguments
     given.update(x=training, y=None, sample_weight=None, class_weight=None, validation_split=0.0)
@@ -77,14 +76,13 @@ def fit_on_servers(
         given.update(validation_data=None, verbose=0)
         with WorkerProcess(served) as worker:
             worker.train(keras_fit, given)
-    set_random_states(states)
     return _shared(served, callbacks, updated)
 
 
 def _shared(
     served: ServedCall, callbacks: Sequence[Any], updated: Mapping[int, tuple[Array, list[Any]]]
 ) -> Any:
-    """Give the chief's state, and that of its callbacks, to all processes; return the history.
+    """Give the chief's state, with its callbacks and generators, to all processes; return the history.
 
     Args:
         served: the call.
@@ -100,9 +98,9 @@ def _shared(
         for name, variable in step_state(model).items():
             value, numbers = served.backend.to_numpy(variable.value), rows.get(id(variable))
             state.append((pack(name, value if numbers is None else value[numbers]), _packed_rows(numbers)))
-        kept, arrays = values.pack(
-            callback_states(listeners(call.callbacks, model), call.callback_hashes), "callbacks"
-        )
+        of_callbacks = callback_states(listeners(call.callbacks, model), call.callback_hashes)
+        # It has drawn what plain Keras draws in `fit`, such as the orders of the examples.
+        kept, arrays = values.pack({"callbacks": of_callbacks, "random": random_states()}, "chief")
         packed = [pack(name, array) for name, array in arrays.items()]
         blob = msgspec.msgpack.encode((state, kept, packed, call.steps, bool(model.stop_training)))
     what = f"the end of {call.name}"
@@ -124,7 +122,9 @@ def _shared(
         assign(model, arrays)
         model.history = keras.callbacks.History()
         model.history.set_model(model)
-        set_callback_states(listeners(callbacks, model), values.unpack(kept, dict(map(unpack, packed))))
+        chiefs = values.unpack(kept, dict(map(unpack, packed)))
+        set_callback_states(listeners(callbacks, model), chiefs["callbacks"])
+        set_random_states(chiefs["random"])
     return model.history
 
 
