@@ -73,6 +73,19 @@ def test_tee_all_shows_every_worker(lockstep: Any) -> None:
     ]
 
 
+def test_a_line_of_one_stream_is_not_cut_by_the_other(lockstep: Any) -> None:
+    text = """
+print("a", end=" ")
+print("note", file=sys.stderr)
+while "note" not in open("run/worker-0.log").read():
+    pass
+print("b")
+"""
+    done = lockstep.run("-n", "1", lockstep.script(text))
+    assert (done.status, done.out) == (0, "a b\n")
+    assert done.log(0).splitlines() == ["note", "a b"]
+
+
 def test_much_output_is_complete(lockstep: Any) -> None:
     done = lockstep.run(lockstep.script("for n in range(20_000): print(me, n)"))
     expected = ["".join(f"{worker} {n}\n" for n in range(20_000)) for worker in (0, 1)]

@@ -31,7 +31,7 @@ from lockstep.system.environment import WorkerConfig, cache_folder, forget_worke
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import die_with
-from lockstep.system.standard_streams import flush_streams
+from lockstep.system.standard_streams import flush_streams, write_whole_lines
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.downloads import share_downloads
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(2)
     if not config.by_hand:
         die_with(config.agent)
+        write_whole_lines()
     os.set_inheritable(config.control, False)
     write_when_asked(RunPaths(config.run_dir).stack(config.worker))
     client = AgentClient(PacketChannel(socket.socket(fileno=config.control), AgentMessage))

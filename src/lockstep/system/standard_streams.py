@@ -1,6 +1,7 @@
 """The standard streams of this process."""
 
 import contextlib
+import io
 import os
 import select
 import sys
@@ -16,6 +17,17 @@ def fill_standard_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+
+
+def write_whole_lines() -> None:
+    """Write each line of stdout and stderr at once when it is complete, or when the program flushes it.
+
+    Unbuffered, `print` writes a line in pieces, between which a reader of both streams can find a line of
+    the other.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def flush_streams() -> None:
