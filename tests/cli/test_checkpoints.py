@@ -72,6 +72,17 @@ def test_options_that_contradict_the_checkpoint_are_refused(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("options", [("--checkpoint-every", "50"), ("--keep", "3")])
+def test_options_of_checkpoints_without_a_folder_are_refused(
+    tmp_path: Path, script: str, options: tuple[str, ...]
+) -> None:
+    run = command("run", "--backend", "jax", *options, script, folder=tmp_path)
+    assert (run.returncode, run.stdout) == (2, "")
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"lockstep: ConfigError: {options[0]} needs --checkpoint DIR, ")
+    assert not (tmp_path / "runs").exists()
+
+
 def resumes(folder: Path, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run with one worker; only `options` and `variables` select a backend."""
     line = [sys.executable, "-m", "lockstep", "run", "-n", "1", "--checkpoint", "kept", *options, script]

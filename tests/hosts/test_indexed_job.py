@@ -134,6 +134,7 @@ LONG = "a" * 61
         (["-n", "2", "--min-workers", "3", "train.py"], "--min-workers 3 is more than the 2 workers"),
         (["-n", "2", "--grace", "long", "train.py"], "--grace long: give a time"),
         (["-n", "2", "--checkpoint-every", "x", "train.py"], "--checkpoint-every x"),
+        (["-n", "2", "--keep", "2", "train.py"], "--keep needs --checkpoint DIR"),
         (["-n", "4096", "--name", "a" * 50, "train.py"], "characters, but TF_CONFIG has room for 131061"),
         (["-n", "2", "--hosts", "a", "train.py"], "No such option"),
         (["train.py"], "Missing option '-n'"),

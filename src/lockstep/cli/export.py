@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from lockstep.cli.run import PARTS, PLACING, check_numbers, given, run
+from lockstep.cli.run import PARTS, PLACING, check_numbers, given, refuse_without_checkpoint, run
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.indexed_job import IndexedJob, name_from
 from lockstep.system.clock import parse_seconds
@@ -68,6 +68,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
         raise ConfigError(f"{pods} pods cannot divide {workers} workers evenly; change --pods or -n")
     check_numbers(workers, options["replicas"] or workers, options["min_workers"])
     parse_every(options["every"])
+    refuse_without_checkpoint(context)
     here = ("--workers-here", str(workers // pods)) if workers > pods else ()
     command = ("lockstep", "run", "--tf-config", *here, *given(context), "--", script, *arguments)
     refuse_undecodable(*command)

@@ -380,6 +380,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
     _refuse_contradictions(options)
+    refuse_without_checkpoint(click.get_current_context())
     link = _engine_link(options)
     retries = options["tf_config"]
     task = _take_place(script, options) if options["tf_config"] or options["slurm"] else ""
@@ -473,6 +474,17 @@ def given(context: click.Context, *without: str) -> list[str]:
             words.append(max(param.opts, key=len))
             words += [] if getattr(param, "is_flag", False) else [str(context.params[param.name])]
     return words
+
+
+def refuse_without_checkpoint(context: click.Context) -> None:
+    """Raise ConfigError if the user has given options of `run` that do nothing without `--checkpoint`."""
+    for name, option in (("every", "--checkpoint-every"), ("keep", "--keep")):
+        asked = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if asked and context.params["checkpoint"] is None:
+            raise ConfigError(
+                f"{option} needs --checkpoint DIR, without which this command saves no checkpoints; for a "
+                f"script with lockstep.callbacks.Checkpoint, give {name}= to the callback"
+            )
 
 
 def _engine_link(options: dict[str, Any]) -> "EngineLink | None":
