@@ -1,5 +1,6 @@
 """Checkpoints with one replica, and those that a program requests: resuming has the same bits."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,9 +58,10 @@ def run_and_resume(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
         arguments = (str(tmp_path), str(fit), str(execution), how, *place.split())
         lost = launch(f"{first} {keeping}", "keeping.py", *arguments, backend=backend)
         assert lost.status == STATUS[how], lost.stderr
+        assert f"new training with checkpoints in {tmp_path / 'kept'}, every 2 steps" in lost.stderr
         done = launch(f"{last} {keeping}", "keeping.py", *arguments, backend=backend)
         assert done.status == 0, done.stderr
-        assert f"resuming from {tmp_path / 'kept'}" in done.stderr
+        assert re.search(rf"resuming from {tmp_path}/kept/step-\d+, checkpoints every 2 steps", done.stderr)
         return done
 
     return run
@@ -137,7 +139,8 @@ def test_a_program_without_the_command_resumes_from_the_callback(
     lost = run(tmp_path / "a", 1, *arguments)
     assert lost.returncode == {"killed": -9, "stopped": 143}[how], lost.stderr
     done = run(tmp_path / "a", 1, *arguments)
-    assert "lockstep: resuming from" in done.stderr
+    assert f"lockstep: new training with checkpoints in {tmp_path}/a/kept, every 2 steps" in lost.stderr
+    assert f"lockstep: resuming from {tmp_path}/a/kept/step-" in done.stderr
     assert shown(done) == shown(run(tmp_path / "b", 0))
 
 

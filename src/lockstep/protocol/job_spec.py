@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from lockstep.observability.console import Tee
 from lockstep.system.environment import Checkpoints
-from lockstep.system.prose import count
+from lockstep.system.prose import count, interval
 from lockstep.topology import View, place_on_hosts
 
 GRACE = 20.0
@@ -181,6 +181,9 @@ class JobSpec:
         elif self.replicas > 1:
             threads = f" and --threads-per-worker {self.threads}, also on one host" if self.hosts else ""
             parts.append(f"the same bits with any 1 to {self.replicas} workers{threads}")
-        if self.checkpoints is not None and self.checkpoints.resume is not None:
-            parts.append(f"resuming from {self.checkpoints.resume}")
+        if (kept := self.checkpoints) is not None:
+            began = f"resuming from {kept.resume}, checkpoints"
+            if kept.resume is None:
+                began = f"new training with checkpoints in {kept.folder},"
+            parts.append(f"{began} {interval(kept.steps, kept.seconds)}")
         return "; ".join(parts)

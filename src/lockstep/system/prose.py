@@ -27,6 +27,15 @@ def transferred(done: int, size: int, seconds: float) -> str:
     return f"{done / scale:,.1f} of {size / scale:,.1f} {unit}{rate}"
 
 
+def interval(steps: int | None, seconds: float | None) -> str:
+    """Return how often something happens: "every step", "every 50 steps", "every 10 min", "every 90 s"."""
+    if steps is not None:
+        return "every step" if steps == 1 else f"every {steps} steps"
+    whole = [(unit, size) for unit, size in (("h", 3600), ("min", 60)) if seconds and seconds % size == 0]
+    unit, size = whole[0] if whole else ("s", 1)
+    return f"every {(seconds or 0) / size:g} {unit}"
+
+
 def whose_lines(workers: int, replicas: int) -> str:
     """Say which processes run the script's own lines, outside of distributed calls."""
     if workers > 1:

@@ -42,7 +42,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.system.disk_work import DiskWork
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
-from lockstep.system.prose import count
+from lockstep.system.prose import count, interval
 from lockstep.topology import View
 from lockstep.worker.job import Alone, Job
 
@@ -190,7 +190,7 @@ class ScriptCheckpoints:
                 named = os.fspath(asked.folder)
                 facts = {"checkpoints": f"in {named}, every {asked.every}, keep {keep}"}
                 agree(self._job, self._calls.current.name, facts)
-                self._resume(folder, claim)
+                self._resume(folder, every, claim)
         except LockstepError:
             self._resumable.withdraw_request()
             claim.release()
@@ -201,7 +201,7 @@ class ScriptCheckpoints:
         self._job.events.publish(CheckpointsConfigured(str(folder)))
         self._save_at_exit(scheduler)
 
-    def _resume(self, folder: Path, claim: FolderLock) -> None:
+    def _resume(self, folder: Path, every: Every, claim: FolderLock) -> None:
         """Resume from the newest checkpoint of all hosts; hosts that lack it get it first."""
         what = f"the beginning of {self._calls.current.name}"
         while True:
@@ -214,6 +214,8 @@ class ScriptCheckpoints:
                 raise ConfigError(refusal)
             chosen = choose_newest([one.host for one in found], [one.held for one in found])
             if chosen is None:
+                if self._job.is_chief:
+                    note(f"new training with checkpoints in {folder}, {interval(every.steps, every.seconds)}")
                 return
             best = found[chosen]
             assert best.held is not None
@@ -225,8 +227,9 @@ class ScriptCheckpoints:
             self._hand_over(what, folder, best, lacking)
         path = Store(folder).path(best.held.step)
         if self._job.is_chief:
+            began = f"resuming from {path}, checkpoints {interval(every.steps, every.seconds)}"
             end = note_on_end(folder, best.held.step) if best.held.finished else ""
-            for text in filter(None, [note_on_versions(path, facts), f"resuming from {path}", end]):
+            for text in filter(None, [note_on_versions(path, facts), began, end]):
                 note(text)
         contents = own[0][1] if own and own[0][0] == path else load(path)
         self._resumable.begin(contents)
