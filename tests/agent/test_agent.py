@@ -248,6 +248,21 @@ def test_the_last_line_summarizes_the_job(stage: Stage) -> None:
     assert finished.items() >= {**expected, "digest": "1f3c"}.items()
 
 
+def test_the_end_of_a_job_that_failed_has_the_steps_that_are_known(stage: Stage) -> None:
+    parts = dict.fromkeys(run_events.STEP_PARTS, 0.0)
+
+    def fails(worker: FakeHandle) -> None:
+        worker.send(EventReport(run_events.StrategyInstalled("jax")))
+        worker.send(EventReport(run_events.TrainingResumed("step 4 of fit 1", 4)))
+        numbers = {"call": "fit 1", "number": 9, "trained": 9, "count": 5, "began": 0.0, "examples": 5}
+        worker.send(EventReport(run_events.StepsMeasured(**numbers, replicas=1, seconds=0.0, **parts)))
+        worker.send(EventReport(run_events.CheckpointWritten("kept/step-7", 7, 0.1)))
+        worker.end(1)
+
+    (finished,) = stage.run(fails, fails).events_of("finished")
+    assert (finished["status"], finished["before"], finished["steps"]) == (1, 4, 9)
+
+
 def test_tee_all_prefixes_each_line_with_its_worker(stage: Stage) -> None:
     outcome = stage.run(well, well, tee="all")
     assert sorted(outcome.stdout.splitlines()) == ["[worker 0] out 0", "[worker 1] out 1"]

@@ -32,3 +32,14 @@ def test_the_last_line_repeats_that_the_script_failed_on_a_worker() -> None:
     assert tally.line(5.0, 2, 1) == (
         "finished in 5.0 s: 7 steps on 2 workers (2 lost, 1 joined, the script failed on 1 worker)"
     )
+
+
+def test_the_steps_of_a_job_that_did_not_finish_are_those_that_are_known() -> None:
+    tally = JobSummary()
+    assert tally.fields(5.0)["steps"] is None
+    tally.has_reached(20)
+    tally.has_reached(18)
+    assert (tally.fields(5.0)["steps"], tally.line(5.0, 2)) == (20, "")
+    tally.trained(21, "m", "1f3c")
+    tally.has_reached(22)
+    assert tally.fields(5.0)["steps"] == 21

@@ -221,6 +221,8 @@ def test_runs_of_other_lengths() -> None:
     stopped = compare(short, long)
     assert stopped.equal
     assert "their steps so far are 4 and 6" in detail(stopped)
+    short.finished = {"status": 1, "steps": 3}
+    assert compare(short, long).lengths == (4, 6)
 
 
 def test_models_that_differ_at_the_end_are_not_equal() -> None:

@@ -778,6 +778,7 @@ class Coordinator:
                 self.events.publish(event, worker)
                 if isinstance(event, run_events.StepsMeasured):
                     self._call_times.measured(worker, event)
+                    self._tally.has_reached(event.trained)
                 elif not isinstance(
                     event, run_events.MetricsRecorded | run_events.WorkerDigest | run_events.OrderRecorded
                 ):
@@ -809,9 +810,11 @@ class Coordinator:
                 run_events.DistributionBegan()
                 | run_events.CheckpointsConfigured()
                 | run_events.TimeoutSet()
-                | run_events.LastStepEnded()
                 | run_events.CheckpointNotWritten()
             ):
+                self._decide(event)
+            case run_events.LastStepEnded(step):
+                self._tally.has_reached(step)
                 self._decide(event)
             case run_events.ImportStarted(module):
                 self._note_progress(worker, importing(module), self.clock.now() if module else None)
@@ -839,6 +842,7 @@ class Coordinator:
                 self._tally.trained(steps, model, digest)
             case run_events.CheckpointWritten(path, step, seconds):
                 self._tally.checkpoints += 1
+                self._tally.has_reached(step)
                 self._kept_step = step
                 self.console.say(
                     f"checkpoint {path}{f' ({seconds:.0f} s)' if seconds >= _LONG_WRITE else ''}"
@@ -848,6 +852,7 @@ class Coordinator:
                 if self.state.workers[worker].started_at is None:
                     # Otherwise it has joined, and is the chief because the hosts of all others retire.
                     self._tally.before = self._kept_step = step
+                    self._tally.has_reached(step)
                     self.console.say(f"training resumed after {where}")
 
     def _note_progress(self, worker: int, what: str, since: float | None = None) -> None:

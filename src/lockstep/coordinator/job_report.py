@@ -23,6 +23,7 @@ class JobSummary:
         steps: training steps, including those; None until the chief reports them.
         model: the name of the model that was trained last; empty if there is none.
         digest: `lockstep.digest` of that model at the end of the script.
+        reached: training steps that are known to be completed, also those in the checkpoint.
     """
 
     lost: int = 0
@@ -33,6 +34,11 @@ class JobSummary:
     steps: int | None = None
     model: str = ""
     digest: str = ""
+    reached: int = 0
+
+    def has_reached(self, step: int) -> None:
+        """Note that this training step is completed."""
+        self.reached = max(self.reached, step)
 
     def trained(self, steps: int, model: str, digest: str) -> None:
         """Note what the chief reports at the end of its script."""
@@ -40,7 +46,11 @@ class JobSummary:
 
     def fields(self, seconds: float) -> dict[str, Any]:
         """Return the fields for the event at the end of the job, which took `seconds`."""
-        return {"seconds": round(seconds, 3), **asdict(self)}
+        done = asdict(self)
+        reached = done.pop("reached")
+        if self.steps is None and reached:
+            done["steps"] = reached
+        return {"seconds": round(seconds, 3), **done}
 
     def line(self, seconds: float, workers: int, failed: int = 0) -> str:
         """Return the last line of a job; empty if it trained nothing.

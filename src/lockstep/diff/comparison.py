@@ -140,7 +140,7 @@ def compare(first: Recording, second: Recording) -> Comparison:
     only_inputs = any(head.name == "backend" for head in heads)
     common = sorted(first.steps.keys() & second.steps.keys())
     compared = sum(not key.tests for key in common)
-    lengths = first.finished.get("steps") or first.last, second.finished.get("steps") or second.last
+    lengths = _length(first), _length(second)
     points = [key for key in common if key.tests and not key.number]
     before: RecordedHashes | None = None
     last_equal = 0
@@ -377,6 +377,11 @@ def _named(one: tuple[tuple[str, ...], str], other: tuple[tuple[str, ...], str])
 
 def _split(text: str, digits: int) -> list[str]:
     return [text[at : at + digits] for at in range(0, len(text), digits)]
+
+
+def _length(recording: Recording) -> int:
+    """Return the number of training steps of a run; of one that did not finish, as many as are known."""
+    return max(recording.finished.get("steps") or 0, recording.last)
 
 
 def _heads(first: Recording, second: Recording) -> Iterable[HeadDifference]:

@@ -229,7 +229,8 @@ class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
         checkpoints: number of written checkpoints.
         verified: number of computations of replicas that a second worker has repeated, with equal bits.
         before: training steps before this run.
-        steps: training steps, including those; None if the script trained nothing or failed.
+        steps: training steps, including those; if the script did not finish, those that are known to be
+            completed. None if the script trained nothing, or none is known.
         model: name of the model that was trained last; empty if there is none.
         digest: `lockstep.digest` of it; empty if there is none.
     """
