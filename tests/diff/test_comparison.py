@@ -201,6 +201,25 @@ def test_what_was_not_recorded_is_not_claimed() -> None:
     assert "cause: not certain; perhaps state" in lines(later, ["a", "b"])
 
 
+def test_values_of_keras_json_are_named_if_both_runs_have_recorded_them() -> None:
+    def values(floatx: str) -> Recording:
+        made = recording()
+        made.program = {**made.program, "keras": {"floatx": floatx, "epsilon": f"1e-07 {floatx}"}}
+        return made
+
+    other = values("float64")
+    for place in ("inputs", "rows"):
+        getattr(at(other, 1), place)[0] = "other"
+    other.settings["fit 1"]["data"] = "float64[6, 4]"
+    single = values("float32")
+    single.settings["fit 1"]["data"] = "float32[6, 4]"
+    this = compare(single, other)
+    assert (this.place, this.cause) == ("input", "configuration")
+    cause = "cause: configuration: keras.config.floatx is float32 in the first run and float64 in the second"
+    assert cause in lines(this, ["a", "b"])
+    assert not compare(recording(), values("float64")).heads
+
+
 def test_a_sum_over_unknown_partials_is_not_blamed_alone() -> None:
     def edit(made: Recording) -> None:
         change(made, 3, "total", 0)

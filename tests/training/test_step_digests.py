@@ -12,7 +12,13 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.keras.step_digests import ALL_UNTIL, DigestRecorder
 from lockstep.keras.synchronization import PartialLayout, Round
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import WORKER_DIGESTS, DigestsRecorded, Event, StepDigests
+from lockstep.observability.events import (
+    WORKER_DIGESTS,
+    DigestsRecorded,
+    Event,
+    ProgramRecorded,
+    StepDigests,
+)
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
@@ -215,3 +221,15 @@ def test_a_step_that_does_not_fit_in_a_message_is_recorded_without_its_parts() -
         (1, True, ""),
         (2, True, ""),
     ]
+
+
+def test_a_call_records_the_configuration_of_keras_when_it_changes(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded.recorder.begin_call("fit 1", 0, {})
+    recorded.recorder.begin_call("fit 2", 1, {})
+    monkeypatch.setattr("keras.config.epsilon", lambda: 1e-5)
+    recorded.recorder.begin_call("fit 3", 2, {})
+    programs = [event.keras for event in recorded.events if isinstance(event, ProgramRecorded)]
+    known = {"floatx": "float32", "image_data_format": "channels_last"}
+    assert programs == [{**known, "epsilon": "1e-07"}, {**known, "epsilon": "1e-05"}]

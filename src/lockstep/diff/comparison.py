@@ -40,6 +40,7 @@ _OPTIMIZER = "setting optimizer"
 _CALLBACKS = "setting callback"
 _LENGTH = ("call epochs", "call steps", _CALLBACKS)
 _DATA = ("data reading", "data", "order", "call batch", "call shuffle", "call validation", "call class")
+_KERAS = "keras.config."
 _DRAWN = (", random states ", ", seed ")
 
 
@@ -400,6 +401,10 @@ def _heads(first: Recording, second: Recording) -> Iterable[HeadDifference]:
     yield from changed("seed", "seed", one.get("seed"), other.get("seed"))
     for name in ("backend", "replicas", "threads", "input"):
         yield from changed("configuration", name, one.get(name), other.get(name))
+    configs = one.get("keras", {}), other.get("keras", {})
+    # Runs of earlier versions have not recorded them.
+    for name in sorted(configs[0].keys() & configs[1].keys()):
+        yield from changed("configuration", f"{_KERAS}{name}", configs[0][name], configs[1][name])
     yield from all_changed("versions", "version of ", "versions")
     yield from all_changed("configuration", "environment variable ", "flags")
     yield from changed("processor", "processor", one.get("processor"), other.get("processor"))
@@ -475,7 +480,8 @@ def _explains(head: HeadDifference, found: _Fact) -> bool:
             # What differs first is no result of a computation: something has assigned it.
             return of_callbacks and bool(found.names) and all(map(_is_optimizers, found.names))
         case "input":
-            return head.cause in ("seed", "versions") or name == "input" or of_data
+            reads = of_data or name in ("input", f"{_KERAS}floatx", f"{_KERAS}image_data_format")
+            return reads or head.cause in ("seed", "versions")
         case "gradient" | "result":
             return not (of_optimizer or of_callbacks or of_data or of_length)
         case "reduction":

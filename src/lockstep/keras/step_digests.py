@@ -56,6 +56,9 @@ _FLUSH_EVERY = 1.0
 _MOST_CHARACTERS = 96 * 1024
 """Of the hashes in one event, whose message must fit in a packet; a step with more has them without parts."""
 
+_CONFIG = ("floatx", "epsilon", "image_data_format")
+"""Functions of `keras.config` for values of keras.json, besides the backend."""
+
 DIGITS = 16
 
 Describe = Callable[[str], str]
@@ -165,6 +168,7 @@ class DigestRecorder:
             features=processor_features(),
             sources=own_sources(),
             script=script_source(),
+            keras={name: str(getattr(keras.config, name)()) for name in _CONFIG},
         )
         if program != self._program:
             self._program = program

@@ -623,6 +623,7 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
         features: the instruction sets of the processor, separated by spaces.
         sources: SHA-256 of the program's own source files, by path; below the script's folder relative to it.
         script: the path of the script in `sources`; empty if there is none.
+        keras: values of Keras's configuration, by the name of the function of `keras.config`.
     """
 
     format: int = DIGEST_FORMAT
@@ -637,6 +638,7 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
     features: str
     sources: dict[str, str]
     script: str
+    keras: dict[str, str] = {}
 
 
 class SettingsRecorded(_Event, frozen=True, kw_only=True, tag="settings"):
