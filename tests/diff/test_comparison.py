@@ -220,6 +220,48 @@ def test_values_of_keras_json_are_named_if_both_runs_have_recorded_them() -> Non
     assert not compare(recording(), values("float64")).heads
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second", "said"),
+    [
+        (
+            "data",
+            "float32[96, 4] int64[96]",
+            "float32[80, 4] int64[80]",
+            "the number of examples in fit 1 is 96 in the first run and 80 in the second",
+        ),
+        (
+            "data",
+            "float32[96, 4] int64[96]",
+            "float32[80, 5] int64[80]",
+            "data in fit 1 is float32[96, 4] int64[96] in the first run and float32[80, 5] int64[80] in the "
+            "second",
+        ),
+        (
+            "data",
+            "Letters of 6 batches",
+            "Letters of 5 batches",
+            "data in fit 1 is Letters of 6 batches in the first run and Letters of 5 batches in the second",
+        ),
+        (
+            "validation data",
+            "float32[6, 4]",
+            "float32[9, 4]",
+            "the number of validation examples in fit 1 is 6 in the first run and 9 in the second",
+        ),
+    ],
+)
+def test_other_data_is_no_configuration(name: str, first: str, second: str, said: str) -> None:
+    """It explains examples that differ, and another number of steps."""
+    one, other, longer = recording(), recording(), recording(LAST + 2)
+    one.settings["fit 1"][name] = first
+    other.settings["fit 1"][name] = longer.settings["fit 1"][name] = second
+    for place in ("inputs", "rows"):
+        getattr(at(other, 2), place)[0] = "other"
+    for this, place in ((compare(one, other), "input"), (compare(one, longer), "length")):
+        assert (this.place, this.cause) == (place, "input")
+        assert f"cause: input: {said}" in lines(this, ["a", "b"])
+
+
 def test_a_sum_over_unknown_partials_is_not_blamed_alone() -> None:
     def edit(made: Recording) -> None:
         change(made, 3, "total", 0)

@@ -7,6 +7,7 @@ servers records no steps, only states: there each difference of programs or host
 without one the order of arrivals is, or examples that differ.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -40,6 +41,8 @@ _OPTIMIZER = "setting optimizer"
 _CALLBACKS = "setting callback"
 _LENGTH = ("call epochs", "call steps", _CALLBACKS)
 _DATA = ("data reading", "data", "order", "call batch", "call shuffle", "call validation", "call class")
+_ROWS = re.compile(r"(?<=\[)\d+")
+"""The number of rows in the description of arrays, such as `float32[96, 4] float32[96, 3]`."""
 _KERAS = "keras.config."
 _DRAWN = (", random states ", ", seed ")
 
@@ -435,8 +438,19 @@ def _setting_differences(
                 continue
             if name == "the seeds of the script":
                 yield HeadDifference("seed", f"{name} in {call}", *values)
+            elif name in ("data", "validation data"):
+                yield _data_difference(name, call, *values)
             elif not name.endswith("order") or _without_draws(values[0]) != _without_draws(values[1]):
                 yield HeadDifference("configuration", f"{name} in {call}", *values)
+
+
+def _data_difference(name: str, call: str, ours: str, theirs: str) -> HeadDifference:
+    """Return how the data of a call differ: if only in the number of rows of arrays, by this number."""
+    rows = [set(_ROWS.findall(text)) for text in (ours, theirs)]
+    if _ROWS.sub("", ours) == _ROWS.sub("", theirs) and len(rows[0]) == len(rows[1]) == 1:
+        what = f"the number of {name.removesuffix('data')}examples in {call}"
+        return HeadDifference("input", what, *rows[0], *rows[1])
+    return HeadDifference("input", f"{name} in {call}", ours, theirs)
 
 
 def _without_draws(order: str) -> str:
@@ -448,7 +462,7 @@ def _without_draws(order: str) -> str:
 
 def _cause(found: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDifference | None]:
     """Return the cause of a difference, and the difference of the programs or hosts that explains it."""
-    order: tuple[Cause, ...] = ("seed", "configuration", "versions", "processor", "script")
+    order: tuple[Cause, ...] = ("seed", "configuration", "input", "versions", "processor", "script")
     able = [head for head in heads if _explains(head, found)]
     for cause in order:
         for head in able:
@@ -468,7 +482,7 @@ def _explains(head: HeadDifference, found: _Fact) -> bool:
     name = head.name
     of_optimizer = name.startswith(_OPTIMIZER)
     of_callbacks = name.startswith(_CALLBACKS)
-    of_data = name.startswith(("validation ", *_DATA))
+    of_data = head.cause == "input" or name.startswith(("validation ", *_DATA))
     of_length = name.startswith(_LENGTH)
     match found.place:
         case "first state":
