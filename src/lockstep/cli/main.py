@@ -129,6 +129,23 @@ def list_jobs() -> None:
 
 
 @cli.command()
+@click.argument("folders", metavar="[FOLDER]...", nargs=-1, shell_complete=complete_run)
+def runs(folders: tuple[str, ...]) -> None:
+    """List the runs in FOLDER, by default ./runs, the newest first: also those that have ended.
+
+    FOLDER is the folder of a run, or one that contains such folders. A line has the start in local time, the
+    duration, the numbers of workers, replicas, hosts and training steps, the beginning of the digest, and how
+    the run ended. A folder with several runs counts as its last one.
+    """
+    from lockstep.monitoring.past_runs import past_runs, table
+    from lockstep.monitoring.run_catalog import resolve
+
+    found = past_runs(resolve(folders), time.time())
+    for line in table(found) if found else ["there is no run here"]:
+        click.echo(line)
+
+
+@cli.command()
 @click.argument("job", shell_complete=complete_job)
 @click.argument("workers", metavar="N", type=PARTS)
 def scale(job: str, workers: int) -> None:

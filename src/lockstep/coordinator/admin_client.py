@@ -21,6 +21,7 @@ from lockstep.protocol.admin import (
     encode,
 )
 from lockstep.system.notes import note
+from lockstep.system.prose import columns, short_duration
 from lockstep.system.socket_owners import is_of_another_user, is_of_this_user, peer
 
 _SOCKETS = Path("/proc/net/unix")
@@ -135,29 +136,15 @@ def wait_until_gone(name: str) -> None:
 
 def table(running: Sequence[Status], wall: float) -> list[str]:
     """Return a table: a line of headings and a line per job; `wall` is the current time."""
-    rows = [_COLUMNS, *(_row(status, wall) for status in running)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return columns([_COLUMNS, *(_row(status, wall) for status in running)])
 
 
 def _row(status: Status, wall: float) -> tuple[str, ...]:
     workers = f"{len(status.workers)} of {status.wanted}"
     if status.joining:
         workers += f" +{len(status.joining)} joining"
-    since = _duration(wall - status.since)
+    since = short_duration(wall - status.since)
     return status.job, workers, str(status.replicas), since, status.where, status.run_dir
-
-
-def _duration(seconds: float) -> str:
-    left = max(0, int(seconds))
-    parts: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        count, left = divmod(left, size)
-        if count or parts or unit == "s":
-            parts.append(f"{count}{unit}")
-    return " ".join(parts[:2])
 
 
 def job_names() -> list[str]:

@@ -41,3 +41,22 @@ def whose_lines(workers: int, replicas: int) -> str:
     if workers > 1:
         return f"each of the {workers} workers runs the whole script on its own"
     return f"the {replicas} replicas have nothing to compute"
+
+
+def short_duration(seconds: float) -> str:
+    """Return the two largest units of a time: "12s", "3m 5s", "1d 2h"."""
+    left = max(0, int(seconds))
+    parts: list[str] = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        number, left = divmod(left, size)
+        if number or parts or unit == "s":
+            parts.append(f"{number}{unit}")
+    return " ".join(parts[:2])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table of texts, whose columns are as wide as their longest text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

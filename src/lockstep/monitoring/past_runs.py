@@ -1,0 +1,187 @@
+"""The runs in folders, one row each: when they ran, with how many workers, and how they ended.
+
+`summarize` is pure. What a log does not say, or says in a form that this version does not know, is left out:
+its last line may be torn, and an earlier version has recorded less.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.monitoring.run_catalog import is_active
+from lockstep.observability.events import FORMAT
+from lockstep.system.files import open_regular, read_regular
+from lockstep.system.paths import RunPaths
+from lockstep.system.prose import columns, printable, short_duration
+
+_COLUMNS = ("RUN", "STARTED", "TOOK", "WORKERS", "REPLICAS", "HOSTS", "STEPS", "DIGEST", "END")
+_TAIL = 64 * 1024
+_DIGITS = 12
+_LONGEST = 120
+_END_OF_TIME = 1e11
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """What is known of the last run in a folder; None or empty for what is not.
+
+    Attributes:
+        name: of the folder.
+        began: when it started, in seconds since 1970.
+        seconds: how long it took, or has taken so far.
+        workers: with which it started, without a chief that has parameter servers.
+        servers: the number of parameter servers.
+        replicas: R.
+        hosts: the number of hosts.
+        steps: training steps, with those before this run.
+        digest: of the model that was trained last.
+        end: how it ended, or that it runs.
+    """
+
+    name: str
+    began: float | None = None
+    seconds: float | None = None
+    workers: int | None = None
+    servers: int = 0
+    replicas: int | None = None
+    hosts: int | None = None
+    steps: int | None = None
+    digest: str = ""
+    end: str = ""
+
+
+def past_runs(folders: Sequence[Path], now: float) -> list[PastRun]:
+    """Return the runs in some folders, the newest first.
+
+    Args:
+        folders: each a run folder, or a folder that contains run folders.
+        now: seconds since 1970.
+
+    Raises:
+        OSError: one of the folders cannot be listed.
+    """
+    found: dict[Path, PastRun] = {}
+    for folder in folders:
+        own = _read(folder, now)
+        if own is not None:
+            found[folder] = own
+        else:
+            runs = ((one, _read(one, now)) for one in sorted(folder.iterdir()))
+            found.update((one, run) for one, run in runs if run is not None)
+    return sorted(found.values(), key=lambda run: run.began or 0.0, reverse=True)
+
+
+def _read(folder: Path, now: float) -> PastRun | None:
+    """Return the run in a folder; None if there is none."""
+    paths = RunPaths(folder)
+    try:
+        events = read_regular(paths.events)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return PastRun(printable(folder.name), end=f"cannot be read: {error.strerror}")
+    measurements = b""
+    with contextlib.suppress(OSError), os.fdopen(open_regular(paths.measurements), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        measurements = file.read(_TAIL)
+    return summarize(folder.name, events, measurements, now if is_active(folder) else None)
+
+
+def summarize(name: str, events: bytes, measurements: bytes, now: float | None) -> PastRun:
+    """Return what the logs of a folder say about the last run in it.
+
+    Args:
+        name: of the folder.
+        events: the event log.
+        measurements: the end of the log of measurements.
+        now: seconds since 1970; None if no process uses the folder.
+    """
+    name = printable(name)
+    job: dict[str, Any] = {}
+    finished: dict[str, Any] | None = None
+    last: float | None = None
+    for record in _records(events):
+        if record.get("event") == "job":
+            job, finished = record, None
+        elif record.get("event") == "finished":
+            finished = record
+        last = _number(record.get("time"), last)
+    written = job.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        return PastRun(name, _number(job.get("time")), end=f"recorded in format {written} by a later version")
+    began, done = _number(job.get("time")), finished or {}
+    ended = now if now is not None and finished is None else last
+    took = None if began is None or ended is None else ended - began
+    servers = _integer(job.get("parameter_servers")) or 0
+    workers = _integer(job.get("workers"))
+    hosts = job.get("hosts")
+    return PastRun(
+        name,
+        began,
+        _number(done.get("seconds"), took),
+        workers - servers - 1 if workers is not None and servers else workers,
+        servers,
+        _integer(job.get("replicas")),
+        (len(hosts) or 1) if isinstance(hosts, list) else None,
+        _integer(done.get("steps")) or _measured(measurements, began),
+        printable(str(done.get("digest", "")))[:_DIGITS],
+        _end(finished, active=now is not None),
+    )
+
+
+def table(runs: Sequence[PastRun]) -> list[str]:
+    """Return a line of headings and a line per run; times are local."""
+    return columns([_COLUMNS, *map(_row, runs)])
+
+
+def _row(run: PastRun) -> tuple[str, ...]:
+    began = "" if run.began is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
+    took = "" if run.seconds is None else short_duration(run.seconds)
+    numbers = ["" if one is None else str(one) for one in (run.workers, run.replicas, run.hosts, run.steps)]
+    if run.servers:
+        numbers[0] += f" + {run.servers} ps"
+        numbers[1] = ""
+    end = run.end if len(run.end) <= _LONGEST else f"{run.end[:_LONGEST]}..."
+    return run.name, began, took, *numbers, run.digest, end
+
+
+def _records(lines: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among lines; others are skipped."""
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+def _measured(measurements: bytes, began: float | None) -> int | None:
+    """Return the number of training steps that workers have measured since a time; None if there is none."""
+    steps = [
+        _integer(record.get("trained")) or 0
+        for record in _records(measurements)
+        if record.get("event") == "steps" and (_number(record.get("time")) or 0.0) >= (began or 0.0)
+    ]
+    return max(steps, default=0) or None
+
+
+def _end(finished: dict[str, Any] | None, *, active: bool) -> str:
+    if finished is None:
+        return "running" if active else "no end is recorded: it was killed, or its host was lost"
+    status, message = finished.get("status"), printable(str(finished.get("message", "")))
+    if status == 0:
+        return "finished"
+    return message if message.startswith("stopped by ") else f"failed ({status}): {message}"
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(value: Any, otherwise: float | None = None) -> float | None:
+    """Return a time; what is no number, or no time that a calendar has, is left out."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END_OF_TIME
+    return float(value) if known else otherwise
