@@ -29,14 +29,15 @@ signal.pause()
 
 
 def refused(host: Any, config: Any, *command: str) -> str:
-    """Return the error with which a process exits within a second."""
+    """Return the error with which a process exits within a second, in one line without a traceback."""
     terminal = host.start(config, *(command or (host.script(MEET),)))
     assert terminal.status() == 1, terminal.text
     took = re.search(r"took ([\d.]+) s", terminal.text)
     assert took is not None
     assert float(took[1]) < 1
+    assert "Traceback" not in terminal.text
     error: str = terminal.text.splitlines()[-1]
-    assert error.startswith("lockstep.errors.ConfigError: ")
+    assert error.startswith("lockstep: ConfigError: ")
     return error
 
 
@@ -74,12 +75,30 @@ def test_an_invalid_tf_config_is_refused(host: Any, config: Any, said: str) -> N
     assert said in refused(host, config)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "try:\n    take_part()\nexcept ConfigError as error:\n    print(f'caught {error}')",
+            "caught TF_CONFIG",
+        ),
+        ("try:\n    take_part()\nexcept ConfigError:\n    1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_script_can_handle_a_refusal(host: Any, text: str, said: str) -> None:
+    names = "from lockstep.errors import ConfigError\nfrom lockstep.rendezvous.take_part import take_part\n"
+    terminal = host.start({"task": TASK}, host.script(names + text))
+    terminal.status()
+    assert terminal.text.splitlines()[-1].startswith(said)
+    assert ("Traceback" in terminal.text) == ("1 / 0" in text)
+
+
 def test_too_many_tasks_are_refused(host: Any) -> None:
     for tasks in (1500, 4000):
         cluster = {"worker": [f"127.0.0.1:{20000 + i}" for i in range(tasks)]}
         terminal = host.start({"cluster": cluster, "task": TASK}, host.script(MEET))
         assert terminal.status() == 1, terminal.text
-        said = f"lockstep.errors.ConfigError: TF_CONFIG has {tasks} tasks that train, too many for processes"
+        said = f"lockstep: ConfigError: TF_CONFIG has {tasks} tasks that train, too many for processes"
         assert terminal.text.splitlines()[-1].startswith(said)
 
 

@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from lockstep import __version__
 from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tasks
-from lockstep.errors import ConfigError, UnfitError
+from lockstep.errors import ConfigError, LockstepError, UnfitError, with_code
 from lockstep.launcher.backend import Choice, Wishes, choose_backend, refuse_legacy_keras
 from lockstep.protocol.rendezvous import MOST_OF_ARRIVAL, Admitted, Arrival, Task, encode
 from lockstep.rendezvous.addresses import (
@@ -83,15 +84,40 @@ def take_part() -> None:
             )
         return
     if text is not None and text not in _followed:
-        config = parse(text)
-        if not _followed:
-            _follow(config, text)
-        elif _has_others(config):
-            raise ConfigError(
-                "TF_CONFIG was set after the first strategy was created, so this process is a job of one "
-                "worker; set TF_CONFIG before creating a strategy"
-            )
+        try:
+            _follow_first(text)
+        except LockstepError as error:
+            _end_in_one_line(error)
+            raise
     _followed.add(text)
+
+
+def _follow_first(text: str) -> None:
+    """Follow a `TF_CONFIG` if no strategy has been created yet."""
+    config = parse(text)
+    if not _followed:
+        _follow(config, text)
+    elif _has_others(config):
+        raise ConfigError(
+            "TF_CONFIG was set after the first strategy was created, so this process is a job of one "
+            "worker; set TF_CONFIG before creating a strategy"
+        )
+
+
+def _end_in_one_line(refusal: LockstepError) -> None:
+    """Have Python end with the message of this error alone, if the script does not handle it.
+
+    The cause is how the task was started, so the traceback would hide the message.
+    """
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is refusal:
+            note(with_code(refusal))
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def _has_others(config: TaskConfig) -> bool:
