@@ -55,7 +55,7 @@ def test_processes_become_workers_in_any_order(host: Any, is_gone: Gone, order: 
     first, last = order
     terminals = {}
     command = ("-W", "error", script, "--epochs", "3")
-    environment = {"CUDA_VISIBLE_DEVICES": "-1", "OWN": "x"}
+    environment = {"CUDA_VISIBLE_DEVICES": "-1", "OWN": "x", "PYTHONHASHSEED": "9"}
     terminals[first] = host.start(host.config(first), *command, **environment)
     terminals[first].until(f"lockstep: worker {first} waits for worker {last} (127.0.0.1:{host.ports[last]})")
     terminals[last] = host.start(host.config(last), *command, **environment)
@@ -66,6 +66,7 @@ def test_processes_become_workers_in_any_order(host: Any, is_gone: Gone, order: 
         assert text.count("first line") == 2
         assert f"lockstep: all workers are connected; worker {index} restarts the script" in text
         assert text.count("lockstep: 2 workers, 2 replicas, ") == 1
+        assert text.count("workers get PYTHONHASHSEED from the job's seed, 0, instead of 9") == 1
         assert printed(text) == {
             "worker": index,
             "replicas": 2,

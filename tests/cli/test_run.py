@@ -223,7 +223,10 @@ print(random.random(), numpy.random.rand(), job.current().view.owners, context.t
 """
     options = ["-n", "2", "--replicas", "3", "--threads-per-worker", "2", "--seed", str(2**32 + 5)]
     options += ["--input", "joint"]
-    done = lockstep.run(*options, "--backend", "jax", "--devices", "0+1,1", lockstep.script(text))
+    options += ["--backend", "jax", "--devices", "0+1,1", lockstep.script(text)]
+    done = lockstep.run(*options, PYTHONHASHSEED="7")
+    note = f"lockstep: workers get PYTHONHASHSEED from the job's seed, --seed {2**32 + 5}, instead of 7"
+    assert done.err.splitlines().count(note) == 1
     addresses = ["127.0.0.1:20000", "127.0.0.1:20001", "127.0.0.1:20002"]
     import random
 

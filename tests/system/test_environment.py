@@ -14,6 +14,7 @@ from lockstep.system.environment import (
     environment_at_start,
     forget_worker,
     read_worker,
+    replaced_hash_seed,
     switched_off,
     tf_config,
     usable_cores,
@@ -68,6 +69,15 @@ def test_the_whole_environment_of_a_worker() -> None:
         "PYTHONUNBUFFERED": "1",
         "TF_CONFIG": tf_config(1, 3),
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "replaced"),
+    [(None, ""), ("", ""), ("7", ""), ("0", "0"), ("random", "random")],
+)
+def test_a_hash_seed_of_the_user_that_is_replaced(given: str | None, replaced: str) -> None:
+    environ = {} if given is None else {"PYTHONHASHSEED": given}
+    assert replaced_hash_seed(2**32 + 7, environ) == replaced
 
 
 def test_backend_and_devices_are_set_only_on_request() -> None:

@@ -39,6 +39,7 @@ from lockstep.system.environment import (
     Checkpoints,
     keras_backend,
     legacy_keras,
+    replaced_hash_seed,
     switched_off,
     take_environment,
     tf_config_given,
@@ -419,6 +420,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         note(f"{spec.describe()}{_passed_on(options['arguments'])}")
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
+    if hash_seed := replaced_hash_seed(spec.seed):
+        note(f"workers get PYTHONHASHSEED from the job's seed, --seed {spec.seed}, instead of {hash_seed}")
     if options["listen"]:
         from lockstep.hosts.engine_link import LIFELINE
         from lockstep.hosts.listening_job import Listening, run_listening

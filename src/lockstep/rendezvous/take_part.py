@@ -39,6 +39,7 @@ from lockstep.system.environment import (
     keras_backend,
     key_file,
     legacy_keras,
+    replaced_hash_seed,
     tf_config_given,
     tf_config_now,
     usable_cores,
@@ -166,6 +167,8 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     admitted, connection = _meet(arrival)
     why = "the job is running" if admitted.joins else "all workers are connected"
     note(f"{why}; {tasks[slot].name} restarts the script as worker {admitted.worker}, {choice}")
+    if hash_seed := replaced_hash_seed(admitted.seed, environment_at_start()):
+        note(f"workers get PYTHONHASHSEED from the job's seed, {admitted.seed}, instead of {hash_seed}")
     worker = WorkerConfig(
         worker=admitted.worker,
         workers=admitted.replicas,

@@ -45,6 +45,7 @@ _NUMERIC = (
     ),
 )
 _NOT_NUMERIC = ("CACHE", "CONFIG", "DIR", "FILE", "HOME", "KEY", "LOG", "PASSWORD", "PATH", "SECRET", "TOKEN")
+_HASH_SEED = "PYTHONHASHSEED"
 _OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_HOME")
 KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
@@ -237,13 +238,28 @@ def job_environment(
     environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
     environment |= {name: value for name, value in inherited.items() if name in (DIGESTS, ORDER)}
     environment = _ARROW | environment | _thread_variables(threads)
-    environment["PYTHONHASHSEED"] = str(seed % 2**32)
+    environment[_HASH_SEED] = _hash_seed(seed)
     environment["PYTHONUNBUFFERED"] = "1"
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
     if backend in ("tensorflow", "torch"):
         environment = _MALLOC | environment
     return environment
+
+
+def replaced_hash_seed(seed: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the `PYTHONHASHSEED` of the user that workers get another value for; empty if there is none.
+
+    Args:
+        seed: of the job.
+        environ: of the user.
+    """
+    given = environ.get(_HASH_SEED, "")
+    return given if given != _hash_seed(seed) else ""
+
+
+def _hash_seed(seed: int) -> str:
+    return str(seed % 2**32)
 
 
 def put_control(control: int) -> None:
