@@ -111,14 +111,15 @@ sys.exit(143)
 
 def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone: Gone) -> None:
     """One job's step outlasts the usual time to end, the other's outlasts its grace period."""
+    again = "; Ctrl-C again ends the job at once"
     name = lockstep.script(STEP)
     os.mkfifo(lockstep.folder / "step")
     first = lockstep.start("-n", "2", "--checkpoint", "kept", name)
     held = first.announced(2)["worker"]
     second = lockstep.start("-n", "2", "--checkpoint", "other", "--grace", "1s", name, run="second")
     late = second.announced(2)["worker"]
-    for running in (first, second):
-        running.process.send_signal(signal.SIGTERM)
+    first.process.send_signal(signal.SIGINT)
+    second.process.send_signal(signal.SIGTERM)
     done = second.end()
     assert done.status == 143
     assert is_gone(late, 0)
@@ -133,17 +134,32 @@ def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone:
     assert not is_gone([os.pidfd_open(first.agent())], 2)
     os.close(os.open(lockstep.folder / "step", os.O_WRONLY))
     done = first.end()
-    assert done.status == 143
+    assert done.status == 130
     assert is_gone(held, 0)
     assert done.notes == [
-        "lockstep: stopping (SIGTERM): waiting up to 20 s for the step and a checkpoint",
+        f"lockstep: stopping (SIGINT): waiting up to 20 s for the step and a checkpoint{again}",
         "lockstep: stopping: step 7 is complete; writing its checkpoint",
         f"lockstep: checkpoint {lockstep.folder}/kept/step-000000000007",
         "lockstep: checkpoint written at step 7",
-        "lockstep: stopped by SIGTERM",
+        "lockstep: stopped by SIGINT",
     ]
     assert done.events()[-1]["event"] == "finished"
     assert (lockstep.folder / "kept" / "step-000000000007").is_dir()
+
+
+def test_a_second_interrupt_does_not_wait_for_the_checkpoint(lockstep: Any, is_gone: Gone) -> None:
+    os.mkfifo(lockstep.folder / "step")
+    running = lockstep.start("-n", "2", "--checkpoint", "kept", lockstep.script(STEP))
+    workers = running.announced(2)["worker"]
+    running.process.send_signal(signal.SIGINT)
+    while "stopping (SIGINT)" not in running.process.stderr.readline():
+        assert running.process.poll() is None
+    start = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    assert is_gone(workers, 1.5)
+    assert running.end().status == 130
+    assert time.monotonic() - start < 1.5
+    assert not list((lockstep.folder / "kept").glob("step-*"))
 
 
 def test_a_paused_reader_does_not_prevent_the_checkpoint(lockstep: Any, is_gone: Gone) -> None:

@@ -68,7 +68,12 @@ class CheckedJob(Job):
         if before.stage is Stage.SAVING and isinstance(event, events.DeadlinePassed):
             hung = [one for one in self.workers.values() if one.failed and one.fault == "hangs"]
             assert hung, "no checkpoint is saved, though no worker hangs"
-        if event == StopRequested(15) and before.stage is Stage.RUNNING and before.elastic and before.staying:
+        if (
+            isinstance(event, StopRequested)
+            and before.stage is Stage.RUNNING
+            and before.elastic
+            and before.staying
+        ):
             assert not before.keeps or self.state.stage is Stage.SAVING, "no checkpoint is saved"
 
     def _note(self, event: events.Event) -> None:

@@ -361,7 +361,14 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (WAITING, WorkerExited(2, -9), (AbortExchange,)),
         (WAITING, WaitReported(0, "the change of workers", (1,), 700.0), ()),
         (WAITING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15), SignalWorker(2, 15))),
-        (replace(WAITING, keeps=True), StopRequested(15), (SignalWorker(0, 15), StartView, ShowMessage)),
+        *(
+            (
+                replace(WAITING, keeps=True),
+                StopRequested(number),
+                (SignalWorker(0, 15), StartView, ShowMessage),
+            )
+            for number in (1, 2, 15)
+        ),
         (replace(WAITING, admission=Admission(given=True, deadline=8.0)), DeadlinePassed(), (AbortExchange,)),
         (SENT, StateArrived(1, 1), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
         (

@@ -312,7 +312,8 @@ class _Folder(click.Path):
     metavar="TIME",
     default=f"{GRACE:g}s",
     show_default=True,
-    help="Time after SIGTERM to finish the current step and save a last checkpoint, such as 30s or 2m.",
+    help="Time after Ctrl-C or SIGTERM to finish the current step and save a last checkpoint, such as 30s or "
+    "2m.",
 )
 @click.option(
     "--verify-every",
@@ -371,9 +372,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
     The exit status is 0 if every worker succeeds, otherwise that of the first failure (128 + N for
     signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script's settings differ
-    from its checkpoint's. With checkpoints, the chief first completes its step and writes a checkpoint after
-    SIGTERM, within --grace. Workers then have 3 seconds to exit before they are killed. A second signal kills
-    them at once.
+    from its checkpoint's. After Ctrl-C or SIGTERM, the chief of a job with checkpoints first completes its
+    step and writes a checkpoint, within --grace. Workers then have 3 seconds to exit before they are killed.
+    A second signal kills them at once.
     """
     from lockstep.local_job.job_process import run_in_job_process
 

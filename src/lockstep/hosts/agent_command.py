@@ -92,7 +92,7 @@ class AgentOptions:
         patience: seconds until this gives up to reach the coordinator.
         shows: whether the terminal of this process shows the output of its workers too.
         quiet: whether this leaves notes to the coordinator, which writes to the same terminal.
-        grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
+        grace: seconds that the job may take for a checkpoint after a signal, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
         engine: that has started this agent; None for none.
         inherited: see `StartedWorkers`.

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -214,7 +213,7 @@ class AgentProcess:
         begins: called when this host takes part in a job.
         say: shows a note to the users of this host.
         address: of the coordinator, to connect again; None if that is impossible.
-        grace: seconds that the job may take for a checkpoint after SIGTERM, if the coordinator gets each
+        grace: seconds that the job may take for a checkpoint after a signal, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
         first: the first process that a user has started on this host by hand; None if this starts workers.
         engine: that has started this process, and says where the coordinator is; None if that is fixed.
@@ -331,7 +330,7 @@ class AgentProcess:
                     case None:
                         pass
                     case Stop(stop) if self.grace is not None and leaves == math.inf:
-                        leaves = now + (self.grace if stop == signal.SIGTERM else 0.0) + _UNTIL_ENDED
+                        leaves = now + self.grace + _UNTIL_ENDED
                     case Stop(stop):
                         leaves = now
                     case _:

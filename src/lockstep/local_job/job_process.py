@@ -38,7 +38,7 @@ def run_in_job_process(serve: Serve, grace: float, lifeline: int | None = None) 
 
     Args:
         serve: runs the job in that process.
-        grace: seconds that the job may take for a checkpoint after SIGTERM.
+        grace: seconds that the job may take for a checkpoint after a signal.
         lifeline: a pipe at whose end all processes of the job are killed; None for none.
 
     Raises:
@@ -138,8 +138,7 @@ class _Watch:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        grace = self._grace if number == signal.SIGTERM else 0.0
-        patience = grace + _STOP_PATIENCE if self._stopped_by is None else _SECOND_STOP_PATIENCE
+        patience = self._grace + _STOP_PATIENCE if self._stopped_by is None else _SECOND_STOP_PATIENCE
         self._stopped_by = self._stopped_by or number
         self._deadline = min(time.monotonic() + patience, self._deadline or math.inf)
         # If this cannot be sent, because the process has ended or is far behind, the deadline applies.

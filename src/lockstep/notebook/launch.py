@@ -23,7 +23,8 @@ from lockstep.worker import job
 Result = TypeVar("Result")
 
 _PIECE = 64 * 1024
-_END_PATIENCE = 10.0
+_END_PATIENCE = 30.0
+"""Seconds that an interrupted job may take to end: the default of --grace for a checkpoint, and 10."""
 
 
 def launch(

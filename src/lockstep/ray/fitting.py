@@ -14,6 +14,7 @@ from lockstep.functions.caller_streams import CallerStreams
 from lockstep.functions.options import command_options
 from lockstep.functions.transport import held, pack, unpack_result
 from lockstep.functions.worker import WORKER
+from lockstep.protocol.job_spec import GRACE
 from lockstep.ray.command import Follower, connect, require_ray, submit
 from lockstep.ray.placement import worker_needs
 from lockstep.worker import job
@@ -21,7 +22,8 @@ from lockstep.worker import job
 Value = TypeVar("Value")
 
 _NAME = "lockstep.ray.fit"
-_END_PATIENCE = 10.0
+_END_PATIENCE = GRACE + 10.0
+"""Seconds that an interrupted job may take to end, with a last checkpoint."""
 _PATIENCE = 60.0
 
 

@@ -564,15 +564,13 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
 
 
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
-    """Stop the job: with SIGTERM or SIGHUP and checkpoints after one more checkpoint, otherwise at once."""
+    """Stop the job: with checkpoints after one more checkpoint, otherwise at once."""
     name, shutdown = signal_name(event.signal), state.shutdown
     if state.stage is Stage.SAVING:
         killed = _kill(state, now, f"received {name} during the grace period")
         return _with_saving_outcome(killed, shutdown.saving, f"received {name}")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return _kill(state, now, f"received {name} again")
-    # The terminal is closed, or the host is about to stop.
-    saves = event.signal in (signal.SIGTERM, signal.SIGHUP) and state.keeps
     members = [state.workers[worker] for worker in state.present]
     if (
         state.stage is Stage.RUNNING
@@ -582,7 +580,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     ):
         reason = f"{name} arrived after the script finished: the job succeeded"
         state = _with_outcome(state, JobOutcome(0))
-        if saves:
+        if state.keeps:
             # The chief may be writing the last checkpoint.
             state = _at_stage(state, Stage.ENDING, now + state.limits.save)
             return Decision(state, (ShowMessage(reason),), reason)
@@ -590,12 +588,14 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     active = state.stage is Stage.RUNNING
     stopped = JobOutcome(128 + event.signal, f"stopped by {name}", stopped=True)
     state = _with_outcome(state, shutdown.outcome or stopped)
-    if not (saves and state.elastic and active and state.staying):
+    if not (state.keeps and state.elastic and active and state.staying):
         return _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
 
     # The chief writes a checkpoint at the end of its step, for which the members must not wait for joiners.
     grace = state.limits.save
     reason = f"stopping ({name}): waiting up to {grace:g} s for the step and a checkpoint"
+    if event.signal == signal.SIGINT:
+        reason += "; Ctrl-C again ends the job at once"
     waits = state.admission.given or set(state.staying) != set(state.members)
     state = _at_stage(state, Stage.SAVING, now + grace)
     state = replace(state, shutdown=replace(state.shutdown, saving=Saving()))

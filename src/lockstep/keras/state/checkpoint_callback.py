@@ -69,9 +69,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     results if they had finished; the call in progress resumes at its step. So give the callback to the first
     `fit` of the program, and to the same one each time; later `fit` calls do not need it.
 
-    Under `lockstep run`, SIGTERM first saves a checkpoint. The same holds in a program that runs on its own
-    and does not handle SIGTERM otherwise: the process exits at the end of its step, at the latest after 20
-    seconds or at a second SIGTERM.
+    Under `lockstep run`, SIGTERM, SIGHUP and Ctrl-C first save a checkpoint. SIGTERM does the same in a
+    program that runs on its own and does not handle it otherwise: the process exits at the end of its step,
+    at the latest after 20 seconds or at a second SIGTERM.
 
     `fit` raises ConfigError if another job saves checkpoints in the folder, if the replicas, threads, seed or
     backend differ from the checkpoint's, if the command has `--checkpoint`, and if `every` or `keep` is
