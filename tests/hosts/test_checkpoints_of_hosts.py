@@ -72,6 +72,7 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start,
     (hosts[1].work / "log.csv").write_text("epoch,loss\n0,of another training\n")
     kept = ("--checkpoint", "kept", "--checkpoint-every", "2", "--max-restarts", "0")
     moved = failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "csv", "die:0:1", "fail:3"))
+    assert "; new training with checkpoints in " in moved
     assert "what callbacks have written so far is on node1, and what follows is on node2: " in moved
     assert f"{hosts[0].here}/work/log.csv" in moved
     assert rows(hosts[0]) == [0]
@@ -88,6 +89,7 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start,
     last = start(0, "--hosts", "node3,node2", *kept, SCRIPT.name, "csv")
     assert digest(last) == wanted
     assert f"{third} steps, is on this host; copying it to node3 and node2\n" in last.err
+    assert f"/kept/step-{third:012}, checkpoints every 2 steps; logs in " in last.err
     assert newest(hosts[2]) == 24
     # A folder that the hosts share.
     shared = hosts[0].here.parent / "shared"
