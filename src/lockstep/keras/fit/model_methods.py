@@ -45,6 +45,7 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
+from lockstep.keras.parameter_server.server_embedding import meet_servers, server_layers
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
@@ -357,6 +358,13 @@ class ModelMethods:
         tables, others = find_tables(
             model, lambda: _inputs_of(training.peek()) if known is None else known, self._backend.to_numpy
         )
+        for layer in server_layers(model):
+            if (reason := others.get(layer.path)) or all(layer is not one.layer for one in tables.tables):
+                raise ModelError(
+                    f"layer {layer.path!r} is a ServerEmbedding, of which workers cannot read the whole table, "
+                    f"but {reason or 'it is not trainable, or the model does not call it'}; use "
+                    "keras.layers.Embedding"
+                )
         if self._job.is_chief:
             for path, reason in others.items():
                 note(f"{call.name}: workers read the whole table of layer {path!r}: {reason}")
@@ -735,6 +743,7 @@ class ModelMethods:
         if self._resumable.catches_up:
             return
         self._job.events.publish(CallStarted(call.name))
+        meet_servers(self._job, model, call.name)
         several = len(self._job.view.workers) > 1
         found = facts() if several or self._digests.active else {}
         seeds = {"the seeds of the script": f"{call.seed:x}"}
