@@ -40,7 +40,8 @@ def _digest(numbers: Array, rows: Array, salt: int) -> Array:
     # A linear hash with random coefficients; the number of the row enters where it is mixed.
     linear = wide @ _coefficients(salt, wide.shape[1])
     linear += _mixed(numbers.astype(np.uint64) + np.uint64(1))[:, None]
-    return _mixed(linear).sum(axis=0, dtype=np.uint64)
+    total: Array = _mixed(linear).sum(axis=0, dtype=np.uint64)
+    return total
 
 
 @lru_cache(64)

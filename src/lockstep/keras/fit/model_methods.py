@@ -46,6 +46,7 @@ from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, fi
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
 from lockstep.keras.parameter_server.server_embedding import meet_servers, server_layers
+from lockstep.keras.parameter_server.server_tables import failures_raised
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
@@ -344,7 +345,8 @@ class ModelMethods:
                 call.model = model
             callbacks = writing_once(given["callbacks"], given["verbose"], resumes=False)
             call.callbacks, call.callback_hashes = callbacks, [attribute_hashes(callbacks)]
-            history = fit_on_servers(served, original, bound, training, callbacks)
+            with failures_raised(self._job):
+                history = fit_on_servers(served, original, bound, training, callbacks)
             model.train_function = model.test_function = model.predict_function = None
             self._plain_steps = plain_steps
             self._calls.taken += call.steps
@@ -361,8 +363,8 @@ class ModelMethods:
         for layer in server_layers(model):
             if (reason := others.get(layer.path)) or all(layer is not one.layer for one in tables.tables):
                 raise ModelError(
-                    f"layer {layer.path!r} is a ServerEmbedding, of which workers cannot read the whole table, "
-                    f"but {reason or 'it is not trainable, or the model does not call it'}; use "
+                    f"layer {layer.path!r} is a ServerEmbedding, of which workers read rows only, but "
+                    f"{reason or 'it is not trainable, or the model does not call it'}; use "
                     "keras.layers.Embedding"
                 )
         if self._job.is_chief:
@@ -464,7 +466,8 @@ class ModelMethods:
             explain_memory(self._job, data.held)
             self._begin(call, model, "test", data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
-            return self._finish(original(*bound.args, **bound.kwargs))
+            with failures_raised(self._job):
+                return self._finish(original(*bound.args, **bound.kwargs))
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict on global batches; every worker returns all rows, in their order."""
@@ -492,7 +495,8 @@ class ModelMethods:
                 data.plain_first = not all(layer.built for layer in layers_of(model))
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
-            return self._finish(original(*bound.args, **bound.kwargs))
+            with failures_raised(self._job):
+                return self._finish(original(*bound.args, **bound.kwargs))
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Split a batch that all workers pass; in the first call, check that they have the same model."""

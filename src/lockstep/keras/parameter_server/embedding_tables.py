@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, ModelError
+from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own_step, replaced
 from lockstep.keras.parameter_server.served_variables import lazy_hindrance
 from lockstep.keras.parameter_server.server_tables import positions_of, server_table

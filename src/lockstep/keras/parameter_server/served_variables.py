@@ -360,10 +360,7 @@ class ServedVariables:
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the optimizers, with the positions of the server's shards."""
         return tuple(slot for served in self._served for slot in served.slots) + tuple(
-            (position, nth)
-            for position, table in self._tables()
-            if not table.lasts
-            for nth in table.slots
+            (position, nth) for position, table in self._tables() if not table.lasts for nth in table.slots
         )
 
     def values(self, rows: Mapping[int, Array] | None = None) -> list[Array]:

@@ -37,10 +37,10 @@ _INITIALIZERS = ("RandomUniform", "RandomNormal", "TruncatedNormal", "Constant",
 class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     """A `keras.layers.Embedding` for tables that are larger than a worker's memory.
 
-    In a job with parameter servers, each server creates and keeps a range of the rows, and no process ever has
-    the whole table. `fit` trains it as it trains any embedding; `evaluate` and `predict` read the rows that a
-    batch looks up. Saving a model, and loading weights, go through the rows in blocks. In other jobs, and in
-    a process on its own, it is an `Embedding` with the same initial values.
+    In a job with parameter servers, each server creates and keeps a range of the rows, and no process has
+    the whole table. `fit` trains it like any embedding; `evaluate` and `predict` read the rows that a batch
+    looks up. Models are saved, and weights loaded, in blocks of rows. In other jobs, and in a process on its
+    own, it is an `Embedding` with the same initial values.
 
     The model has a variable of one row in place of the table, so its number of parameters leaves out the
     table, and `get_weights` is an error.
@@ -87,6 +87,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if not isinstance(self._seed, int | None):
             raise ModelError("the initializer of a ServerEmbedding has a number as its seed, or none")
         self._table: ServerTable | None = None
+        self.built: bool
         # TensorFlow cannot compile a call of Python with XLA.
         if keras.backend.backend() == "tensorflow":
             self.supports_jit = False
@@ -131,8 +132,8 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             return super().call(inputs)
         if current_replica() is not None:
             raise ModelError(
-                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which trains in fit: use "
-                "keras.layers.Embedding in functions of a ClusterCoordinator"
+                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which trains in fit "
+                "only: use keras.layers.Embedding"
             )
         table = self._table
         if inputs.dtype not in ("int32", "int64"):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, DisagreementError, ModelError, PeerLostError
+from lockstep.errors import DataError, DisagreementError, LockstepError, ModelError, PeerLostError
 from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.protocol.parameter_server import Applied, Question, ReadRows, ServedValues, WriteRows
 from lockstep.topology import split_evenly
@@ -31,9 +31,6 @@ VALUES = -1
 
 class Asks(Protocol):
     """A connection to a server."""
-
-    def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
-        """Ask."""
 
     def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
         """Ask, and wait for the answer."""
@@ -92,7 +89,8 @@ class TableRows:
 
     def read(self, slot: int, numbers: Array) -> Array:
         """Return rows, or their slots, by the numbers of the rows in the whole table."""
-        return self._array(slot)[numbers - self.start]
+        rows: Array = self._array(slot)[numbers - self.start]
+        return rows
 
     def write(self, slot: int, numbers: Array, rows: Array) -> None:
         """Replace rows, or their slots."""
@@ -170,8 +168,12 @@ class ServerTable:
             DataError: an id is outside of the table.
             PeerLostError: a server has ended.
         """
-        numbers, places = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
-        rows = self.read(numbers)
+        try:
+            numbers, places = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
+            rows = self.read(numbers)
+        except LockstepError as error:
+            self._tables.failure = error
+            raise
         return np.take(rows, places.reshape(-1), axis=0).reshape(*ids.shape, self.width)
 
     def read(self, numbers: Array, slot: int = VALUES) -> Array:
@@ -197,7 +199,17 @@ class ServerTable:
 
 
 class ServerTables:
-    """The tables of a job, in one process."""
+    """The tables of a job, in one process.
+
+    Args:
+        job: of the process.
+
+    Attributes:
+        server: the index of this server; None in other processes.
+        servers: their number.
+        closed: what would read rows that servers change meanwhile; empty if rows can be read.
+        failure: the error of a lookup.
+    """
 
     def __init__(self, job: Job) -> None:
         assert job.context.tasks is not None
@@ -209,6 +221,7 @@ class ServerTables:
         self._workers: tuple[int, ...] = ()
         self._end: AnsweringEnd | None = None
         self.closed = ""
+        self.failure: LockstepError | None = None
         task, index = self._tasks.of(job.process)
         self.server = index if task == "ps" else None
         self.servers = self._tasks.servers
@@ -244,26 +257,24 @@ class ServerTables:
                 zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
             )
         )
-        known: dict[int, tuple[int, bytes, list[bytes], list[int]]] = {}
-        for worker, one in gathered.items():
-            process, *rest = msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[int]])
-            known[process] = worker, *rest
+        found = {
+            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[int]])
+            for worker, one in gathered.items()
+        }
         for position, table in enumerate(tables):
-            loads = {rest[2][position]: process for process, (_, *rest) in known.items()}
+            loads = {loaded[position]: process for process, _, _, loaded in found.values()}
             if len(loads) > 1:
-                first, last = self._tasks.name(loads[min(loads)]), self._tasks.name(loads[max(loads)])
+                least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
                 raise DisagreementError(
-                    f"{what}: {last} has loaded the weights of layer {table.name!r} more often than {first}: "
+                    f"{what}: {most} has loaded the weights of layer {table.name!r} more often than {least}: "
                     "load them in all processes"
                 )
-        self._connect(known, what)
-        return [
-            sum(
-                (np.frombuffer(rest[1][k], np.uint64) for _, *rest in known.values() if rest[1][k]),
-                np.zeros(2, np.uint64),
-            )
-            for k in range(len(tables))
-        ]
+        self._connect({process: (worker, at) for worker, (process, at, _, _) in found.items()}, what)
+        sums = np.zeros((len(tables), 2), np.uint64)
+        for _, _, of_process, _ in found.values():
+            for position, digest in enumerate(of_process):
+                sums[position] += np.frombuffer(digest or bytes(16), np.uint64)
+        return list(sums)
 
     @property
     def is_within(self) -> bool:
@@ -337,32 +348,37 @@ class ServerTables:
         if isinstance(asked.message, ReadRows):
             self.answer(asked)
 
-    def _connect(self, known: Mapping[int, tuple[Any, ...]], what: str) -> None:
+    def _connect(self, known: Mapping[int, tuple[int, bytes]], what: str) -> None:
+        """Connect to the servers, given the worker ids and addresses of all processes."""
         processes = [self._tasks.id_of_server(index) for index in range(self.servers)]
         for process in processes:
             if process not in known:
                 raise PeerLostError(
-                    f"{what}: {self._tasks.name(process)} has ended, and no other process has its rows of the "
-                    "embedding tables"
+                    f"{what}: {self._tasks.name(process)} has ended, and no other process has its rows of "
+                    "embedding tables: start the job again from saved weights"
                 )
         workers = tuple(known[process][0] for process in processes)
-        if self._channels is not None and workers == self._workers:
+        if workers == self._workers:
             return
-        membership, over_hosts = self._job.membership, self._job.context.over_hosts
-        self._workers, self._channels = workers, []
-        for index, (process, worker) in enumerate(zip(processes, workers, strict=True)):
-            self._channels.append(
-                AskingChannel(
-                    known[process][1],
-                    self._job.process,
-                    self._tasks.name(process),
-                    self._job.policy.timeout,
-                    membership.dial(worker),
-                    index,
-                    (lambda one=worker: bool(membership.lost_workers((one,)))) if over_hosts else None,
-                    self._job.worker,
-                )
-            )
+        self._workers = workers
+        self._channels = [self._channel(process, *known[process]) for process in processes]
+
+    def _channel(self, process: int, worker: int, address: bytes) -> AskingChannel:
+        membership = self._job.membership
+
+        def is_lost() -> bool:
+            return bool(membership.lost_workers((worker,)))
+
+        return AskingChannel(
+            address,
+            self._job.process,
+            self._tasks.name(process),
+            self._job.policy.timeout,
+            membership.dial(worker),
+            self._tasks.of(process)[1],
+            is_lost if self._job.context.over_hosts else None,
+            self._job.worker,
+        )
 
     def _connected(self, table: ServerTable) -> Sequence[Asks]:
         found = self._within if self._within is not None else self._channels
@@ -378,6 +394,18 @@ class ServerTables:
             channel.close()
         if self._end is not None:
             self._end.close()
+
+
+@contextmanager
+def failures_raised(job: Job) -> Iterator[None]:
+    """Raise the error of a lookup itself, where a backend raises another one instead."""
+    try:
+        yield
+    except Exception as error:
+        tables = _of_jobs.get(job)
+        if isinstance(error, LockstepError) or tables is None or tables.failure is None:
+            raise
+        raise tables.failure from None
 
 
 _of_jobs: weakref.WeakKeyDictionary[Job, ServerTables] = weakref.WeakKeyDictionary()
@@ -409,7 +437,7 @@ _TABLE = "lockstep_table"
 def _refuse_reading(table: ServerTable) -> Any:
     raise ModelError(
         f"the weights of layer {table.name!r} are rows on the parameter servers, which no process reads as a "
-        "whole: save the model instead of calling get_weights"
+        "whole: save the model instead of calling get_weights, as EarlyStopping does to restore weights"
     )
 
 
