@@ -73,7 +73,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "layer 'of_words' is a ServerEmbedding, of which workers read rows only, but Nadam has variables",
         "layer 'of_users' is a ServerEmbedding, of which workers read rows only, but it is not trainable",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
-        "predict 2: the chief has loaded the weights of layer 'of_users' more often than parameter",
+        "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
     ]
     for worker in range(3):
         found = run.marked(worker, "error ")
