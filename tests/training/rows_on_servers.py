@@ -79,6 +79,7 @@ def saved(folder: str) -> None:
     model.save(f"{folder}/model.keras")
     model.save_weights(f"{folder}/model.weights.h5")
     show("evaluated", model.evaluate(X, Y, 30, verbose=0))
+    show("predicted", model.predict(X, 50, verbose=0).tolist())
     show("further", [fit(model), lockstep.digest(model)])
     model.load_weights(f"{folder}/model.weights.h5")
     show("loaded", [fit(model), lockstep.digest(model)])
@@ -122,6 +123,8 @@ def free() -> None:
 
 
 def misused() -> None:
+    import jax
+
     def attempt(act: Callable[[], Any]) -> None:
         try:
             act()
@@ -134,6 +137,12 @@ def misused() -> None:
     attempt(model.get_weights)
     attempt(lambda: build("nadam").fit(X, Y, verbose=0))
     attempt(lambda: build("adam", trainable=False).fit(X, Y, verbose=0))
+    other = build("adam")
+    other.evaluate(X, Y, verbose=0)
+    trained, rest = (
+        [one.value for one in group] for group in (other.trainable_variables, other.non_trainable_variables)
+    )
+    attempt(lambda: jax.grad(lambda weights: other.stateless_call(weights, rest, X)[0].sum())(trained))
     attempt(lambda: model.evaluate({**X, "user": np.full(120, USERS)}, Y, verbose=0))
     if lockstep.is_chief():
         model.get_layer("of_users").load_own_variables(dict.fromkeys(f"rows-{k}" for k in range(4)))

@@ -19,6 +19,13 @@ Launch = Callable[..., Any]
 SCRIPT = "rows_on_servers.py"
 
 
+generator = np.random.default_rng(0)
+X = {
+    "user": generator.integers(-101, 101, (120,)).astype("int32"),
+    "words": generator.integers(0, 20, (120, 3)).astype("int32"),
+}
+
+
 def results(lines: list[str]) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
 
@@ -50,6 +57,9 @@ def test_saved_rows_and_slots_continue_the_training(
     assert one["another"] == one["further"][0]
     straight, resumed = one["resumed"]
     assert resumed == straight
+    # A process on its own, on any backend.
+    model = keras.models.load_model(tmp_path / "model.keras", compile=False)
+    assert model.predict(X, 50, verbose=0) == pytest.approx(np.array(one["predicted"]), rel=1e-4)
 
 
 def test_a_run_that_lost_a_worker_can_be_repeated(
@@ -72,6 +82,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "the weights of layer 'of_words' are rows on the parameter servers",
         "layer 'of_words' is a ServerEmbedding, of which workers read rows only, but Nadam has variables",
         "layer 'of_users' is a ServerEmbedding, of which workers read rows only, but it is not trainable",
+        "is a ServerEmbedding, whose rows have gradients in fit only; use keras.layers.Embedding in a loop",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
         "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
     ]
@@ -82,32 +93,30 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
             assert text in line
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_embedding, "_BLOCK", 8)
+    monkeypatch.setattr(server_embedding, "_BLOCK", 32)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("initializer", ["uniform", "ones", keras.initializers.RandomNormal(seed=4)])
 def test_the_initial_values_do_not_depend_on_the_servers(initializer: Any) -> None:
     keras.utils.set_random_seed(1)
-    layer = lockstep.ServerEmbedding(27, 3, initializer)
-    rows = keras.ops.convert_to_numpy(layer(np.arange(27)))
+    layer = lockstep.ServerEmbedding(70, 3, initializer)
+    rows = keras.ops.convert_to_numpy(layer(np.arange(70)))
     assert (len(np.unique(rows, axis=0)) == 1) == (initializer == "ones")
-    for servers in (1, 2, 5, 30):
-        parts = [layer._drawn(*one) for one in ranges_of(27, servers)]
+    for servers in (1, 2, 5, 80):
+        parts = [layer._drawn(*one) for one in ranges_of(70, servers)]
         assert np.array_equal(np.concatenate(parts), rows)
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_a_process_on_its_own_saves_and_loads_the_same_blocks(tmp_path: Path) -> None:
-    model = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(27, 3)])
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(70, 3)])
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert lockstep.digest(loaded) == lockstep.digest(model)
-    larger = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(35, 3)])
+    larger = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(97, 3)])
     model.save_weights(tmp_path / "model.weights.h5")
-    with pytest.raises(ValueError, match="not those of a ServerEmbedding with 35 rows"):
+    with pytest.raises(ValueError, match="not those of a ServerEmbedding with 97 rows"):
         larger.load_weights(tmp_path / "model.weights.h5")
 
 

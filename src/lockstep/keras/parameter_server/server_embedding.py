@@ -29,6 +29,9 @@ Array = npt.NDArray[Any]
 _BLOCK = 1 << 16
 """Rows that are drawn, saved and loaded at a time."""
 
+_DIGEST = "digest"
+"""The name of the digest in a saved layer."""
+
 _INITIALIZERS = ("RandomUniform", "RandomNormal", "TruncatedNormal", "Constant", "Zeros", "Ones")
 """Keras's initializers that draw each row in the same way, however many there are."""
 
@@ -155,6 +158,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             for block, numbers in enumerate(_blocks(self.input_dim)):
                 store[_key(VALUES, block)] = values[numbers]
             return
+        store[_DIGEST] = keras.ops.convert_to_numpy(self.digest_variable)
         for kind in (VALUES, *self._table.slots()):
             for block, numbers in enumerate(_blocks(self.input_dim)):
                 store[_key(kind, block)] = self._table.read(numbers, kind)
@@ -172,6 +176,8 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if self._table is None:
             self._embeddings.assign(np.concatenate([store[_key(VALUES, k)] for k in range(len(blocks))]))
             return
+        # Exact from the next call on; until then, another one than before.
+        self.digest_variable.assign(store[_DIGEST] if _DIGEST in saved else [0, 0, 0, self._table.loads + 1])
         kinds = [VALUES]
         while _key(len(kinds) - 1, 0) in saved:
             kinds.append(len(kinds) - 1)

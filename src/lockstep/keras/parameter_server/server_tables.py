@@ -16,7 +16,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, DisagreementError, LockstepError, ModelError, PeerLostError
+from lockstep.errors import (
+    DataError,
+    DisagreementError,
+    InternalError,
+    LockstepError,
+    ModelError,
+    PeerLostError,
+)
 from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.protocol.parameter_server import Applied, Question, ReadRows, ServedValues, WriteRows
 from lockstep.topology import split_evenly
@@ -214,7 +221,9 @@ class ServerTables:
     def __init__(self, job: Job) -> None:
         assert job.context.tasks is not None
         self._job, self._tasks = job, job.context.tasks
-        self._known: list[ServerTable] = []
+        # A table lasts as long as its layer.
+        self._known: weakref.WeakValueDictionary[int, ServerTable] = weakref.WeakValueDictionary()
+        self._count = 0
         self._lock = threading.Lock()
         self._within: Sequence[Asks] | None = None
         self._channels: list[AskingChannel] | None = None
@@ -233,8 +242,9 @@ class ServerTables:
 
     def add(self, table: ServerTable) -> int:
         """Add a table; return its number."""
-        self._known.append(table)
-        return len(self._known) - 1
+        self._count += 1
+        self._known[self._count] = table
+        return self._count
 
     def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
         """Connect to the servers, and return the digests of tables; all processes call this.
@@ -310,7 +320,10 @@ class ServerTables:
                     assert table.own is not None
                     parts.append(table.own.read(slot, some))
                 else:
-                    parts += channels[server].ask(ReadRows(table.number, slot), [some])[1]
+                    (found,) = channels[server].ask(ReadRows(table.number, slot), [some])[1]
+                    if len(found) != len(some):
+                        raise InternalError(f"parameter server {server} has no layer {table.name!r}")
+                    parts.append(found)
         return np.concatenate(parts) if parts else np.zeros((0, table.width), table.dtype)
 
     def write(self, table: ServerTable, slot: int, numbers: Array, read: Callable[[], Array]) -> None:
@@ -335,14 +348,16 @@ class ServerTables:
     def answer(self, asked: Asked) -> None:
         """Answer a `ReadRows` or `WriteRows`."""
         message: Any = asked.message
-        own = self._known[message.table].own
-        assert own is not None
-        if isinstance(message, WriteRows):
+        table = self._known.get(message.table)
+        own = None if table is None else table.own
+        if own is None:
+            asked.answer(ServedValues(), [np.zeros(0)])
+        elif isinstance(message, WriteRows):
             own.write(message.slot, *asked.arrays)
             asked.answer(Applied())
-            return
-        slots = tuple((message.table, nth) for nth in own.slots)
-        asked.answer(ServedValues(slots), [own.read(message.slot, *asked.arrays)])
+        else:
+            slots = tuple((message.table, nth) for nth in own.slots)
+            asked.answer(ServedValues(slots), [own.read(message.slot, *asked.arrays)])
 
     def _put(self, asked: Asked) -> None:
         if isinstance(asked.message, ReadRows):
