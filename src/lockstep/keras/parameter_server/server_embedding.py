@@ -113,10 +113,9 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
                 shape=(4,), initializer="zeros", dtype="int32", name="digest", trainable=False
             )
             self._table = ServerTable(
-                tables_of_job(own), self.path, rows, self.output_dim, self.variable_dtype
+                tables_of_job(own), self.path, (rows, self.output_dim), self.variable_dtype, self._drawn
             )
             stand_for(self._embeddings, self._table)
-            self._table.create(self._drawn)
         self.built = True
 
     @property
@@ -196,23 +195,26 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         raise ModelError("a ServerEmbedding has no LoRA; train a keras.layers.Embedding")
 
     def _created(self, shape: Sequence[int], dtype: Any = None) -> Any:
-        return keras.ops.convert_to_tensor(self._drawn(0, shape[0]), dtype)
+        """Return the initial values of the table; Keras may call this while it traces a function."""
+        blocks = [self._drawn_block(first) for first in range(0, shape[0], _BLOCK)]
+        return keras.ops.cast(keras.ops.concatenate(blocks), dtype or self.variable_dtype)
 
     def _drawn(self, start: int, stop: int) -> Array:
         """Return the initial values of a range of rows."""
-        initializer = self.embeddings_initializer
-        config, draws = initializer.get_config(), self._seed is not None
         made = np.empty((stop - start, self.output_dim), np.dtype(self.variable_dtype))
         for first in range(start - start % _BLOCK, stop, _BLOCK):
-            own = initializer
-            if draws:
-                seed = seed_of("rows", self._seed, first) % 2**31
-                own = type(initializer).from_config({**config, "seed": seed})
-            shape = (min(_BLOCK, self.input_dim - first), self.output_dim)
-            block = keras.ops.convert_to_numpy(own(shape, self.variable_dtype))
+            block = keras.ops.convert_to_numpy(self._drawn_block(first))
             begin, end = max(start, first), min(stop, first + len(block))
             made[begin - start : end - start] = block[begin - first : end - first]
         return made
+
+    def _drawn_block(self, first: int) -> Any:
+        """Return the initial values of the block that begins with a row."""
+        initializer = self.embeddings_initializer
+        if self._seed is not None:
+            seed = seed_of("rows", self._seed, first) % 2**31
+            initializer = type(initializer).from_config({**initializer.get_config(), "seed": seed})
+        return initializer((min(_BLOCK, self.input_dim - first), self.output_dim), self.variable_dtype)
 
 
 def server_layers(model: Any) -> list[Any]:

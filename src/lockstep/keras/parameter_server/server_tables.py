@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -139,34 +140,47 @@ class TableRows:
 class ServerTable:
     """A table, in one process.
 
+    Args:
+        tables: of the job.
+        name: the path of its layer.
+        shape: number of rows, and of columns.
+        dtype: of the rows.
+        create: returns the initial values of a range of rows, given the first one and the one after the last.
+
     Attributes:
         number: of the table, in the order in which the script builds them.
-        name: the path of its layer.
-        rows: number of rows.
-        width: the shape of a row is `(width,)`.
-        dtype: of the rows.
+        name: likewise.
+        rows: their number.
+        width: likewise of columns.
+        dtype: likewise.
         ranges: the first row of each server, and the row after its last one.
-        own: the rows that this process has; None if it is no server.
-        digest: the digest of the whole table that all processes have agreed on.
+        loads: how often the script has loaded weights.
     """
 
-    def __init__(self, tables: "ServerTables", name: str, rows: int, width: int, dtype: Any) -> None:
-        self._tables = tables
+    def __init__(
+        self,
+        tables: "ServerTables",
+        name: str,
+        shape: tuple[int, int],
+        dtype: Any,
+        create: Callable[[int, int], Array],
+    ) -> None:
+        self._tables, self._create = tables, create
         self.number = tables.add(self)
-        self.name, self.rows, self.width, self.dtype = name, rows, width, np.dtype(dtype)
-        self.ranges = ranges_of(rows, tables.servers)
-        self.own: TableRows | None = None
+        self.name, (self.rows, self.width), self.dtype = name, shape, np.dtype(dtype)
+        self.ranges = ranges_of(self.rows, tables.servers)
         self.loads = 0
 
-    def create(self, make: Callable[[int, int], Array]) -> None:
-        """Create the rows of this process, if it is a server.
-
-        Args:
-            make: returns the rows of a range.
+    @cached_property
+    def own(self) -> TableRows | None:
+        """The rows that this process has, which it creates when they are first needed: a layer may be built
+        while a backend traces a function. None if it is no server, or one without rows.
         """
-        if (server := self._tables.server) is not None and server < len(self.ranges):
-            start, stop = self.ranges[server]
-            self.own = TableRows(start, make(start, stop))
+        server = self._tables.server
+        if server is None or server >= len(self.ranges):
+            return None
+        start, stop = self.ranges[server]
+        return TableRows(start, self._create(start, stop))
 
     def look_up(self, ids: Array) -> Array:
         """Return the rows of ids of any shape; negative ones count from the end.
