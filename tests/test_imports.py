@@ -405,6 +405,7 @@ def test_public_names() -> None:
         "ReduceOp",
         "RemoteValue",
         "ReplicaContext",
+        "ServerEmbedding",
         "SidecarEvaluator",
         "Strategy",
         "__version__",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lockstep.keras.model_digest import digest
     from lockstep.keras.parameter_server.per_worker import PerWorkerValues
     from lockstep.keras.parameter_server.remote_values import RemoteValue
+    from lockstep.keras.parameter_server.server_embedding import ServerEmbedding
     from lockstep.keras.per_replica import DistributedValues
     from lockstep.keras.sidecar_evaluator import SidecarEvaluator
     from lockstep.keras.state.loading import load_checkpoint
@@ -58,6 +59,7 @@ __all__ = [
     "ReduceOp",
     "RemoteValue",
     "ReplicaContext",
+    "ServerEmbedding",
     "SidecarEvaluator",
     "Strategy",
     "__version__",
@@ -94,6 +96,7 @@ _HOMES = {
     "ReduceOp": "lockstep.strategy.options",
     "RemoteValue": "lockstep.keras.parameter_server.remote_values",
     "ReplicaContext": "lockstep.strategy.context",
+    "ServerEmbedding": "lockstep.keras.parameter_server.server_embedding",
     "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",
     "Strategy": "lockstep.strategy.strategy",
     "digest": "lockstep.keras.model_digest",

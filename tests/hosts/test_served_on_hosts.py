@@ -82,6 +82,23 @@ def test_the_loss_of_a_host(
 
 
 @pytest.mark.slow
+def test_rows_on_servers_of_several_hosts(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> None:
+    """Validations, evaluations and callbacks read rows from other hosts; a worker is lost."""
+    environment = lean(TRAINING / "together.py", "jax")
+    for host in hosts:
+        _copy(host, "rows_on_servers.py")
+    options = "--backend jax --ps 2 --hosts node1:2,node2:3,node3 --threads-per-worker 1 --run-dir run"
+    job = hosts[3].lockstep("run", *options.split(), "rows_on_servers.py", "free", **environment)
+    assert job.end() == 0, job.err
+    assert "worker 2 was killed by SIGKILL" in job.err
+    logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 4, 5)]
+    assert len({_digest(log.read_text()) for log in logs}) == 1
+    again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
+    assert again.end() == 0, again.err
+    assert "the models at the end are equal to the last bit" in again.out
+
+
+@pytest.mark.slow
 def test_workers_on_other_hosts_replace_lost_ones(
     hosts: Sequence[Host], lean: Callable[..., dict[str, str]]
 ) -> None:

@@ -54,6 +54,9 @@ class Variables:
         self.reported, self.changed = found, set()
         return [self.value.copy()], {0: np.array(sorted(found))}
 
+    def digests(self) -> dict[int, Any]:
+        return {}
+
     def state(self) -> list[Any]:
         return [self.value.copy(), np.array(sorted(self.changed)), np.array(sorted(self.reported))]
 

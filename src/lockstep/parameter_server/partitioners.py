@@ -5,7 +5,7 @@ A partitioner divides the first axis of a variable into shards whose sizes diffe
 ones first. Shards and whole variables are placed on the servers in turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Protocol
@@ -126,7 +126,10 @@ class Shard:
 
 
 def place_variables(
-    variables: Sequence[tuple[Sequence[int], int]], servers: int, partitioner: Partitioner | None = None
+    variables: Sequence[tuple[Sequence[int], int]],
+    servers: int,
+    partitioner: Partitioner | None = None,
+    ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
 ) -> tuple[Shard, ...]:
     """Place variables on servers in turn, in their order.
 
@@ -134,9 +137,13 @@ def place_variables(
         variables: the shape of each, and the size of its elements in bytes.
         servers: their number.
         partitioner: divides variables; None places each as a whole.
+        ranges: of the variables, by their indices, that are placed already: the rows on each server.
     """
     placed: list[Shard] = []
     for variable, (shape, item_bytes) in enumerate(variables):
+        if ranges and variable in ranges:
+            placed += [Shard(variable, *rows, False, server) for server, rows in enumerate(ranges[variable])]
+            continue
         count = partitioner.shards(shape, item_bytes) if partitioner is not None else 1
         start = 0
         for size in split_evenly(shape[0], count) if count > 1 else (shape[0] if shape else 0,):

@@ -221,6 +221,35 @@ class FunctionResult(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
 
+class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
+    """A process asks a server for rows of a table that only servers have; the answer is `ServedValues`.
+
+    The numbers of the rows, in the whole table, are in the arrays. The answer has these rows, and names all
+    slots of the table.
+
+    Attributes:
+        table: its number.
+        slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
+    """
+
+    table: int
+    slot: int = -1
+
+
+class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):
+    """The chief replaces rows of a table that only servers have; the answer is `Applied`.
+
+    The numbers of the rows, and the rows, are in the arrays.
+
+    Attributes:
+        table: its number.
+        slot: as in `ReadRows`.
+    """
+
+    table: int
+    slot: int = -1
+
+
 class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     """The server's shards are in the arrays, and after them the variables of its optimizer, if asked for.
 
@@ -229,10 +258,13 @@ class ServedValues(msgspec.Struct, frozen=True, tag="values"):
             number of the optimizer if it belongs to none, and its number among those of the same position.
         tables: the positions of the shards of which, and of whose slots, some rows are given, whose numbers
             follow in the arrays.
+        digests: the positions of the shards that only servers have; the array of such a shard is the digest
+            of its rows and of their slots, which are not in `slots`.
     """
 
     slots: tuple[tuple[int, int], ...] = ()
     tables: tuple[int, ...] = ()
+    digests: tuple[int, ...] = ()
 
 
 class Applied(msgspec.Struct, frozen=True, tag="applied"):
@@ -324,5 +356,7 @@ Question = (
     | EpochDone
     | AtCall
     | FunctionReturned
+    | ReadRows
+    | WriteRows
 )
 Answer = ServedValues | Applied | Begin | Assigned | Opened | Passed | Ended

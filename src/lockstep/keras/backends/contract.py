@@ -185,3 +185,19 @@ class Backend(Protocol):
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it, without a copy if the backend's memory allows it."""
+
+    def on_host(
+        self,
+        function: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+        array: Any,
+        row: tuple[int, ...],
+        dtype: npt.DTypeLike,
+    ) -> Any:
+        """Call a function of NumPy with an array that is perhaps one of a compiled function.
+
+        Args:
+            function: returns an array with the axes of its argument, and then those of `row`.
+            array: the argument.
+            row: the last part of the shape of the result.
+            dtype: of the result.
+        """

@@ -132,6 +132,19 @@ class JaxBackend:
         """Wait for the array; return it as NumPy sees it: in place on a CPU, otherwise a copy."""
         return np.asarray(array)
 
+    def on_host(
+        self,
+        function: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+        array: Any,
+        row: tuple[int, ...],
+        dtype: npt.DTypeLike,
+    ) -> Any:
+        """Call a function of NumPy; see `Backend`."""
+        if not isinstance(array, jax.core.Tracer):
+            return jnp.asarray(function(np.asarray(array)))
+        result = jax.ShapeDtypeStruct((*array.shape, *row), dtype)
+        return jax.pure_callback(lambda given: function(np.asarray(given)), result, array)
+
 
 def _in_jax(leaf: Any) -> Any:
     """Return numbers as an array of JAX, where for example int64 is int32; anything else as it is."""

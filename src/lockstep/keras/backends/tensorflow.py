@@ -155,6 +155,18 @@ class TensorFlowBackend:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
         return np.asarray(array.read_value() if isinstance(array, tf.Variable) else array)
 
+    def on_host(
+        self,
+        function: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+        array: Any,
+        row: tuple[int, ...],
+        dtype: npt.DTypeLike,
+    ) -> Any:
+        """Call a function of NumPy; see `Backend`."""
+        result = tf.numpy_function(function, [array], tf.as_dtype(dtype))
+        result.set_shape([*array.shape, *row])
+        return result
+
 
 _WORTH_COMPILING = 1 << 22
 """Minimum bytes of gradients for which an update fused by XLA is worth its compilation."""

@@ -116,6 +116,19 @@ class TorchBackend:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
         return to_numpy(array) if isinstance(array, torch.Tensor) else np.asarray(array)
 
+    def on_host(
+        self,
+        function: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+        array: Any,
+        row: tuple[int, ...],
+        dtype: npt.DTypeLike,
+    ) -> Any:
+        """Call a function of NumPy; see `Backend`."""
+        if isinstance(array, torch.Tensor) and array.is_meta:
+            # Keras asks for shapes only.
+            return keras.ops.zeros((*array.shape, *row), keras.backend.standardize_dtype(dtype))
+        return keras.ops.convert_to_tensor(function(self.to_numpy(array)))
+
     def _prepare(self) -> None:
         """Enable determinism in the first call; later, warn if the script has disabled it."""
         if self._prepared:

@@ -45,6 +45,8 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
+from lockstep.keras.parameter_server.server_embedding import meet_servers, server_layers
+from lockstep.keras.parameter_server.server_tables import failures_raised
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
@@ -343,7 +345,8 @@ class ModelMethods:
                 call.model = model
             callbacks = writing_once(given["callbacks"], given["verbose"], resumes=False)
             call.callbacks, call.callback_hashes = callbacks, [attribute_hashes(callbacks)]
-            history = fit_on_servers(served, original, bound, training, callbacks)
+            with failures_raised(self._job):
+                history = fit_on_servers(served, original, bound, training, callbacks)
             model.train_function = model.test_function = model.predict_function = None
             self._plain_steps = plain_steps
             self._calls.taken += call.steps
@@ -357,6 +360,13 @@ class ModelMethods:
         tables, others = find_tables(
             model, lambda: _inputs_of(training.peek()) if known is None else known, self._backend.to_numpy
         )
+        for layer in server_layers(model):
+            if (reason := others.get(layer.path)) or all(layer is not one.layer for one in tables.tables):
+                raise ModelError(
+                    f"layer {layer.path!r} is a ServerEmbedding, of which workers read rows only, but "
+                    f"{reason or 'it is not trainable, or the model does not call it'}; use "
+                    "keras.layers.Embedding"
+                )
         if self._job.is_chief:
             for path, reason in others.items():
                 note(f"{call.name}: workers read the whole table of layer {path!r}: {reason}")
@@ -456,7 +466,8 @@ class ModelMethods:
             explain_memory(self._job, data.held)
             self._begin(call, model, "test", data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
-            return self._finish(original(*bound.args, **bound.kwargs))
+            with failures_raised(self._job):
+                return self._finish(original(*bound.args, **bound.kwargs))
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict on global batches; every worker returns all rows, in their order."""
@@ -484,7 +495,8 @@ class ModelMethods:
                 data.plain_first = not all(layer.built for layer in layers_of(model))
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
-            return self._finish(original(*bound.args, **bound.kwargs))
+            with failures_raised(self._job):
+                return self._finish(original(*bound.args, **bound.kwargs))
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Split a batch that all workers pass; in the first call, check that they have the same model."""
@@ -735,6 +747,7 @@ class ModelMethods:
         if self._resumable.catches_up:
             return
         self._job.events.publish(CallStarted(call.name))
+        meet_servers(self._job, model, call.name)
         several = len(self._job.view.workers) > 1
         found = facts() if several or self._digests.active else {}
         seeds = {"the seeds of the script": f"{call.seed:x}"}

@@ -1,6 +1,7 @@
 """The chief in a call of `fit`: runs Keras's loop, whose steps the workers compute."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -12,8 +13,10 @@ from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
+from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
+from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
-from lockstep.keras.private.common import given_rate
+from lockstep.keras.private.common import embedding_table, given_rate
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.system.notes import note
@@ -38,6 +41,8 @@ class ChiefProcess(FitProcess):
         self._checks: dict[int, bytes] = {}
         self._known_others: list[Array] = []
         self._dispatcher: StepDispatcher | None = None
+        self._server_layers = server_layers(self.model)
+        self._tables = tables_of_job(self.job) if self._server_layers else None
 
     def train(
         self,
@@ -64,7 +69,9 @@ class ChiefProcess(FitProcess):
         with self.job.apart():
             self._servers = self.connect_servers(addresses, self.served.shards)
             self.served.install(self._take)
-            keras_fit([*callbacks, _ChiefEnd(self)])
+            reading = None if self._tables is None else self._tables.within(self._servers.channels)
+            with reading or nullcontext():
+                keras_fit([*callbacks, _ChiefEnd(self)])
             # Workers may have been assigned steps beyond the last one: these are part of the order, too.
             self._dispatcher.drain()
             self._dispatcher.finish()
@@ -160,8 +167,11 @@ class ChiefProcess(FitProcess):
         step, self._steps = self._steps, self._steps + 1
         timer = self.job.timer
         timer.begin(self.call.name)
+        if self._tables is not None:
+            self._tables.closed = f"a callback of {self.call.name}"
         if step == 0:
-            self.computed(self._program, state, step, batch)
+            with with_zero_rows(self.model):
+                self.computed(self._program, state, step, batch)
             self._dispatcher.set_layers(as_arrays(self._program.layers(state), self.backend.to_numpy))
         if self._opening is None:
             self._refuse_another_rate(state)
@@ -269,8 +279,24 @@ class ChiefProcess(FitProcess):
 
     def _pulled(self) -> tuple[list[Array], list[Array]]:
         """Read the weights and the optimizer's variables from the servers, while no step is in work."""
+        assert self._dispatcher is not None
         self._known = self._servers.read(self._steps, self._slots, self._known)
+        if self._tables is not None:
+            self._dispatcher.set_layers(self._digests())
+            self._tables.closed = ""
         return self._known
+
+    def _digests(self) -> dict[str, Array]:
+        """Return the digests of tables that only servers have, by the names of the layers' state."""
+        weights = [id(one) for one in self.model.trainable_variables]
+        others = [id(one) for one in self.model.non_trainable_variables]
+        found = {}
+        for layer in self._server_layers:
+            digest = self._servers.digests[weights.index(id(embedding_table(layer)))]
+            position = others.index(id(layer.digest_variable))
+            name = self._program.layer_of(position) or f"{VARIABLE}/{position}"
+            found[name] = digest.view(np.int32)
+        return found
 
     def _write_changes(self, state: Any) -> None:
         """Give servers and workers what the program or its callbacks have changed since the last epoch."""

@@ -17,9 +17,10 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, ModelError
+from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own_step, replaced
 from lockstep.keras.parameter_server.served_variables import lazy_hindrance
+from lockstep.keras.parameter_server.server_tables import positions_of, server_table
 from lockstep.keras.private.common import (
     embedding_table,
     graph_kept,
@@ -103,7 +104,10 @@ class EmbeddingTables:
                 )
             self._traces[shapes] = trace
         found = self._traces[shapes].ids(x, self._to_numpy)
-        return [[_within(table.layer, ids) for ids in found[table.layer.path]] for table in self.tables]
+        return [
+            [positions_of(table.layer.path, table.layer.input_dim, ids) for ids in found[table.layer.path]]
+            for table in self.tables
+        ]
 
 
 class LookedUpRows:
@@ -303,7 +307,7 @@ def _line_of(error: BaseException) -> str:
 
 def _hindrance(model: Any, layer: Any) -> str:
     """Return why the rows of a layer's table cannot be read as needed; empty if they perhaps can."""
-    if type(layer) is not keras.layers.Embedding:
+    if type(layer) is not keras.layers.Embedding and server_table(embedding_table(layer)) is None:
         return f"{type(layer).__name__} is a subclass of Embedding"
     if has_own_step(model, "train") or type(model).compute_loss is not keras.Model.compute_loss:
         return "the model has its own train_step or compute_loss"
@@ -497,17 +501,3 @@ def _as_called(leaf: Any, symbolic: Any) -> Any:
 def unreadable(layer: Any, error: Callable[[], BaseException]) -> AbstractContextManager[None]:
     """Within the block, the value of a layer's table is not there: each use of it raises an error."""
     return with_values([embedding_table(layer)], [_Unreadable(error)])
-
-
-def _within(layer: Any, ids: Array) -> Array:
-    """Return ids as positions of rows; negative ones count from the end, as in Keras."""
-    rows = layer.input_dim
-    ids = ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int32)
-    ids = ids.astype(np.int64, copy=False)
-    if ids.size and not (-rows <= ids.min() and ids.max() < rows):
-        wrong = int(ids.min()) if ids.min() < -rows else int(ids.max())
-        raise DataError(
-            f"layer {layer.path!r} looks up row {wrong}, but its table has {rows} rows: check the ids of the "
-            "data, or give the layer a larger input_dim"
-        )
-    return np.where(ids < 0, ids + rows, ids)

@@ -24,6 +24,7 @@ from lockstep.keras.parameter_server.served_variables import (
     refuse_buffers,
     refuse_unserved,
 )
+from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
 from lockstep.keras.randomness import random_states, set_random_states
@@ -64,6 +65,8 @@ def fit_on_servers(
     updated: Mapping[int, tuple[Array, list[Any]]] = {}
     if task == "ps":
         with ServerProcess(served.job, served.call, lambda: ServedVariables(served.backend)) as server:
+            # Only this process has its rows of the tables that are on servers only.
+            server.standbys = not server_layers(served.model)
             server.open()
             server.add(served.update, served.shards, served.tables.variables)
             with served.job.apart():

@@ -19,6 +19,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.common import refuse_other_weights, replaced
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.server_tables import TableRows, server_table
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.private.common import (
     RATE,
@@ -35,6 +36,8 @@ Slot = tuple[int, int]
 """A variable of an optimizer: the position of the variable that it belongs to, or -1 minus the number of the
 optimizer if it belongs to none, and its number among those of the same position."""
 
+_NO_ROWS = np.zeros(0, np.int64)
+
 _BY_ELEMENT = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 """Keras's optimizers that update each element of a variable on its own: they can update shards."""
 
@@ -43,9 +46,10 @@ def place_weights(
     updates: Sequence[Update], servers: int, partitioner: Partitioner | None = None
 ) -> tuple[Shard, ...]:
     """Place the variables that optimizers update on servers; those of a further one follow."""
-    return place_variables(
-        shapes_of([variable for update in updates for variable in update.variables]), servers, partitioner
-    )
+    variables = [variable for update in updates for variable in update.variables]
+    tables = {i: table for i, one in enumerate(variables) if (table := server_table(one)) is not None}
+    ranges = {i: table.ranges for i, table in tables.items()}
+    return place_variables(shapes_of(variables), servers, partitioner, ranges)
 
 
 def slots_of_all(updates: Sequence[Update]) -> list[list[Slot]]:
@@ -138,7 +142,8 @@ class TableShard:
         block.update([_padded(gradients, size)])
         for array, new in zip(kept, self._transfers.read(block.variables), strict=True):
             array[numbers] = new[:count]
-        self._changed[numbers] = True
+        if not self.lasts:
+            self._changed[numbers] = True
 
     def write(self, value: Array | None, slots: Mapping[int, Array]) -> None:
         """Replace all rows, and slots by their numbers."""
@@ -168,6 +173,11 @@ class TableShard:
         value, *slots, self._changed, self._reported = (array.copy() for array in state)
         self.value, self.slots = value, dict(zip(self.slots, slots, strict=True))
 
+    @property
+    def lasts(self) -> bool:
+        """Whether the rows are on the servers only, also after the call."""
+        return False
+
     def _block(self, size: int) -> "_Block":
         variable = self._make(np.zeros((size, *self.value.shape[1:]), self.value.dtype))
         optimizer, slots = built_copy(self._optimizer, [variable])
@@ -179,6 +189,49 @@ class TableShard:
             {number: one for (position, number), one in pairs if position < 0},
             self._backend.updater(Update(optimizer, [variable])),
         )
+
+
+class LastingTableShard(TableShard):
+    """The rows of a table that only servers have, in a call of `fit`.
+
+    Args:
+        backend: makes updates.
+        optimizer: of which copies update the rows.
+        make: returns a variable like the table, with the given rows.
+        rows: the server's.
+        initial: the initial values of the slots of one row, by number.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        optimizer: Any,
+        make: Callable[[Array], Any],
+        rows: TableRows,
+        initial: Mapping[int, Array],
+    ) -> None:
+        super().__init__(backend, optimizer, make, rows.values[:0], {})
+        self._rows = rows
+        self.value, self.slots = rows.values, rows.slots_of(optimizer, initial)
+
+    @property
+    def lasts(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def state(self) -> list[Array]:
+        """Nothing: no other server takes it over."""
+        return []
+
+    def update(self, numbers: Array, gradients: Array, common: Mapping[int, Any]) -> None:
+        """Update rows; see `TableShard.update`."""
+        self._rows.touch(numbers)
+        super().update(numbers, gradients, common)
+
+    def digest(self) -> Array:
+        """Return the digest of the rows and their slots."""
+        return self._rows.digest()
 
 
 _SMALLEST_BLOCK = 64
@@ -283,6 +336,14 @@ class ServedVariables:
         def part(one: Any) -> Array:
             return shard.part_of(self._backend.to_numpy(one.value))
 
+        if (table := server_table(variable)) is not None:
+            assert table.own is not None
+            first = {
+                nth: np.array(self._backend.to_numpy(slot.value))
+                for (of, nth), slot in known.items()
+                if of == number
+            }
+            return LastingTableShard(self._backend, optimizer, make, table.own, first)
         slots = {nth: part(slot) for (of, nth), slot in known.items() if of == number}
         return TableShard(self._backend, optimizer, make, part(variable), slots)
 
@@ -299,7 +360,7 @@ class ServedVariables:
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the optimizers, with the positions of the server's shards."""
         return tuple(slot for served in self._served for slot in served.slots) + tuple(
-            (position, nth) for position, table in self._tables() for nth in table.slots
+            (position, nth) for position, table in self._tables() if not table.lasts for nth in table.slots
         )
 
     def values(self, rows: Mapping[int, Array] | None = None) -> list[Array]:
@@ -312,6 +373,10 @@ class ServedVariables:
             else next(read)
             for k, one in enumerate(self._shards)
         ]
+
+    def digests(self) -> dict[int, Array]:
+        """Return the digests of the shards that only servers have, by position."""
+        return {k: one.digest() for k, one in self._tables() if isinstance(one, LastingTableShard)}
 
     def common(self) -> tuple[tuple[Slot, ...], list[Array]]:
         """Return the slots that belong to no shard, such as the iterations, and copies of their values."""
@@ -326,14 +391,17 @@ class ServedVariables:
         """Return copies of the shards and then of `slots`, and the numbers of rows by position.
 
         Of a table and its slots, only these rows are returned: those that were updated since the last call.
+        Of a table that only servers have, nothing is, and an empty array takes its place.
 
         Args:
             again: whether to return those of the last call, too, because they did not arrive.
         """
-        rows = {position: table.take_changed(again=again) for position, table in self._tables()}
+        tables = [(position, table) for position, table in self._tables() if not table.lasts]
+        rows = {position: table.take_changed(again=again) for position, table in tables}
         slots = self._transfers.read([one for served in self._served for one in served.optimizer.variables])
-        slots += [slot[rows[position]] for position, table in self._tables() for slot in table.slots.values()]
-        return [*self.values(rows), *slots], rows
+        slots += [slot[rows[position]] for position, table in tables for slot in table.slots.values()]
+        none = {position: _NO_ROWS for position, table in self._tables() if table.lasts}
+        return [*self.values({**rows, **none}), *slots], rows
 
     def update(
         self,

@@ -17,6 +17,7 @@ from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.standby import (
     KeptServer,
     Processed,
@@ -35,8 +36,10 @@ from lockstep.protocol.parameter_server import (
     Pull,
     Push,
     Read,
+    ReadRows,
     ServedValues,
     Write,
+    WriteRows,
 )
 from lockstep.system.notes import note
 from lockstep.system.prose import count
@@ -191,7 +194,9 @@ class ServerShards:
                 return Applied(staleness), []
             case Read():
                 changed, of_tables = self._variables.changes(again=again)
-                return ServedValues(self._variables.slots, tuple(of_tables)), [*changed, *of_tables.values()]
+                digests = self._variables.digests()
+                values = ServedValues(self._variables.slots, tuple(of_tables), tuple(digests))
+                return values, [digests.get(k, one) for k, one in enumerate(changed)] + [*of_tables.values()]
             case Write():
                 shards = dict(zip(message.shards, arrays, strict=False))
                 slots_given = dict(zip(message.slots, arrays[len(message.shards) :], strict=True))
@@ -300,6 +305,9 @@ class ServerProcess(TaskProcess):
     def _put(self, asked: Asked) -> None:
         if isinstance(asked.message, Keep | KeepState):
             self._kept.setdefault(asked.server, KeptServer()).take(asked)
+        elif isinstance(asked.message, ReadRows | WriteRows):
+            # The chief asks only while no step is in work.
+            tables_of_job(self.job).answer(asked)
         else:
             self._inbox.put(asked)
 

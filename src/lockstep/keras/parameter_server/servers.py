@@ -99,11 +99,13 @@ class Servers:
 
     Attributes:
         updated_rows: the distinct rows of tables that all reads have returned, in order, by their variables.
+        digests: of the tables that only servers have, at the last read, by their variables.
     """
 
     def __init__(self, channels: Sequence[ServerChannel], shards: Sequence[Shard]) -> None:
         self._channels = channels
         self.updated_rows: dict[int, Array] = {}
+        self.digests: dict[int, Array] = {}
         self._shards: list[list[Shard]] = [[] for _ in channels]
         self.add(shards)
 
@@ -183,16 +185,21 @@ class Servers:
             step: the number.
             slots: which to return.
             known: the variables and the slots at the last read or write, or at the beginning: tables and
-                their slots are these but for the rows that were updated since. None if there are no tables.
+                their slots are these but for the rows that were updated since; of tables that only servers
+                have, these are returned. None if there are no tables.
         """
         answers = self._ask_all(Read(step))
         found: dict[Slot, list[tuple[Shard | None, Array, Array | None]]] = {}
+        self.digests = {}
         for shards, (values, arrays) in zip(self._shards, answers, strict=True):
             count = len(shards) + len(values.slots)
             rows = dict(zip(values.tables, arrays[count:], strict=True))
             keys = [*((k, -1) for k in range(len(shards))), *values.slots]
             for (position, number), array in zip(keys, arrays[:count], strict=True):
                 shard = shards[position] if position >= 0 else None
+                if number == -1 and shard is not None and position in values.digests:
+                    self.digests[shard.variable] = self.digests.get(shard.variable, 0) + array
+                    continue
                 key = (position if shard is None else shard.variable, number)
                 found.setdefault(key, []).append((shard, array, rows.get(position)))
                 if number == -1 and shard is not None and position in rows:
@@ -202,8 +209,8 @@ class Servers:
         others: Sequence[Array | None] = [None] * len(slots)
         if known is not None:
             weights, others = known
-        return [_joined(found[i, -1], one) for i, one in enumerate(weights)], [
-            _joined(found[slot], one) for slot, one in zip(slots, others, strict=True)
+        return [_joined(found.get((i, -1), ()), one) for i, one in enumerate(weights)], [
+            _joined(found.get(slot, ()), one) for slot, one in zip(slots, others, strict=True)
         ]
 
     def write(self, step: int, variables: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
@@ -221,6 +228,11 @@ class Servers:
                         keys.append((k, number))
                         arrays.append(shard.part_of(value))
             channel.ask(Write(step, tuple(k for k, _ in own), tuple(keys)), arrays)
+
+    @property
+    def channels(self) -> Sequence[ServerChannel]:
+        """The connections."""
+        return self._channels
 
     def end_call(self) -> None:
         """End the call on all servers."""
@@ -242,6 +254,9 @@ class Servers:
 
 def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], known: Array | None) -> Array:
     """Return a variable or slot, given its pieces, or what has changed of them, and its last known value."""
+    if not pieces:
+        assert known is not None
+        return known
     if any(rows is not None for _, _, rows in pieces):
         assert known is not None
         joined = known.copy()

@@ -1,0 +1,269 @@
+"""An `Embedding` whose table is on the parameter servers only; in other jobs, an `Embedding`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import ModelError
+from lockstep.keras.backends.adapter import adapter
+from lockstep.keras.backends.common import replaced
+from lockstep.keras.parameter_server.server_tables import (
+    VALUES,
+    ServerTable,
+    server_table,
+    stand_for,
+    tables_of_job,
+)
+from lockstep.keras.private.common import embedding_table, layers_of
+from lockstep.keras.replica_run.merges import current_replica
+from lockstep.keras.seeds import seed_of
+from lockstep.worker import job
+
+Array = npt.NDArray[Any]
+
+_BLOCK = 1 << 16
+"""Rows that are drawn, saved and loaded at a time."""
+
+_DIGEST = "digest"
+"""The name of the digest in a saved layer."""
+
+_INITIALIZERS = ("RandomUniform", "RandomNormal", "TruncatedNormal", "Constant", "Zeros", "Ones")
+"""Keras's initializers that draw each row in the same way, however many there are."""
+
+
+@keras.saving.register_keras_serializable("lockstep")
+class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
+    """A `keras.layers.Embedding` for tables that are larger than a worker's memory.
+
+    In a job with parameter servers, each server creates and keeps a range of the rows, and no process has
+    the whole table. `fit` trains it like any embedding; `evaluate` and `predict` read the rows that a batch
+    looks up. Models are saved, and weights loaded, in blocks of rows. In other jobs, and in a process on its
+    own, it is an `Embedding` with the same initial values.
+
+    The model has a variable of one row in place of the table, so its number of parameters leaves out the
+    table, and `get_weights` is an error.
+
+    Args:
+        input_dim: number of rows.
+        output_dim: the width of a row.
+        embeddings_initializer: one of Keras's that draws each row in the same way, such as `"uniform"`. The
+            rows are drawn in blocks of 65,536 rows, each with a seed of its own.
+        mask_zero: as in Keras.
+        **options: `name`, `dtype` and `trainable` as in Keras.
+
+    Raises:
+        ModelError: the initializer depends on the shape of the table, or an option is for whole tables.
+
+    Example:
+        >>> import keras, lockstep
+        >>> import numpy as np
+        >>> layer = lockstep.ServerEmbedding(1_000, 8)
+        >>> layer(np.array([[1, 2], [999, -1]])).shape[-1]
+        8
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        mask_zero: bool = False,
+        **options: Any,
+    ) -> None:
+        for name in ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank"):
+            if options.pop(name, None) is not None:
+                raise ModelError(f"a ServerEmbedding has no {name}, which is for a whole table")
+        options.pop("lora_alpha", None)
+        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **options)
+        initializer = self.embeddings_initializer
+        if type(initializer).__name__ not in _INITIALIZERS:
+            raise ModelError(
+                f"a ServerEmbedding draws its rows in blocks, but {type(initializer).__name__} may depend on "
+                f"the shape of the whole table; use one of {', '.join(_INITIALIZERS)}"
+            )
+        self._seed: Any = getattr(initializer, "seed", None)
+        if not isinstance(self._seed, int | None):
+            raise ModelError("the initializer of a ServerEmbedding has a number as its seed, or none")
+        self._table: ServerTable | None = None
+        self.built: bool
+        # TensorFlow cannot compile a call of Python with XLA.
+        if keras.backend.backend() == "tensorflow":
+            self.supports_jit = False
+
+    def build(self, input_shape: Any = None) -> None:
+        """Create the table, or its rows on this server."""
+        if self.built:
+            return
+        own, rows = job.current(), self.input_dim
+        served = own.context.tasks is not None
+        self._embeddings = self.add_weight(
+            shape=(1 if served else rows, self.output_dim),
+            initializer="zeros" if served else self._created,
+            name="embeddings",
+            trainable=True,
+        )
+        if served:
+            # Changes with the table, so that it is in whatever compares or saves the state of a model.
+            self.digest_variable = self.add_weight(
+                shape=(4,), initializer="zeros", dtype="int32", name="digest", trainable=False
+            )
+            self._table = ServerTable(
+                tables_of_job(own), self.path, (rows, self.output_dim), self.variable_dtype, self._drawn
+            )
+            stand_for(self._embeddings, self._table)
+        self.built = True
+
+    @property
+    def embeddings(self) -> Any:
+        """The variable of the table; not in a job with parameter servers."""
+        if self._table is not None:
+            raise ModelError(
+                f"the table of layer {self.path!r} is on the parameter servers: look up rows by calling the "
+                "layer"
+            )
+        return super().embeddings
+
+    def call(self, inputs: Any) -> Any:
+        """Look up rows."""
+        if self._table is None:
+            return super().call(inputs)
+        if current_replica() is not None:
+            raise ModelError(
+                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which trains in fit "
+                "only: use keras.layers.Embedding"
+            )
+        table = self._table
+        if inputs.dtype not in ("int32", "int64"):
+            inputs = keras.ops.cast(inputs, "int32")
+
+        def read(variable: Any) -> Any:
+            rows = adapter().steps().on_host(table.look_up, inputs, (self.output_dim,), table.dtype)
+            return rows, partial(_refuse_gradient, self.path)
+
+        rows = keras.ops.custom_gradient(read)(keras.ops.convert_to_tensor(self._embeddings))
+        return keras.ops.cast(rows, self.compute_dtype)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the rows in blocks, and the slots of the optimizer that the servers have."""
+        if not self.built:
+            return
+        if self._table is None:
+            values = keras.ops.convert_to_numpy(self._embeddings)
+            for block, numbers in enumerate(_blocks(self.input_dim)):
+                store[_key(VALUES, block)] = values[numbers]
+            return
+        store[_DIGEST] = keras.ops.convert_to_numpy(self.digest_variable)
+        for kind in (VALUES, *self._table.slots()):
+            for block, numbers in enumerate(_blocks(self.input_dim)):
+                store[_key(kind, block)] = self._table.read(numbers, kind)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` has saved; each server loads its rows."""
+        if not self.built:
+            return
+        blocks, saved = _blocks(self.input_dim), set(store.keys())
+        if _key(VALUES, len(blocks) - 1) not in saved or _key(VALUES, len(blocks)) in saved:
+            raise ModelError(
+                f"the saved weights of layer {self.path!r} are not those of a ServerEmbedding with "
+                f"{self.input_dim} rows"
+            )
+        if self._table is None:
+            self._embeddings.assign(np.concatenate([store[_key(VALUES, k)] for k in range(len(blocks))]))
+            return
+        # Exact from the next call on; until then, another one than before.
+        self.digest_variable.assign(store[_DIGEST] if _DIGEST in saved else [0, 0, 0, self._table.loads + 1])
+        kinds = [VALUES]
+        while _key(len(kinds) - 1, 0) in saved:
+            kinds.append(len(kinds) - 1)
+        self._table.load(
+            (kind, numbers, partial(_stored, store, _key(kind, block)))
+            for kind in kinds
+            for block, numbers in enumerate(blocks)
+        )
+
+    def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ModelError."""
+        raise ModelError("a ServerEmbedding cannot be quantized; train a keras.layers.Embedding")
+
+    def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ModelError."""
+        raise ModelError("a ServerEmbedding has no LoRA; train a keras.layers.Embedding")
+
+    def _created(self, shape: Sequence[int], dtype: Any = None) -> Any:
+        """Return the initial values of the table; Keras may call this while it traces a function."""
+        blocks = [self._drawn_block(first) for first in range(0, shape[0], _BLOCK)]
+        return keras.ops.cast(keras.ops.concatenate(blocks), dtype or self.variable_dtype)
+
+    def _drawn(self, start: int, stop: int) -> Array:
+        """Return the initial values of a range of rows."""
+        made = np.empty((stop - start, self.output_dim), np.dtype(self.variable_dtype))
+        for first in range(start - start % _BLOCK, stop, _BLOCK):
+            block = keras.ops.convert_to_numpy(self._drawn_block(first))
+            begin, end = max(start, first), min(stop, first + len(block))
+            made[begin - start : end - start] = block[begin - first : end - first]
+        return made
+
+    def _drawn_block(self, first: int) -> Any:
+        """Return the initial values of the block that begins with a row."""
+        initializer = self.embeddings_initializer
+        if self._seed is not None:
+            seed = seed_of("rows", self._seed, first) % 2**31
+            initializer = type(initializer).from_config({**initializer.get_config(), "seed": seed})
+        return initializer((min(_BLOCK, self.input_dim - first), self.output_dim), self.variable_dtype)
+
+
+def server_layers(model: Any) -> list[Any]:
+    """Return the layers of a model whose tables are on the parameter servers."""
+    return [layer for layer in layers_of(model) if server_table(embedding_table(layer)) is not None]
+
+
+@contextmanager
+def with_zero_rows(model: Any) -> Iterator[None]:
+    """Within the block, lookups of a model in tables of servers return zeros, and have gradients."""
+    with ExitStack() as stack:
+        for layer in server_layers(model):
+            stack.enter_context(replaced(layer, "call", partial(_first_row, layer)))
+        yield
+
+
+def meet_servers(own: job.Job, model: Any, what: str) -> None:
+    """Connect to the servers that have tables of a model; give its layers the digests of these.
+
+    All processes call this at the beginning of a call; see `ServerTables.meet`.
+    """
+    layers = server_layers(model)
+    tables = [table for layer in layers if (table := server_table(embedding_table(layer))) is not None]
+    if tables:
+        for layer, digest in zip(layers, tables_of_job(own).meet(tables, what), strict=True):
+            layer.digest_variable.assign(digest.view(np.int32))
+
+
+def _first_row(layer: Any, ids: Any) -> Any:
+    rows = keras.ops.take(embedding_table(layer), keras.ops.zeros_like(ids), axis=0)
+    return keras.ops.cast(rows, layer.compute_dtype)
+
+
+def _refuse_gradient(path: str, *_: Any, **__: Any) -> NoReturn:
+    raise ModelError(
+        f"layer {path!r} is a ServerEmbedding, whose rows have gradients in fit only; use "
+        "keras.layers.Embedding in a loop of your own"
+    )
+
+
+def _blocks(rows: int) -> list[Array]:
+    """Return the numbers of the rows of each block."""
+    return [np.arange(first, min(first + _BLOCK, rows)) for first in range(0, rows, _BLOCK)]
+
+
+def _key(kind: int, block: int) -> str:
+    """Return the name of a block of rows, or of a slot of theirs, in a saved layer."""
+    return f"rows-{block}" if kind == VALUES else f"slot{kind}-{block}"
+
+
+def _stored(store: Any, key: str) -> Array:
+    return np.asarray(store[key])

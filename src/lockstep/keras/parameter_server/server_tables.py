@@ -1,0 +1,496 @@
+"""Embedding tables whose rows are on the parameter servers only.
+
+No process has a whole table, also between the calls of `fit`: each server creates and keeps a range of rows.
+In `fit`, workers read rows as of any table. Outside of it, and for validations and callbacks of the chief,
+a thread of each server answers reads of rows. A digest of all rows is a variable of the layer, so whatever
+compares the states of models compares the tables, too.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import (
+    DataError,
+    DisagreementError,
+    InternalError,
+    LockstepError,
+    ModelError,
+    PeerLostError,
+)
+from lockstep.parameter_server.row_digest import digest_of_rows
+from lockstep.protocol.parameter_server import Applied, Question, ReadRows, ServedValues, WriteRows
+from lockstep.topology import split_evenly
+from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
+from lockstep.worker.job import Job
+
+Array = npt.NDArray[Any]
+
+VALUES = -1
+"""In place of the number of a slot: the rows themselves."""
+
+
+class Asks(Protocol):
+    """A connection to a server."""
+
+    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
+        """Ask, and wait for the answer."""
+
+
+class TableRows:
+    """The rows of a table that one server has, and their slots of the optimizer.
+
+    Args:
+        start: the number of the first row.
+        values: the rows.
+
+    Attributes:
+        start: likewise.
+        values: likewise; changes in place.
+    """
+
+    def __init__(self, start: int, values: Array) -> None:
+        self.start, self.values = start, values
+        self._optimizer: weakref.ref[Any] | None = None
+        self._slots: dict[int, Array] = {}
+        self._numbers = np.arange(start, start + len(values))
+        self._sums = digest_of_rows(self._numbers, values)
+        self._changed = np.zeros(len(values), bool)
+
+    def slots_of(self, optimizer: Any, initial: Mapping[int, Array]) -> dict[int, Array]:
+        """Return the slots of an optimizer by their numbers, which change in place.
+
+        They are those of before, if the optimizer is the same, or were loaded; otherwise all rows begin
+        with the same values.
+
+        Args:
+            optimizer: of the model.
+            initial: the values of one row.
+        """
+        self.digest()
+        known = self._optimizer is None or self._optimizer() is optimizer
+        if not known or self._slots.keys() != initial.keys():
+            for nth, slot in self._slots.items():
+                self._sums -= digest_of_rows(self._numbers, slot, 1 + nth)
+            self._slots = {nth: self._filled(row) for nth, row in initial.items()}
+            for nth, slot in self._slots.items():
+                self._sums += digest_of_rows(self._numbers, slot, 1 + nth)
+        self._optimizer = weakref.ref(optimizer)
+        return self._slots
+
+    def touch(self, positions: Array) -> None:
+        """Note that rows are about to change.
+
+        Args:
+            positions: of the rows, all different; the first row of the server has position 0.
+        """
+        first = positions[~self._changed[positions]]
+        self._sums -= self._digest(first)
+        self._changed[first] = True
+
+    def read(self, slot: int, numbers: Array) -> Array:
+        """Return rows, or their slots, by the numbers of the rows in the whole table."""
+        rows: Array = self._array(slot)[numbers - self.start]
+        return rows
+
+    def write(self, slot: int, numbers: Array, rows: Array) -> None:
+        """Replace rows, or their slots."""
+        if slot not in self._slots and slot != VALUES:
+            self._slots[slot] = np.zeros((len(self.values), *rows.shape[1:]), rows.dtype)
+            self._sums += digest_of_rows(self._numbers, self._slots[slot], 1 + slot)
+        positions = numbers - self.start
+        self.touch(positions)
+        self._array(slot)[positions] = rows
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The numbers of the slots."""
+        return tuple(self._slots)
+
+    def digest(self) -> Array:
+        """Return the digest of the rows and their slots."""
+        (changed,) = np.nonzero(self._changed)
+        self._sums += self._digest(changed)
+        self._changed[:] = False
+        return self._sums.copy()
+
+    def _digest(self, positions: Array) -> Array:
+        numbers = self._numbers[positions]
+        total = digest_of_rows(numbers, self.values[positions])
+        for nth, slot in self._slots.items():
+            total += digest_of_rows(numbers, slot[positions], 1 + nth)
+        return total
+
+    def _array(self, slot: int) -> Array:
+        return self.values if slot == VALUES else self._slots[slot]
+
+    def _filled(self, row: Array) -> Array:
+        """Return the same row for all rows; zeros take no memory before they change."""
+        shape = (len(self.values), *row.shape[1:])
+        return np.zeros(shape, row.dtype) if not row.any() else np.repeat(row, len(self.values), axis=0)
+
+
+class ServerTable:
+    """A table, in one process.
+
+    Args:
+        tables: of the job.
+        name: the path of its layer.
+        shape: number of rows, and of columns.
+        dtype: of the rows.
+        create: returns the initial values of a range of rows, given the first one and the one after the last.
+
+    Attributes:
+        number: of the table, in the order in which the script builds them.
+        name: likewise.
+        rows: their number.
+        width: likewise of columns.
+        dtype: likewise.
+        ranges: the first row of each server, and the row after its last one.
+        loads: how often the script has loaded weights.
+    """
+
+    def __init__(
+        self,
+        tables: "ServerTables",
+        name: str,
+        shape: tuple[int, int],
+        dtype: Any,
+        create: Callable[[int, int], Array],
+    ) -> None:
+        self._tables, self._create = tables, create
+        self.number = tables.add(self)
+        self.name, (self.rows, self.width), self.dtype = name, shape, np.dtype(dtype)
+        self.ranges = ranges_of(self.rows, tables.servers)
+        self.loads = 0
+
+    @cached_property
+    def own(self) -> TableRows | None:
+        """The rows that this process has, which it creates when they are first needed: a layer may be built
+        while a backend traces a function. None if it is no server, or one without rows.
+        """
+        server = self._tables.server
+        if server is None or server >= len(self.ranges):
+            return None
+        start, stop = self.ranges[server]
+        return TableRows(start, self._create(start, stop))
+
+    def look_up(self, ids: Array) -> Array:
+        """Return the rows of ids of any shape; negative ones count from the end.
+
+        Raises:
+            DataError: an id is outside of the table.
+            PeerLostError: a server has ended.
+        """
+        try:
+            numbers, places = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
+            rows = self.read(numbers)
+        except LockstepError as error:
+            self._tables.failure = error
+            raise
+        return np.take(rows, places.reshape(-1), axis=0).reshape(*ids.shape, self.width)
+
+    def read(self, numbers: Array, slot: int = VALUES) -> Array:
+        """Return rows, or their slots, by their numbers, in ascending order."""
+        return self._tables.read(self, numbers, slot)
+
+    def load(self, blocks: Iterable[tuple[int, Array, Callable[[], Array]]]) -> None:
+        """Replace rows and their slots.
+
+        In `fit`, the chief does it for all servers. Otherwise all processes call this, and a server loads its
+        own rows.
+
+        Args:
+            blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
+        """
+        self.loads += not self._tables.is_within
+        for slot, numbers, read in blocks:
+            self._tables.write(self, slot, numbers, read)
+
+    def slots(self) -> tuple[int, ...]:
+        """Return the numbers of the slots that the servers have."""
+        return self._tables.slots(self)
+
+
+class ServerTables:
+    """The tables of a job, in one process.
+
+    Args:
+        job: of the process.
+
+    Attributes:
+        server: the index of this server; None in other processes.
+        servers: their number.
+        closed: what would read rows that servers change meanwhile; empty if rows can be read.
+        failure: the error of a lookup.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.context.tasks is not None
+        self._job, self._tasks = job, job.context.tasks
+        # A table lasts as long as its layer.
+        self._known: weakref.WeakValueDictionary[int, ServerTable] = weakref.WeakValueDictionary()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._within: Sequence[Asks] | None = None
+        self._channels: list[AskingChannel] | None = None
+        self._workers: tuple[int, ...] = ()
+        self._end: AnsweringEnd | None = None
+        self.closed = ""
+        self.failure: LockstepError | None = None
+        task, index = self._tasks.of(job.process)
+        self.server = index if task == "ps" else None
+        self.servers = self._tasks.servers
+        if self.server is not None:
+            self._end = AnsweringEnd(self._put, job.membership.accept)
+        # Others may read rows, for example to save a model, until their scripts end.
+        job.at_completion(lambda: job.exchange(lambda _, one: one.barrier(what="the end of the script")))
+        job.at_exit(self._close)
+
+    def add(self, table: ServerTable) -> int:
+        """Add a table; return its number."""
+        self._count += 1
+        self._known[self._count] = table
+        return self._count
+
+    def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
+        """Connect to the servers, and return the digests of tables; all processes call this.
+
+        Args:
+            tables: of a model.
+            what: names the call.
+
+        Raises:
+            PeerLostError: a server has ended.
+            DisagreementError: only some processes have loaded weights.
+        """
+        if self._end is not None and self._end.entrance:
+            self._job.membership.answers_at(self._end.entrance)
+        address = b"" if self._end is None else self._end.address
+        digests = [b"" if one.own is None else one.own.digest().tobytes() for one in tables]
+        given = msgspec.msgpack.encode((self._job.process, address, digests, [one.loads for one in tables]))
+        gathered = self._job.exchange(
+            lambda view, communicator: dict(
+                zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
+            )
+        )
+        found = {
+            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[int]])
+            for worker, one in gathered.items()
+        }
+        for position, table in enumerate(tables):
+            loads = {loaded[position]: process for process, _, _, loaded in found.values()}
+            if len(loads) > 1:
+                least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
+                raise DisagreementError(
+                    f"{what}: {most} has loaded the weights of layer {table.name!r} more often than {least}: "
+                    "load them in all processes"
+                )
+        self._connect({process: (worker, at) for worker, (process, at, _, _) in found.items()}, what)
+        sums = np.zeros((len(tables), 2), np.uint64)
+        for _, _, of_process, _ in found.values():
+            for position, digest in enumerate(of_process):
+                sums[position] += np.frombuffer(digest or bytes(16), np.uint64)
+        return list(sums)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether this process is the chief in a call of `fit`."""
+        return self._within is not None
+
+    @contextmanager
+    def within(self, servers: Sequence[Asks]) -> Iterator[None]:
+        """Within the block, a call of `fit` on the chief, use its connections."""
+        self._within = servers
+        try:
+            yield
+        finally:
+            self._within, self.closed = None, ""
+
+    def read(self, table: ServerTable, numbers: Array, slot: int) -> Array:
+        """Return rows; see `ServerTable.read`."""
+        if self.closed:
+            raise ModelError(
+                f"{self.closed} reads rows of layer {table.name!r}, which servers change within an epoch: "
+                "call the model at the end of an epoch"
+            )
+        asked = []
+        with self._lock:
+            channels = self._connected(table)
+            for server, (start, stop) in enumerate(table.ranges):
+                first, last = np.searchsorted(numbers, (start, stop))
+                if last > first:
+                    asked.append((server, numbers[first:last]))
+            parts = []
+            for server, some in asked:
+                if server == self.server:
+                    assert table.own is not None
+                    parts.append(table.own.read(slot, some))
+                else:
+                    (found,) = channels[server].ask(ReadRows(table.number, slot), [some])[1]
+                    if len(found) != len(some):
+                        raise InternalError(f"parameter server {server} has no layer {table.name!r}")
+                    parts.append(found)
+        return np.concatenate(parts) if parts else np.zeros((0, table.width), table.dtype)
+
+    def write(self, table: ServerTable, slot: int, numbers: Array, read: Callable[[], Array]) -> None:
+        """Replace rows; see `ServerTable.load`."""
+        for server, (start, stop) in enumerate(table.ranges):
+            first, last = np.searchsorted(numbers, (start, stop))
+            if last > first and self._within is not None:
+                message = WriteRows(table.number, slot)
+                self._within[server].ask(message, [numbers[first:last], read()[first:last]])
+            elif last > first and server == self.server:
+                assert table.own is not None
+                table.own.write(slot, numbers[first:last], read()[first:last])
+
+    def slots(self, table: ServerTable) -> tuple[int, ...]:
+        """Return the numbers of the slots of a table."""
+        if table.own is not None:
+            return table.own.slots
+        with self._lock:
+            values, _ = self._connected(table)[0].ask(ReadRows(table.number, VALUES), [np.zeros(0, np.int64)])
+        return tuple(nth for _, nth in values.slots)
+
+    def answer(self, asked: Asked) -> None:
+        """Answer a `ReadRows` or `WriteRows`."""
+        message: Any = asked.message
+        table = self._known.get(message.table)
+        own = None if table is None else table.own
+        if own is None:
+            asked.answer(ServedValues(), [np.zeros(0)])
+        elif isinstance(message, WriteRows):
+            own.write(message.slot, *asked.arrays)
+            asked.answer(Applied())
+        else:
+            slots = tuple((message.table, nth) for nth in own.slots)
+            asked.answer(ServedValues(slots), [own.read(message.slot, *asked.arrays)])
+
+    def _put(self, asked: Asked) -> None:
+        if isinstance(asked.message, ReadRows):
+            self.answer(asked)
+
+    def _connect(self, known: Mapping[int, tuple[int, bytes]], what: str) -> None:
+        """Connect to the servers, given the worker ids and addresses of all processes."""
+        processes = [self._tasks.id_of_server(index) for index in range(self.servers)]
+        for process in processes:
+            if process not in known:
+                raise PeerLostError(
+                    f"{what}: {self._tasks.name(process)} has ended, and no other process has its rows of "
+                    "embedding tables: start the job again from saved weights"
+                )
+        workers = tuple(known[process][0] for process in processes)
+        if workers == self._workers:
+            return
+        self._workers = workers
+        self._channels = [self._channel(process, *known[process]) for process in processes]
+
+    def _channel(self, process: int, worker: int, address: bytes) -> AskingChannel:
+        membership = self._job.membership
+
+        def is_lost() -> bool:
+            return bool(membership.lost_workers((worker,)))
+
+        return AskingChannel(
+            address,
+            self._job.process,
+            self._tasks.name(process),
+            self._job.policy.timeout,
+            membership.dial(worker),
+            self._tasks.of(process)[1],
+            is_lost if self._job.context.over_hosts else None,
+            self._job.worker,
+        )
+
+    def _connected(self, table: ServerTable) -> Sequence[Asks]:
+        found = self._within if self._within is not None else self._channels
+        if found is None:
+            raise ModelError(
+                f"the rows of layer {table.name!r} are on the parameter servers, to which this process "
+                "connects in the first fit, evaluate or predict: call one of these first"
+            )
+        return found
+
+    def _close(self) -> None:
+        for channel in self._channels or ():
+            channel.close()
+        if self._end is not None:
+            self._end.close()
+
+
+@contextmanager
+def failures_raised(job: Job) -> Iterator[None]:
+    """Raise the error of a lookup itself, where a backend raises another one instead."""
+    try:
+        yield
+    except Exception as error:
+        tables = _of_jobs.get(job)
+        if isinstance(error, LockstepError) or tables is None or tables.failure is None:
+            raise
+        raise tables.failure from None
+
+
+_of_jobs: weakref.WeakKeyDictionary[Job, ServerTables] = weakref.WeakKeyDictionary()
+
+
+def tables_of_job(job: Job) -> ServerTables:
+    """Return the tables of a job with parameter servers."""
+    if job not in _of_jobs:
+        _of_jobs[job] = ServerTables(job)
+    return _of_jobs[job]
+
+
+def server_table(variable: Any) -> ServerTable | None:
+    """Return the table whose place a variable takes in a model; None for other variables."""
+    table: ServerTable | None = getattr(variable, _TABLE, None)
+    return table
+
+
+def stand_for(variable: Any, table: ServerTable) -> None:
+    """Let a variable with one row take the place of a table."""
+    setattr(variable, _TABLE, table)
+    variable.numpy = lambda: _refuse_reading(table)
+
+
+_TABLE = "lockstep_table"
+"""The attribute of a variable that takes the place of a table."""
+
+
+def _refuse_reading(table: ServerTable) -> Any:
+    raise ModelError(
+        f"the weights of layer {table.name!r} are rows on the parameter servers, which no process reads as a "
+        "whole: save the model instead of calling get_weights, as EarlyStopping does to restore weights"
+    )
+
+
+def ranges_of(rows: int, servers: int) -> list[tuple[int, int]]:
+    """Return the range of rows of each server that has some."""
+    ranges, start = [], 0
+    for size in split_evenly(rows, min(rows, servers)):
+        ranges.append((start, start + size))
+        start += size
+    return ranges
+
+
+def positions_of(name: str, rows: int, ids: Array) -> Array:
+    """Return ids as positions of rows; negative ones count from the end, as in Keras.
+
+    Raises:
+        DataError: an id is outside of the table.
+    """
+    ids = ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int32)
+    ids = ids.astype(np.int64, copy=False)
+    if ids.size and not (-rows <= ids.min() and ids.max() < rows):
+        wrong = int(ids.min()) if ids.min() < -rows else int(ids.max())
+        raise DataError(
+            f"layer {name!r} looks up row {wrong}, but its table has {rows} rows: check the ids of the "
+            "data, or give the layer a larger input_dim"
+        )
+    return np.where(ids < 0, ids + rows, ids)

@@ -1,0 +1,160 @@
+"""Trains tables whose rows are on parameter servers only; prints exact results and rounded ones.
+
+    rows_on_servers.py serial | saved FOLDER | free | misused
+
+`serial` lets one step be in work at a time; without Lockstep, it prints what plain Keras computes. `saved`
+trains on after saving, and again after loading, also by `BackupAndRestore`. In `free`, a worker ends between
+its pushes to two servers, unless it follows a recorded order. `misused` prints errors.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+from lockstep.errors import LockstepError
+from lockstep.keras.parameter_server import server_embedding
+from lockstep.protocol.parameter_server import Push
+from lockstep.transport.array_channel import AskingChannel
+from lockstep.worker import job
+
+layers = keras.layers
+KIND = sys.argv[1]
+USERS, WORDS = 101, 20
+generator = np.random.default_rng(0)
+X = {
+    "user": generator.integers(-USERS, USERS, (120,)).astype("int32"),
+    "words": generator.integers(0, WORDS, (120, 3)).astype("int32"),
+}
+Y = (X["user"] % 2 + X["words"][:, 0] / WORDS).astype("float32")[:, None]
+# Tables of several blocks.
+server_embedding._BLOCK = 32  # type: ignore[misc]
+
+
+def build(optimizer: Any, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    bound = None if KIND == "free" else 0
+    strategy = lockstep.ParameterServerStrategy(max_staleness=bound) if job.is_worker() else None
+    with nullcontext() if strategy is None else strategy.scope():
+        user, words = (
+            layers.Input((), dtype="int32", name="user"),
+            layers.Input((3,), dtype="int32", name="words"),
+        )
+        of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, name="of_words")
+        of_users = lockstep.ServerEmbedding(USERS, 4, name="of_users", **options)
+        parts = [of_users(user), layers.GlobalAveragePooling1D()(of_words(words)), of_users(user // 2)]
+        model = keras.Model({"user": user, "words": words}, layers.Dense(1)(layers.Concatenate()(parts)))
+        model.compile(optimizer, "mse")
+    return model
+
+
+def fit(model: keras.Model, epochs: int = 1, **options: Any) -> list[float]:
+    history = model.fit(X, Y, 20, epochs, verbose=0, shuffle=False, **options).history
+    return [float(loss) for loss in history["loss"]]
+
+
+def show(name: str, value: Any) -> None:
+    print("result", json.dumps([name, value]), flush=True)
+
+
+def serial() -> None:
+    model = build(keras.optimizers.SGD(0.1))
+    show("before", model.evaluate(X, Y, 30, verbose=0))
+    show("losses", fit(model, 2))
+    options = {"validation_data": (X, Y), "validation_batch_size": 30}
+    show("validated", [fit(model, 2, **options), model.history.history["val_loss"]])
+    show("after", [model.evaluate(X, Y, 30, verbose=0), model.predict(X, 50, verbose=0).tolist()])
+
+
+def saved(folder: str) -> None:
+    model = build(keras.optimizers.Adam(0.05))
+    fit(model)
+    model.save(f"{folder}/model.keras")
+    model.save_weights(f"{folder}/model.weights.h5")
+    show("evaluated", model.evaluate(X, Y, 30, verbose=0))
+    show("predicted", model.predict(X, 50, verbose=0).tolist())
+    show("further", [fit(model), lockstep.digest(model)])
+    model.load_weights(f"{folder}/model.weights.h5")
+    show("loaded", [fit(model), lockstep.digest(model)])
+    keras.utils.set_random_seed(3)
+    with lockstep.ParameterServerStrategy(max_staleness=0).scope():
+        model = keras.models.load_model(f"{folder}/model.keras")
+    show("evaluated again", model.evaluate(X, Y, 30, verbose=0))
+    show("another", fit(model))
+    straight = fit(build(keras.optimizers.Adam(0.05)), 4)
+    backup = keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False)
+    fit(build(keras.optimizers.Adam(0.05)), 2, callbacks=[backup])
+    resumed = build(keras.optimizers.Adam(0.05))
+    show("resumed", [straight[2:], fit(resumed, 4, callbacks=[backup])])
+    print("digest", lockstep.digest(resumed), flush=True)
+
+
+class Reads(keras.callbacks.Callback):
+    """Reads rows at the end of epochs."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        outputs = self.model({name: array[:9] for name, array in X.items()})
+        logs["read"] = float(np.sum(keras.ops.convert_to_numpy(outputs)))
+
+
+def free() -> None:
+    send = AskingChannel.send
+
+    def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
+        send(self, message, arrays)
+        if isinstance(message, Push) and message.step >= 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if job.current().worker == 2 and job.current().context.order is None:
+        AskingChannel.send = sent  # type: ignore[method-assign]
+    model = build(keras.optimizers.Adam(0.05))
+    fit(model, 4, callbacks=[Reads()], validation_data=(X, Y))
+    show("losses", model.history.history)
+    show("evaluated", model.evaluate(X, Y, 30, verbose=0))
+    fit(model, 2)
+    print("digest", lockstep.digest(model), flush=True)
+
+
+def misused() -> None:
+    import jax
+
+    def attempt(act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except LockstepError as error:
+            print("error", type(error).__name__, " ".join(str(error).split()), flush=True)
+
+    model = build("adam")
+    attempt(lambda: model({name: array[:2] for name, array in X.items()}))
+    attempt(lambda: model.get_layer("of_users").embeddings)
+    attempt(model.get_weights)
+    attempt(lambda: build("nadam").fit(X, Y, verbose=0))
+    attempt(lambda: build("adam", trainable=False).fit(X, Y, verbose=0))
+    other = build("adam")
+    other.evaluate(X, Y, verbose=0)
+    trained, rest = (
+        [one.value for one in group] for group in (other.trainable_variables, other.non_trainable_variables)
+    )
+    attempt(lambda: jax.grad(lambda weights: other.stateless_call(weights, rest, X)[0].sum())(trained))
+    attempt(lambda: model.evaluate({**X, "user": np.full(120, USERS)}, Y, verbose=0))
+    if lockstep.is_chief():
+        model.get_layer("of_users").load_own_variables(dict.fromkeys(f"rows-{k}" for k in range(4)))
+    attempt(lambda: model.predict(X, verbose=0))
+
+
+match KIND:
+    case "serial":
+        serial()
+    case "saved":
+        saved(sys.argv[2])
+    case "free":
+        free()
+    case "misused":
+        misused()

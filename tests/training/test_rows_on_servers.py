@@ -1,0 +1,179 @@
+"""Tables whose rows are on parameter servers only: in jobs, and in one process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import ModelError
+from lockstep.keras.parameter_server import server_embedding
+from lockstep.keras.parameter_server.server_tables import VALUES, TableRows, ranges_of
+from lockstep.parameter_server.row_digest import digest_of_rows
+
+Launch = Callable[..., Any]
+SCRIPT = "rows_on_servers.py"
+
+
+generator = np.random.default_rng(0)
+X = {
+    "user": generator.integers(-101, 101, (120,)).astype("int32"),
+    "words": generator.integers(0, 20, (120, 3)).astype("int32"),
+}
+
+
+def results(lines: list[str]) -> dict[str, Any]:
+    return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
+
+
+def test_one_step_at_a_time_is_plain_keras(
+    launch: Launch, plain: Callable[..., str], quicker_backend: str
+) -> None:
+    run = launch("-n 1 --ps 2", SCRIPT, "serial", backend=quicker_backend)
+    assert run.status == 0, run.stderr
+    found = [results(run.log(worker)) for worker in range(4)]
+    assert found == [found[0]] * 4
+    expected = results(plain(SCRIPT, "serial", backend=quicker_backend).splitlines())
+    assert found[0].keys() == expected.keys()
+    for name, values in expected.items():
+        for one, other in zip(_flat(found[0][name]), _flat(values), strict=True):
+            assert one == pytest.approx(other, rel=1e-4), name
+
+
+def test_saved_rows_and_slots_continue_the_training(
+    launch: Launch, tmp_path: Path, thorough_backend: str
+) -> None:
+    run = launch("-n 1 --ps 2", SCRIPT, "saved", str(tmp_path), backend=thorough_backend)
+    assert run.status == 0, run.stderr
+    found = [results(run.log(worker)) for worker in range(4)]
+    assert found == [found[0]] * 4
+    one = found[0]
+    assert one["loaded"] == one["further"]
+    assert one["evaluated again"] == one["evaluated"]
+    assert one["another"] == one["further"][0]
+    straight, resumed = one["resumed"]
+    assert resumed == straight
+    # A process on its own, on any backend.
+    model = keras.models.load_model(tmp_path / "model.keras", compile=False)
+    assert model.predict(X, 50, verbose=0) == pytest.approx(np.array(one["predicted"]), rel=1e-4)
+
+
+def test_a_run_that_lost_a_worker_can_be_repeated(
+    launch: Launch, repeat: Callable[..., Any], thorough_backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", SCRIPT, "free", backend=thorough_backend)
+    assert run.status == 0, run.stderr
+    assert "worker 2 was killed by SIGKILL" in run.stderr
+    digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
+    assert len(digests) == 1
+    assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
+
+
+def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
+    run = launch("-n 1 --ps 1", SCRIPT, "misused")
+    assert run.status == 0, run.stderr
+    shown = [
+        "the rows of layer 'of_words' are on the parameter servers, to which this process connects in the",
+        "the table of layer 'of_users' is on the parameter servers",
+        "the weights of layer 'of_words' are rows on the parameter servers",
+        "layer 'of_words' is a ServerEmbedding, of which workers read rows only, but Nadam has variables",
+        "layer 'of_users' is a ServerEmbedding, of which workers read rows only, but it is not trainable",
+        "is a ServerEmbedding, whose rows have gradients in fit only; use keras.layers.Embedding in a loop",
+        "layer 'of_users' looks up row 101, but its table has 101 rows",
+        "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
+    ]
+    for worker in range(3):
+        found = run.marked(worker, "error ")
+        assert len(found) == len(shown)
+        for line, text in zip(found, shown, strict=True):
+            assert text in line
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_embedding, "_BLOCK", 32)
+
+
+@pytest.mark.parametrize("initializer", ["uniform", "ones", keras.initializers.RandomNormal(seed=4)])
+def test_the_initial_values_do_not_depend_on_the_servers(initializer: Any) -> None:
+    keras.utils.set_random_seed(1)
+    layer = lockstep.ServerEmbedding(70, 3, initializer)
+    rows = keras.ops.convert_to_numpy(layer(np.arange(70)))
+    assert (len(np.unique(rows, axis=0)) == 1) == (initializer == "ones")
+    for servers in (1, 2, 5, 80):
+        parts = [layer._drawn(*one) for one in ranges_of(70, servers)]
+        assert np.array_equal(np.concatenate(parts), rows)
+
+
+def test_a_process_on_its_own_saves_and_loads_the_same_blocks(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(70, 3)])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert lockstep.digest(loaded) == lockstep.digest(model)
+    larger = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(97, 3)])
+    model.save_weights(tmp_path / "model.weights.h5")
+    with pytest.raises(ValueError, match="not those of a ServerEmbedding with 97 rows"):
+        larger.load_weights(tmp_path / "model.weights.h5")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"embeddings_initializer": "glorot_uniform"}, "GlorotUniform may depend on the shape"),
+        ({"embeddings_regularizer": "l2"}, "no embeddings_regularizer"),
+        ({"lora_rank": 2}, "no lora_rank"),
+    ],
+)
+def test_options_for_whole_tables_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        lockstep.ServerEmbedding(4, 2, **options)
+
+
+def test_a_digest_follows_changes_of_rows_and_slots() -> None:
+    """It is that of the present rows and slots, whatever order the changes had."""
+    random = np.random.default_rng(5)
+    optimizer = object.__new__(type("Optimizer", (), {}))
+    values = random.normal(size=(40, 3)).astype("float32")
+    halves = [TableRows(0, values[:25].copy()), TableRows(25, values[25:].copy())]
+    initial = {0: np.zeros((1, 3), "float32"), 2: np.full((1, 3), 0.1, "float32")}
+    plain = {VALUES: values} | {nth: np.repeat(row, 40, axis=0) for nth, row in initial.items()}
+    for half in halves:
+        half.slots_of(optimizer, initial)
+    for step in range(60):
+        numbers = np.sort(random.choice(40, random.integers(0, 9), replace=False))
+        for half in halves:
+            own = numbers[(numbers >= half.start) & (numbers < half.start + len(half.values))]
+            slots = half.slots_of(optimizer, initial)
+            half.touch(own - half.start)
+            for kind, array in {VALUES: half.values, **slots}.items():
+                array[own - half.start] = plain[kind][own] = random.normal(size=(len(own), 3))
+        if step % 5 == 0:
+            expected = sum(
+                digest_of_rows(np.arange(40), array, 1 + kind if kind >= 0 else 0)
+                for kind, array in plain.items()
+            )
+            assert np.array_equal(halves[0].digest() + halves[1].digest(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_each_bit_and_each_place_of_a_row_changes_the_digest(dtype: str) -> None:
+    rows, numbers = np.random.default_rng(1).normal(size=(6, 3)).astype(dtype), np.arange(6)
+    whole = digest_of_rows(numbers, rows)
+    assert np.array_equal(
+        whole, digest_of_rows(numbers[:4], rows[:4]) + digest_of_rows(numbers[4:], rows[4:])
+    )
+    assert np.array_equal(whole, digest_of_rows(numbers[::-1], rows[::-1]))
+    others = [digest_of_rows(numbers[::-1], rows), digest_of_rows(numbers, rows, 1)]
+    for byte in range(rows.nbytes):
+        changed = rows.copy()
+        changed.reshape(-1).view(np.uint8)[byte] ^= 1 << byte % 8
+        others.append(digest_of_rows(numbers, changed))
+    assert len({one.tobytes() for one in (whole, *others)}) == 1 + len(others)
+
+
+def _flat(values: Any) -> list[float]:
+    return [value for one in values for value in _flat(one)] if isinstance(values, list) else [values]
