@@ -1,16 +1,16 @@
 """Trains models asynchronously on parameter servers; prints exact results and rounded ones.
 
-    serving.py serial | free [SERVER CALL KIND NUMBER WHEN] | replaced FILE [SERVER ...] | long | alone |
-        lost-server | lost-chief | raising | faster | differing | again | unscoped | mirrored
+    serving.py serial | exact | free [SERVER CALL KIND NUMBER WHEN] | replaced FILE [SERVER ...] | long |
+        alone | lost-server | lost-chief | raising | faster | differing | again | unscoped | mirrored
 
-`serial` lets one step be in work at a time, as plain Keras does; without Lockstep, it prints what plain Keras
-computes. `free` has no bound; unless it follows a recorded order, a worker ends between its pushes to two
-servers, and a server at the given point (see `losing_servers.py`). In `replaced`, a worker ends so within the
-second `fit`, and then the one that replaces it; the training stops soon after the next one takes part, whose
-step it writes to FILE, or at the step in FILE. `alone` trains in one process with and
-without the strategy. `lost-server` and `lost-chief` end such a process within `fit`, `raising` and `faster`
-have a callback that raises and one that changes the learning rate within an epoch; in `differing` a worker
-reads other data, and `again` reads an iterator twice. The models of the last two do not belong to a strategy
+`serial` and `exact` let one step be in work at a time, as plain Keras does; without Lockstep or servers, they
+print what plain Keras computes, `exact` only digests. `free` has no bound; unless it follows a recorded order,
+a worker ends between its pushes to two servers, and a server at the given point (see `losing_servers.py`). In
+`replaced`, a worker ends so within the second `fit`, and then the one that replaces it; the training stops
+soon after the next one takes part, whose step it writes to FILE, or at the step in FILE. `alone` trains in
+one process with and without the strategy. `lost-server` and `lost-chief` end such a process within `fit`,
+`raising` and `faster` have a callback that raises and one that changes the learning rate within an epoch; in
+`differing` a worker reads other data, and `again` reads an iterator twice. The models of the last two do not belong to a strategy
 with servers.
 """
 
@@ -46,7 +46,7 @@ TAGS = generator.integers(0, 3, (120, 5))
 
 def strategy() -> Any:
     partitioner = lockstep.FixedShardsPartitioner(2)
-    return lockstep.ParameterServerStrategy(None, partitioner, 0 if KIND == "serial" else None)
+    return lockstep.ParameterServerStrategy(None, partitioner, 0 if KIND in ("serial", "exact") else None)
 
 
 def dense(scope: Any, optimizer: Any, **options: Any) -> keras.Model:
@@ -232,6 +232,20 @@ def lose_between_pushes(*workers: int) -> None:
         AskingChannel.send = sent  # type: ignore[method-assign]
 
 
+def exact(scope: Callable[[], Any]) -> None:
+    optimizers = keras.optimizers
+    for optimizer in (optimizers.SGD(0.1, 0.9), optimizers.Adam(0.01), optimizers.AdamW(0.01)):
+        keras.utils.set_random_seed(3)
+        with scope():
+            model = keras.Sequential(
+                [layers.Input((6,)), layers.Dense(16, activation="relu"), layers.Dense(2, use_bias=False)]
+            )
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizer, loss, metrics=["accuracy"])
+        model.fit(X, Y, 20, 3, verbose=0)
+        print("digest", lockstep.digest(model), flush=True)
+
+
 def free() -> None:
     lose_between_pushes(2)
     lose_servers(sys.argv[2:])
@@ -274,6 +288,8 @@ def lose_a_server() -> None:
 match KIND:
     case "serial":
         serial(strategy().scope if job.is_worker() else nullcontext)
+    case "exact":
+        exact(strategy().scope if job.is_worker() else nullcontext)
     case "free":
         free()
     case "replaced":

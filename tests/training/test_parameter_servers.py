@@ -50,6 +50,18 @@ def test_one_step_at_a_time_is_plain_keras(
     assert len({one["again"]["drawn"] for one in found}) == 1
 
 
+def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_backend: str) -> None:
+    """With divided variables on two servers, and two workers in turn; one worker is plain Keras."""
+    options = {"backend": quicker_backend, "optimized": True}
+    one = launch("-n 1 --threads-per-worker 1", "serving.py", "exact", **options)
+    assert one.status == 0, one.stderr
+    expected = one.marked(0, "digest ")
+    assert len(set(expected)) == 3
+    run = launch("-n 2 --ps 2 --threads-per-worker 1", "serving.py", "exact", **options)
+    assert run.status == 0, run.stderr
+    assert [run.marked(worker, "digest ") for worker in range(5)] == [expected] * 5
+
+
 def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
     launch: Launch, repeat: Repeat, thorough_backend: str
 ) -> None:

@@ -44,10 +44,17 @@ class UnknownValue:
 
 @dataclass(frozen=True)
 class Update:
-    """An update that each step makes: an optimizer, and the variables that it updates."""
+    """An update that each step makes.
+
+    Attributes:
+        optimizer: that makes it.
+        variables: that it updates.
+        plain: whether its bits are those of Keras's own update.
+    """
 
     optimizer: Any
     variables: list[Any]
+    plain: bool = False
 
     @property
     def changed(self) -> list[Any]:
@@ -57,7 +64,7 @@ class Update:
     @cached_property
     def kernel(self) -> Kernel | None:
         """The fused kernel for the update, if there is one; it neither keeps nor changes gradients."""
-        return kernel_of(self.optimizer, self.variables)
+        return None if self.plain else kernel_of(self.optimizer, self.variables)
 
     def apply(self, gradients: list[Any]) -> None:
         """Apply the optimizer, even if its `apply` is replaced."""

@@ -8,6 +8,7 @@ of that moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -64,7 +65,10 @@ def fit_on_servers(
 
     updated: Mapping[int, tuple[Array, list[Any]]] = {}
     if task == "ps":
-        with ServerProcess(served.job, served.call, lambda: ServedVariables(served.backend)) as server:
+        # One step at a time is plain Keras.
+        plain = served.options.max_staleness == 0
+        variables = partial(ServedVariables, served.backend, plain=plain)
+        with ServerProcess(served.job, served.call, variables) as server:
             # Only this process has its rows of the tables that are on servers only.
             server.standbys = not server_layers(served.model)
             server.open()

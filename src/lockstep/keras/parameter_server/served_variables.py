@@ -268,13 +268,14 @@ class ServedVariables:
         backend: makes updates.
         own: whether all shards are the server's own. Otherwise a variable that is not divided is the
             program's, and is updated there.
+        plain: as in `Update`.
 
     Attributes:
         state_bytes: the size of `state`.
     """
 
-    def __init__(self, backend: Backend, *, own: bool = False) -> None:
-        self._backend, self._own = backend, own
+    def __init__(self, backend: Backend, *, own: bool = False, plain: bool = False) -> None:
+        self._backend, self._own, self._plain = backend, own, plain
         self._transfers = transfers_of(backend)
         self._shards: list[Any] = []
         self._served: list[_ServedOptimizer] = []
@@ -319,7 +320,7 @@ class ServedVariables:
                 variables,
                 optimizer,
                 tuple((positions[at] if at >= 0 else -1 - number, nth) for at, nth in slots),
-                self._backend.updater(Update(optimizer, variables)),
+                self._backend.updater(Update(optimizer, variables, self._plain)),
                 tables_made,
             )
         )
