@@ -4,14 +4,14 @@
         alone | lost-server | lost-chief | raising | faster | differing | again | unscoped | mirrored
 
 `serial` and `exact` let one step be in work at a time, as plain Keras does; without Lockstep or servers, they
-print what plain Keras computes, `exact` only digests. `free` has no bound; unless it follows a recorded order,
-a worker ends between its pushes to two servers, and a server at the given point (see `losing_servers.py`). In
+print what plain Keras computes, `exact` only digests. `free` has no bound; unless it follows a recorded
+order, a worker ends between its pushes to two servers, and a server at the given point (see `losing_servers.py`). In
 `replaced`, a worker ends so within the second `fit`, and then the one that replaces it; the training stops
 soon after the next one takes part, whose step it writes to FILE, or at the step in FILE. `alone` trains in
 one process with and without the strategy. `lost-server` and `lost-chief` end such a process within `fit`,
 `raising` and `faster` have a callback that raises and one that changes the learning rate within an epoch; in
-`differing` a worker reads other data, and `again` reads an iterator twice. The models of the last two do not belong to a strategy
-with servers.
+`differing` a worker reads other data, and `again` reads an iterator twice. The models of the last two do not
+belong to a strategy with servers.
 """
 
 import json
