@@ -38,6 +38,40 @@ def test_the_command_exits_with_the_status_of_the_script(lockstep: Any, text: st
     assert lockstep.run("-n", "1", lockstep.script(text)).status == status
 
 
+_FAILS_ONCE = """
+if not os.path.exists("failed"):
+    open("failed", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+print("attempt", os.environ.get("LOCKSTEP_ATTEMPT"))
+"""
+
+
+def test_a_failed_job_starts_again_in_the_same_folder(lockstep: Any) -> None:
+    done = lockstep.run("-n", "1", "--restart-job", "2", lockstep.script(_FAILS_ONCE))
+    assert (done.status, done.out) == (0, "attempt None\n")
+    (note,) = (line for line in done.err.splitlines() if "starts again" in line)
+    ended = "the job has ended with status 137, and starts again in 1 s from what it has saved"
+    assert note == f"lockstep: {ended} (restart 1 of 2)"
+    assert done.log(0) == "attempt None\n"
+
+
+def test_a_job_that_fails_again_and_again_ends(lockstep: Any) -> None:
+    done = lockstep.run("-n", "1", "--restart-job", "1", lockstep.script("sys.exit(3)"))
+    assert done.status == 3
+    assert done.err.count("starts again in 1 s") == 1
+    assert done.err.endswith("lockstep: no restart of the job is left (--restart-job 1)\n")
+
+
+def test_a_job_that_was_stopped_does_not_start_again(lockstep: Any) -> None:
+    running = lockstep.start("-n", "1", "--restart-job", "1", lockstep.script("announce(me); stay()"))
+    ((_, (pidfd,)),) = running.announced(1).items()
+    os.close(pidfd)
+    running.process.send_signal(signal.SIGTERM)
+    done = running.end()
+    assert done.status == 143
+    assert "starts again" not in done.err
+
+
 def test_the_output_of_the_chief_is_shown_and_every_worker_has_a_log(lockstep: Any) -> None:
     done = lockstep.run(
         "-n", "2", lockstep.script("print('out', me); print('err', me, file=sys.stderr); barrier()")

@@ -1,14 +1,16 @@
 """Trains models asynchronously on parameter servers; prints exact results and rounded ones.
 
     serving.py serial | exact | free [SERVER CALL KIND NUMBER WHEN] | replaced FILE [SERVER ...] | long |
-        alone | lost-server | lost-chief | raising | faster | differing | again | unscoped | mirrored
+        restarted FOLDER | alone | lost-server | lost-chief | raising | faster | differing | again |
+        unscoped | mirrored
 
 `serial` and `exact` let one step be in work at a time, as plain Keras does; without Lockstep or servers, they
 print what plain Keras computes, `exact` only digests. `free` has no bound; unless it follows a recorded
-order, a worker ends between its pushes to two servers, and a server at the given point (see `losing_servers.py`). In
-`replaced`, a worker ends so within the second `fit`, and then the one that replaces it; the training stops
-soon after the next one takes part, whose step it writes to FILE, or at the step in FILE. `alone` trains in
-one process with and without the strategy. `lost-server` and `lost-chief` end such a process within `fit`,
+order, a worker ends between its pushes to two servers, and a server at the given point (see
+`losing_servers.py`). In `replaced`, a worker ends so within the second `fit`, and then the one that replaces
+it; the training stops soon after the next one takes part, whose step it writes to FILE, or at the step in
+FILE. In `restarted`, the chief ends once in the third epoch, if FOLDER is empty. `alone` trains in one
+process with and without the strategy. `lost-server` and `lost-chief` end such a process within `fit`,
 `raising` and `faster` have a callback that raises and one that changes the learning rate within an epoch; in
 `differing` a worker reads other data, and `again` reads an iterator twice. The models of the last two do not
 belong to a strategy with servers.
@@ -46,7 +48,9 @@ TAGS = generator.integers(0, 3, (120, 5))
 
 def strategy() -> Any:
     partitioner = lockstep.FixedShardsPartitioner(2)
-    return lockstep.ParameterServerStrategy(None, partitioner, 0 if KIND in ("serial", "exact") else None)
+    return lockstep.ParameterServerStrategy(
+        None, partitioner, 0 if KIND in ("serial", "exact", "restarted") else None
+    )
 
 
 def dense(scope: Any, optimizer: Any, **options: Any) -> keras.Model:
@@ -274,6 +278,24 @@ def replaced() -> None:
     print("digest", lockstep.digest(first), flush=True)
 
 
+class EndsOnce(keras.callbacks.Callback):
+    """Ends the process at the beginning of the third epoch, unless a file exists."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        file = Path(sys.argv[2]) / "ended"
+        if epoch == 2 and not file.exists():
+            file.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restarted() -> None:
+    model = dense(strategy().scope(), keras.optimizers.Adam(0.01))
+    backup = keras.callbacks.BackupAndRestore(Path(sys.argv[2]) / "backup")
+    history = model.fit(X, Y, 20, 4, verbose=0, shuffle=False, callbacks=[backup, EndsOnce()])
+    print("losses", history.history["loss"][-2:], flush=True)
+    print("digest", [float(np.sum(one)) for one in model.get_weights()], flush=True)
+
+
 def lose_a_server() -> None:
     arrive = ServerShards.arrive
 
@@ -299,6 +321,8 @@ match KIND:
         shown = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", flush=True))
         model.fit(X, Y, 20, int(sys.argv[2]), verbose=0, callbacks=[shown])
         print("digest", lockstep.digest(model), flush=True)
+    case "restarted":
+        restarted()
     case "alone":
         models = [tagger(scope) for scope in (nullcontext(), strategy().scope())]
         for name, model in zip(("plain", "scoped"), models, strict=True):

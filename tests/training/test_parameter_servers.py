@@ -113,6 +113,22 @@ def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
     check_repeated(run, repeat, (0, 1, 3, 4, 7) if lost else (0, 1, 3, 4, 5, 7), (1, 3, 4, 5), 2)
 
 
+@pytest.mark.slow
+def test_a_job_that_lost_its_chief_starts_again(launch: Launch, tmp_path: Path, backend: str) -> None:
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "lost"
+    for one in (undisturbed, folder):
+        one.mkdir()
+    (undisturbed / "ended").touch()
+    options = "-n 1 --ps 1 --restart-job 1"
+    first, second = (
+        launch(options, "serving.py", "restarted", str(one), backend=backend) for one in (undisturbed, folder)
+    )
+    assert (first.status, second.status) == (0, 0), second.stderr
+    assert "the job has ended with status 137, and starts again in 1 s" in second.stderr
+    for mark in ("losses ", "digest "):
+        assert second.marked(0, mark) == first.marked(0, mark) != []
+
+
 def check_repeated(
     run: Any, repeat: Repeat, left: tuple[int, ...], calls: tuple[int, ...] = (1, 2, 5), joined: int = 0
 ) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import click
 
 from lockstep.cli.completion import complete_script
+from lockstep.cli.job_restarts import folder_of_job, start_again
 from lockstep.cli.page import page_beside
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.host_list import parse_hosts
@@ -278,6 +279,14 @@ class _Folder(click.Path):
     help="How many lost workers are replaced; after that, training continues with the remaining ones.",
 )
 @click.option(
+    "--restart-job",
+    type=click.IntRange(min=0, max=_TIMES),
+    default=0,
+    metavar="N",
+    show_default=True,
+    help="How often a job that fails starts again, from --checkpoint or what the script has saved.",
+)
+@click.option(
     "--min-workers",
     type=PARTS,
     default=1,
@@ -403,7 +412,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             if link is not None:
                 run_dir = claim_when_free(options["run_dir"])
             else:
-                run_dir = options["run_dir"] or _fresh_folder(options)
+                run_dir = folder_of_job() or options["run_dir"] or _fresh_folder(options)
                 claim_folder(run_dir, patience=_ENDS_WITHIN)
             spec = replace(spec, run_dir=run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
@@ -442,8 +451,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             return _serve(spec, resumed, command, exports)
 
     with page_beside(spec.run_dir) if options["ui"] else contextlib.nullcontext():
+        begun = time.monotonic()
         status = run_in_job_process(serve, spec.grace, lifeline)
     leave_folder(spec.run_dir)
+    start_again(options["restart_job"], status, spec.run_dir, time.monotonic() - begun)
     if created:
         remove_unused(spec.run_dir)
     if folder is not None and not existed:
@@ -530,6 +541,11 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
     if options["servers"]:
         _refuse_with_servers(options, ways)
+    if options["restart_job"] and (others := [way for way in ways if way != "--hosts"]):
+        raise ConfigError(
+            f"--restart-job cannot be combined with {others[0]}: there, several commands or an engine start "
+            "the job"
+        )
     if not ways and options["plain"]:
         raise ConfigError(
             "--plain is for jobs on several hosts; give --hosts, --listen, --tf-config, --slurm or --on too"

@@ -53,6 +53,8 @@ ORDER = f"{_PREFIX}ORDER"
 """The variable with the folder of a run whose order of arrivals this one follows; see `JobContext.order`."""
 DIGESTS = f"{_PREFIX}DIGESTS"
 """The variable that says which steps a run records; see `lockstep.worker.job.JobContext.digests`."""
+ATTEMPT = f"{_PREFIX}ATTEMPT"
+"""The variable with the number of times that a job was started again, and its run folder."""
 ENGINE = f"{_PREFIX}ENGINE"
 """The variable with the descriptor of the socket of the engine that has started this process."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
@@ -584,3 +586,9 @@ def _folder(text: str) -> Path:
     if not text.startswith("/"):
         raise ValueError("expected an absolute path")
     return Path(text)
+
+
+def attempt(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """Return how often the job of this command was started again, and its run folder; empty for the first."""
+    number, _, folder = environ.get(ATTEMPT, "").partition(":")
+    return (int(number), folder) if number.isdecimal() else (0, "")

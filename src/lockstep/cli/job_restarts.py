@@ -1,0 +1,55 @@
+"""Starts a failed job again: the command becomes the same command, with the same run folder.
+
+A job survives the loss of workers by itself. It ends with the loss of all of them, of the coordinator, and of
+the chief or the only server of an asynchronous training; then it can continue from what it has saved.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from lockstep.system.environment import ATTEMPT, attempt, take_environment
+from lockstep.system.notes import note
+from lockstep.system.standard_streams import flush_streams
+
+_STEADY = 60.0
+"""Seconds after which the failure of a job does not delay the next start."""
+
+_FINAL = (0, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
+"""The exit statuses of a job that has succeeded, was refused, or was stopped."""
+
+
+def folder_of_job() -> Path | None:
+    """Return the run folder of the job that this command starts again; None if it starts one."""
+    _, folder = attempt()
+    return Path(folder) if folder else None
+
+
+def start_again(restarts: int, status: int, run_dir: Path, seconds: float) -> None:
+    """Start the job again, if it has failed and a restart is left; otherwise return.
+
+    Args:
+        restarts: how often the job may be started again in all.
+        status: the exit status of the job.
+        run_dir: its folder.
+        seconds: how long the job took.
+    """
+    number, _ = attempt()
+    if status in _FINAL or not restarts:
+        return
+    if number >= restarts:
+        note(f"no restart of the job is left (--restart-job {restarts})")
+        return
+    pause = 0 if seconds >= _STEADY else min(2**number, 60)
+    when = f" in {pause} s" if pause else ""
+    which = f"restart {number + 1} of {restarts}"
+    note(f"the job has ended with status {status}, and starts again{when} from what it has saved ({which})")
+    for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            signal.signal(one, signal.SIG_DFL)
+    time.sleep(pause)
+    flush_streams()
+    take_environment({ATTEMPT: f"{number + 1}:{run_dir}"})
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
