@@ -35,9 +35,7 @@ _OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
 """Packages that Keras or a backend imports if they are installed, even if they are not needed."""
 _jaxlib = Version(version("jaxlib"))
 _QUICK = "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
-if not Version("0.9.1") <= _jaxlib < Version("0.10"):
-    # On these versions, replicas of a CNN then differ from plain Keras by 2e-5 instead of 6e-8, relative.
-    _QUICK += " --xla_backend_optimization_level=0"
+_QUICK += " --xla_backend_optimization_level=0"
 if _jaxlib < Version("0.11"):
     # Later versions do not know this flag, and end the process.
     _QUICK += " --xla_cpu_use_fusion_emitters=false"

@@ -27,8 +27,8 @@ CORNERS = {
     "keras-3.14": "keras==3.14.*,jax==0.9.*,tensorflow-cpu==2.20.*,torch==2.10.*,numpy==2.2.*",
     "old-backends": "jax==0.7.0,tensorflow-cpu==2.19.0,torch==2.6.0",
     "newest": "",
-    "python-3.12": "python==3.12",
-    "python-3.13": "python==3.13",
+    "python-3.12": "python==3.12,torch==2.13.*",
+    "python-3.13": "python==3.13,torch==2.13.*",
 }
 """Pins of each corner. Those of "oldest" are all lower bounds in `pyproject.toml`."""
 CORE = ["invariance", "tensorflow", "torch", "fused", "patches", "private_parts", "jax", "visits"]
