@@ -1,7 +1,10 @@
 """An evaluator and the folder that it watches, which changes while it waits."""
 
+import json
 import os
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from lockstep.errors import CheckpointError, ConfigError, PeerLostError, PeerStu
 from lockstep.keras.fit.model_methods import bind
 from lockstep.keras.sidecar_evaluator import EvaluatorFit, follow
 from lockstep.keras.variables import step_state
+from lockstep.rendezvous.take_part import take_part_with_servers
 from lockstep.system.clock import VirtualClock
 from lockstep.system.locks import share_lock
 from lockstep.worker.job import Job
@@ -249,6 +253,110 @@ def test_an_evaluator_in_the_training_process_is_refused(
         lockstep.SidecarEvaluator(small(), (X, Y), folder.path).start()
 
 
+class Files:
+    """The files of a `ModelCheckpoint`, saved two seconds after one another."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path / name, name
+        self.expected: list[dict[str, float]] = []
+        self._time = 0
+
+    def keep(self, epoch: int, *, torn: bool = False) -> Path:
+        model = small()
+        for variable in model.trainable_variables:
+            variable.assign(np.random.default_rng(epoch).normal(size=variable.shape))
+        file = Path(str(self.path).format(epoch=epoch, val_loss=1.5))
+        if torn:
+            file.write_bytes(b"torn")
+        else:
+            model.save_weights(file)
+            self.expected.append(model.evaluate(X, Y, verbose=0, batch_size=16, return_dict=True))
+        self._time += 2
+        os.utime(file, (self._time, self._time))
+        return file
+
+
+def watch_files(files: Files, *events: Event, model: Any = None, **options: Any) -> Any:
+    """As `watch`, for files; all pauses after the last event are waits."""
+    clock, left = VirtualClock(), list(events)
+
+    def pause(seconds: float) -> None:
+        clock.advance(seconds)
+        if left:
+            left.pop(0)()
+
+    clock.advance(100)
+    evaluator = lockstep.SidecarEvaluator(model or small(), (X, Y), files.path, batch_size=16, **options)
+    return follow(evaluator, NEVER, clock, pause)
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs"),
+    [
+        ("w-{epoch:03d}-{val_loss:.2f}.weights.h5", [2, 4]),
+        ("{epoch}.weights.h5", [2, 4]),
+        ("best.weights.h5", [1, 2]),
+    ],
+)
+def test_the_files_of_a_model_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, epochs: list[int]
+) -> None:
+    files, model = Files(tmp_path, name), small(built=False)
+    (tmp_path / "other.weights.h5").touch()
+    history = watch_files(
+        files,
+        nothing,
+        lambda: files.keep(2),
+        nothing,
+        lambda: [files.keep(3), files.keep(4)],
+        model=model,
+    )
+    assert history.epoch == ([2, 4] if "epoch" in name else epochs)
+    assert history.history["val_loss"] == [files.expected[0]["loss"], files.expected[-1]["loss"]]
+    text = capsys.readouterr()
+    assert [line.split(":")[0] for line in text.out.splitlines()] == [f"epoch {one}" for one in epochs]
+    waits = f"lockstep: the evaluator waits for one after epoch {epochs[-1]} in {files.path}"
+    assert text.err.splitlines()[-1] == waits
+
+
+def test_a_file_that_cannot_be_read_is_named_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = Files(tmp_path, "{epoch}.weights.h5")
+    files.keep(1)
+    torn = files.keep(2, torn=True)
+    assert watch_files(files, max_evaluations=1).epoch == [1]
+    assert f"lockstep: {torn} cannot be read" in capsys.readouterr().err
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    files = Files(tmp_path, "{epoch}.weights.h5")
+    files.keep(1)
+    with pytest.raises(CheckpointError, match=r"1\.weights\.h5 does not fit model"):
+        watch_files(files, model=small(width=5))
+
+
+def test_no_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PeerStuckError, match="has waited 600 s for a job"):
+        watch_files(Files(tmp_path, "{epoch}.weights.h5"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "evaluates"), [("evaluator", True), ("chief", False), ("worker", False), ("ps", False)]
+)
+def test_only_the_command_starts_tasks_with_parameter_servers(
+    job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch, kind: str, evaluates: bool
+) -> None:
+    cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3", "localhost:4"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}}))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(job_of_one_worker, "task", "worker")
+    expected = pytest.raises(ConfigError, match=r"lockstep run --tf-config --ps 2 SCRIPT`$")
+    with nullcontext() if evaluates else expected:
+        take_part_with_servers()
+    assert job_of_one_worker.evaluates == evaluates
+
+
 class TestFit:
     """`fit` in an evaluator."""
 
@@ -277,8 +385,13 @@ class TestFit:
         assert split.history["val_loss"] != first.history["val_loss"]
 
     def test_missing_arguments_of_fit_are_named(self, folder: Folder) -> None:
+        files = Files(folder.path.parent, "{epoch}.weights.h5")
+        files.keep(3)
+        saving = keras.callbacks.ModelCheckpoint(files.path, save_weights_only=True)
+        with pytest.raises(ConfigError, match="give fit validation_data, in all tasks"):
+            self.fit(EvaluatorFit(), callbacks=[saving])
         with pytest.raises(
-            ConfigError, match=r"callbacks=\[lockstep.callbacks.Checkpoint\(folder\)\], in all"
+            ConfigError, match=r"callbacks=\[lockstep.callbacks.Checkpoint\(folder\)\] or a keras"
         ):
             self.fit(EvaluatorFit(), validation_data=(X, Y))
         with pytest.raises(ConfigError, match="give fit validation_data, in all tasks"):

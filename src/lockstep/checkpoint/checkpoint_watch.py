@@ -40,11 +40,13 @@ class CheckpointWatch:
         folder: for messages.
         since: the time of the last activity; initially the start of the watch.
         newest: the step of the newest evaluated checkpoint; None before the first.
+        unit: of the numbers of checkpoints.
     """
 
     folder: Path
     since: float
     newest: int | None = None
+    unit: str = "step"
     _begun: bool = False
     _reported: float | None = None
     _failed: Counter[int] = field(default_factory=Counter)
@@ -99,7 +101,7 @@ class CheckpointWatch:
             return ""
         self._reported = state.now
         if state.trains:
-            what = "a checkpoint" if self.newest is None else f"one after step {self.newest}"
+            what = "a checkpoint" if self.newest is None else f"one after {self.unit} {self.newest}"
             return f"the evaluator waits for {what} in {self.folder}"
         waited = state.now - self.since
         for_how_long = f", {waited:.0f} of {PATIENCE:g} s" if waited >= 1 else ""

@@ -1,19 +1,24 @@
 """Evaluates the checkpoints of a job in a separate process, as they appear."""
 
+import contextlib
+import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
-from lockstep.checkpoint.checkpoint_files import Contents, load
-from lockstep.checkpoint.checkpoint_watch import CheckpointWatch, FolderState
+from lockstep.checkpoint.checkpoint_files import load
+from lockstep.checkpoint.checkpoint_watch import PATIENCE, CheckpointWatch, FolderState
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import is_training, last_activity
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.keras.backends.common import replaced
 from lockstep.keras.input.fit_inputs import split_validation
+from lockstep.keras.state.callback_states import listed
 from lockstep.keras.state.checkpoint_callback import asked_in, take_out
 from lockstep.keras.state.loading import load_into
 from lockstep.system.clock import Clock, SystemClock
@@ -21,6 +26,10 @@ from lockstep.system.notes import note
 from lockstep.worker import job
 
 _PAUSE = 0.5
+_SETTLED = 1.0
+"""Seconds since its last change after which a file of a `ModelCheckpoint` counts as complete."""
+_EPOCH = re.compile(r"\{epoch[^}]*\}")
+_FIELD = re.compile(r"\{[^}]*\}")
 
 
 class SidecarEvaluator:
@@ -31,7 +40,8 @@ class SidecarEvaluator:
         data: as `validation_data` of `fit`: a dataset, or (x, y) or (x, y, sample_weight). It is read again
             for each checkpoint.
         checkpoint_dir: the folder of the checkpoints, of `lockstep.callbacks.Checkpoint` or
-            `lockstep run --checkpoint`.
+            `lockstep run --checkpoint`; or the `filepath` of a `keras.callbacks.ModelCheckpoint`, such as
+            `"saved/{epoch:03d}.weights.h5"`.
         steps: batches to evaluate; None for all.
         max_evaluations: how many checkpoints to evaluate; None to evaluate until training ends.
         callbacks: called in each evaluation as `evaluate` calls them.
@@ -76,11 +86,12 @@ class SidecarEvaluator:
         After each evaluation, this takes the newest checkpoint and skips those in between. The model keeps
         the state of the last one. Training has ended when no process that saves checkpoints in the folder is
         left. A job that started or saved a checkpoint after this process started counts even if it has ended;
-        otherwise this waits for a job.
+        otherwise this waits for a job. Of the files of a `ModelCheckpoint`, nothing shows whether the
+        training has ended: it has if none was saved for 600 s.
 
         Returns:
-            The steps of the checkpoints in `epoch` and the metrics of each in `history`: `val_loss` and so
-            on. Each is also printed.
+            The steps of the checkpoints, or the epochs of the files, in `epoch` and the metrics of each in
+            `history`: `val_loss` and so on. Each is also printed.
 
         Raises:
             CheckpointError: a checkpoint is not one of this model.
@@ -123,11 +134,16 @@ class EvaluatorFit:
             ConfigError: no checkpoints are saved, or there is no data to evaluate them on.
         """
         asked = asked_in(given["callbacks"])
+        callbacks = keras.tree.flatten(list(listed(given["callbacks"]) or ()))
+        files = [one for one in callbacks if isinstance(one, keras.callbacks.ModelCheckpoint)]
         folder = self._folder if asked is None else Path(asked.folder).absolute()
+        if asked is None and files:
+            folder = Path(files[0].filepath).absolute()
         if folder is None:
             raise ConfigError(
                 "this process is the evaluator of TF_CONFIG, but fit saves no checkpoints for it to "
-                "evaluate: give fit callbacks=[lockstep.callbacks.Checkpoint(folder)], in all tasks"
+                "evaluate: give fit callbacks=[lockstep.callbacks.Checkpoint(folder)] or a "
+                "keras.callbacks.ModelCheckpoint, in all tasks"
             )
         # If an earlier call has watched this folder, any job that has ever used it counts.
         since = 0.0 if folder == self._folder else SystemClock().wall() - _age()
@@ -136,12 +152,116 @@ class EvaluatorFit:
             _validation(given),
             folder,
             steps=given["validation_steps"],
-            callbacks=take_out(asked, given["callbacks"]),
+            callbacks=_without(files, take_out(asked, given["callbacks"])),
             batch_size=given["validation_batch_size"] or given["batch_size"],
         )
         history = follow(evaluator, since, SystemClock(), time.sleep)
         self._folder = folder
         return history
+
+
+class _Saved(Protocol):
+    """What an evaluator evaluates.
+
+    Attributes:
+        unit: of the numbers of what is saved.
+    """
+
+    unit: str
+
+    def state(self) -> FolderState:
+        """Look at the folder."""
+
+    def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
+        """Load what has a number in the last `state` into the model; return whether it could be read."""
+
+
+class _Checkpoints:
+    """The checkpoints of a job; a `_Saved`."""
+
+    unit = "step"
+
+    def __init__(self, folder: Path, since: float, clock: Clock) -> None:
+        self._folder, self._since, self._clock = folder, since, clock
+        self._store = Store(folder)
+        self._found: Mapping[int, Path] = {}
+
+    def state(self) -> FolderState:
+        """Look at the folder; see `_Saved`."""
+        # In this order, so that all checkpoints of a job that has ended are found.
+        trains, begun = is_training(self._folder), last_activity(self._folder) >= self._since
+        self._found = self._store.steps()
+        return FolderState(self._clock.now(), trains, begun, self._found)
+
+    def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
+        """Load a checkpoint; say if it is damaged."""
+        path = self._found[number]
+        try:
+            contents = load(path)
+        except CheckpointError as error:
+            if watch.read_failed(number) and path.exists():
+                _print_note(f"{error}; skipping this checkpoint")
+            return False
+        _build(evaluator)
+        load_into(evaluator.model, path, contents)
+        return True
+
+
+class _ModelFiles:
+    """The files of a `keras.callbacks.ModelCheckpoint`, numbered by epochs where their names have them; a
+    `_Saved`.
+    """
+
+    unit = "epoch"
+
+    def __init__(self, filepath: str, clock: Clock) -> None:
+        self._folder, self._clock = Path(filepath).absolute().parent, clock
+        before, *after = _EPOCH.split(Path(filepath).name, 1)
+        number = "".join(r"(?P<epoch>\d+)" + _pattern_of(one) for one in after)
+        self._name = re.compile(_pattern_of(before) + number)
+        self._files: dict[int, Path] = {}
+        self._known: set[tuple[Path, int]] = set()
+        self._last = -math.inf
+
+    def state(self) -> FolderState:
+        """Look at the folder; see `_Saved`."""
+        found = []
+        for path in self._folder.glob("*"):
+            name = self._name.fullmatch(path.name)
+            with contextlib.suppress(FileNotFoundError):
+                if name is not None:
+                    found.append((path.stat().st_mtime_ns, path, int(name.groupdict().get("epoch", 0))))
+        for changed, path, epoch in sorted(found):
+            # A program of plain Keras may still be writing it.
+            settled = self._clock.wall() - changed / 1e9 >= _SETTLED
+            if settled and (path, changed) not in self._known:
+                self._known.add((path, changed))
+                self._files[max(max(self._files, default=0) + 1, epoch)] = path
+                self._last = self._clock.now()
+        begun = bool(self._files)
+        trains = begun and self._clock.now() - self._last < PATIENCE
+        return FolderState(self._clock.now(), trains, begun, self._files)
+
+    def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
+        """Load a file; say if it is damaged."""
+        path = self._files[number]
+        _build(evaluator)
+        try:
+            # Its variables are not needed, and those of a job with parameter servers may have other shapes.
+            with replaced(evaluator.model, "optimizer", None):
+                evaluator.model.load_weights(path)
+        except OSError as error:
+            if watch.read_failed(number) and path.exists():
+                _print_note(f"{path} cannot be read ({error}); skipping it")
+            return False
+        except ValueError as error:
+            raise CheckpointError(f"{path} does not fit model {evaluator.model.name!r}: {error}") from None
+        return True
+
+
+def _pattern_of(name: str) -> str:
+    """Return a regular expression for a part of the name of a file, in which fields have any value."""
+    return ".+".join(map(re.escape, _FIELD.split(name)))
 
 
 def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Callable[[float], None]) -> Any:
@@ -154,23 +274,22 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
         pause: waits for a number of seconds.
     """
     folder = Path(evaluator.checkpoint_dir).absolute()
-    store, watch = Store(folder), CheckpointWatch(folder, clock.now())
+    saved: _Saved = _Checkpoints(folder, since, clock)
+    if folder.suffix in (".keras", ".h5"):
+        saved = _ModelFiles(os.fspath(folder), clock)
+    watch = CheckpointWatch(folder, clock.now(), unit=saved.unit)
     history = keras.callbacks.History()
     history.set_model(evaluator.model)
     history.on_train_begin()
     callbacks = _listed(evaluator)
     while evaluator.max_evaluations is None or len(history.epoch) < evaluator.max_evaluations:
-        # In this order, so that all checkpoints of a job that has ended are found.
-        trains, begun = is_training(folder), last_activity(folder) >= since
-        checkpoints = store.steps()
-        state = FolderState(clock.now(), trains, begun, checkpoints)
-        step = watch.choose(state)
-        if step is not None:
-            if contents := _read(checkpoints[step], watch, step):
-                _load(evaluator, checkpoints[step], contents)
+        state = saved.state()
+        number = watch.choose(state)
+        if number is not None:
+            if saved.load(evaluator, number, watch):
                 figures = evaluator.evaluate(evaluator.steps, callbacks)
-                _note(history, step, figures)
-                watch.evaluated(step, clock.now())
+                _note(history, saved.unit, number, figures)
+                watch.evaluated(number, clock.now())
         elif watch.is_over(state):
             break
         else:
@@ -179,28 +298,17 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
     return history
 
 
-def _read(path: Path, watch: CheckpointWatch, step: int) -> Contents | None:
-    """Read a checkpoint; return None if that fails, with a note if it is damaged."""
-    try:
-        return load(path)
-    except CheckpointError as error:
-        if watch.read_failed(step) and path.exists():
-            _print_note(f"{error}; skipping this checkpoint")
-        return None
-
-
-def _load(evaluator: SidecarEvaluator, path: Path, contents: Contents) -> None:
+def _build(evaluator: SidecarEvaluator) -> None:
+    """Build the model if it has no variables to load yet."""
     if not evaluator.model.built:
-        # This builds the model, which has no variables to load before.
         evaluator.evaluate(1, None)
-    load_into(evaluator.model, path, contents)
 
 
-def _note(history: Any, step: int, figures: dict[str, float]) -> None:
+def _note(history: Any, unit: str, number: int, figures: dict[str, float]) -> None:
     validation = {f"val_{name}": value for name, value in figures.items()}
-    history.on_epoch_end(step, validation)
+    history.on_epoch_end(number, validation)
     shown = ", ".join(f"{name} {value:.4f}" for name, value in validation.items())
-    print(f"step {step}: {shown}", flush=True)
+    print(f"{unit} {number}: {shown}", flush=True)
 
 
 def _print_note(line: str) -> None:
@@ -214,6 +322,11 @@ def _listed(evaluator: SidecarEvaluator) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(callbacks, model=evaluator.model)
+
+
+def _without(files: Sequence[Any], callbacks: Any) -> Any:
+    """Return callbacks without those that save models: an evaluator does not train."""
+    return [one for one in listed(callbacks) if one not in files] if files else callbacks
 
 
 def _validation(given: dict[str, Any]) -> Any:

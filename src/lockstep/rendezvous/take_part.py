@@ -93,6 +93,27 @@ def take_part() -> None:
     _followed.add(text)
 
 
+def take_part_with_servers() -> None:
+    """Follow the `TF_CONFIG` of this process, in a script with parameter servers: it may be an evaluator.
+
+    Raises:
+        ConfigError: `TF_CONFIG` is invalid, or has other tasks that train, which only the command starts.
+    """
+    text = tf_config_now()
+    if text is None or job.is_worker() or (config := parse(text)).environment == RUN:
+        return
+    if config.task_type not in (*TRAINING, "ps"):
+        job.current().task = config.task_type
+    elif "ps" in config.cluster.jobs:
+        servers = len(config.cluster.task_indices("ps"))
+        refusal = ConfigError(
+            "TF_CONFIG has parameter servers: start each of its tasks with `lockstep run --tf-config "
+            f"--ps {servers} SCRIPT`"
+        )
+        _end_in_one_line(refusal)
+        raise refusal
+
+
 def _follow_first(text: str) -> None:
     """Follow a `TF_CONFIG` if no strategy has been created yet."""
     config = parse(text)

@@ -18,6 +18,7 @@ from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.runner import SingleReplicaRunner
 from lockstep.keras.seeds import seed_of
 from lockstep.parameter_server.partitioners import Partitioner
+from lockstep.rendezvous.take_part import take_part_with_servers
 from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy
 
@@ -39,7 +40,8 @@ class ParameterServerStrategy(Strategy):
             updating them by it; 0 lets one worker compute at a time. None for any number.
 
     Raises:
-        ConfigError: the job has several workers and no parameter servers.
+        ConfigError: the job has several workers and no parameter servers, or `TF_CONFIG` has parameter
+            servers and `lockstep run` has not started this process.
         InputError: `max_staleness` is negative.
         BackendError: Keras runs on a backend that is not supported.
 
@@ -65,6 +67,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         if max_staleness is not None and max_staleness < 0:
             raise InputError(f"max_staleness is {max_staleness}; expected 0 or more, or None for any")
+        take_part_with_servers()
         super().__init__()
         if self._job.context.tasks is None and self._job.view.replicas > 1:
             raise ConfigError(
