@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from lockstep.errors import InternalError
-from lockstep.parameter_server.assignments import Assignments
+from lockstep.parameter_server.assignments import Assignments, StepSet
 
 BOUNDS = (0, 1, 2, 5, None)
 SERVERS = 2
@@ -386,3 +386,22 @@ def test_dropped_functions_are_never_assigned_and_count_as_over() -> None:
     assignments.stop = 7
     assert assignments.assign(1) == 6
     assert assignments.incomplete_below(6) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_set_of_steps_is_a_set(seed: int) -> None:
+    random_numbers, steps, known = random.Random(seed), StepSet(), set[tuple[int, int]]()
+    for _ in range(200):
+        step, part = random_numbers.randrange(40), random_numbers.choice((0, 0, 0, 1))
+        steps.add(step, part)
+        known.add((step, part))
+        for one in ((number, which) for number in range(41) for which in range(2)):
+            assert (one in steps) == (one in known)
+        assert steps.below == next(number for number in range(41) if (number, 0) not in known)
+
+
+def test_steps_without_gaps_take_no_memory() -> None:
+    steps = StepSet()
+    for step in (1, 0, 3, 2, *range(4, 1000)):
+        steps.add(step)
+    assert (steps.below, steps._others) == (1000, set())

@@ -173,7 +173,7 @@ def test_changes_of_layers_add_up_and_other_arrays_are_results_in_order(make: Ma
     assert two.layers == [11.0]
     one.ask(*done(0, 1, seen=2.0, loss=0.25))
     assert one.layers == [13.0]
-    assert [dict(coordinator.result(number)) for number in (0, 1)] == [{"loss": 0.5}, {"loss": 0.25}]
+    assert [dict(coordinator.result()) for _ in range(2)] == [{"loss": 0.5}, {"loss": 0.25}]
     assert coordinator.staleness == [3, 1]
     assert coordinator.layers == {"seen": 13.0}
     # What an answer may still send has not changed.
@@ -234,7 +234,7 @@ def test_a_late_step_of_another_worker_counts_once(make: Make, enter: Any) -> No
     assert one.ask(Next()).step == 0
     assert two.ask(*done(0, loss=1.0)).step == 1
     assert one.ask(*done(0, loss=2.0)).step == 2
-    assert coordinator.result(0) == {"loss": 2.0}
+    assert coordinator.result() == {"loss": 2.0}
     assert coordinator.staleness == [0]
 
 
@@ -316,7 +316,7 @@ def test_workers_that_were_lost_before_they_could_connect_are_not_expected(make:
     coordinator.keep([2, 4])
     two.close()
     with pytest.raises(PeerLostError, match="no worker is left"):
-        coordinator.result(0)
+        coordinator.result()
 
 
 def test_without_workers_a_result_is_lost(make: Make, enter: Any) -> None:
@@ -325,10 +325,10 @@ def test_without_workers_a_result_is_lost(make: Make, enter: Any) -> None:
     assert workers[0].ask(*done(0, loss=1.0)).step == 1
     for worker in workers:
         worker.close()
+    assert coordinator.result() == {"loss": 1.0}
     with pytest.raises(PeerLostError) as lost:
-        coordinator.result(1)
+        coordinator.result()
     assert str(lost.value) == "fit 1: no worker is left to compute gradients; their logs say why"
-    assert coordinator.result(0) == {"loss": 1.0}
 
 
 @pytest.mark.parametrize("wait", ["result", "drain"])
@@ -336,7 +336,7 @@ def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, enter: An
     coordinator, (_, two, _) = begun(make, enter, timeout=SHORT)
     assert two.ask(Next()).step == 0
     with pytest.raises(PeerStuckError) as stuck:
-        coordinator.result(0) if wait == "result" else coordinator.drain()
+        coordinator.result() if wait == "result" else coordinator.drain()
     assert str(stuck.value) == (
         "fit 1: no step was completed for 0.05 s; worker 2 computes step 1; `w` in lockstep top "
         "shows what a worker does, and --timeout sets the limit"
@@ -346,7 +346,7 @@ def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, enter: An
 def test_workers_that_begin_nothing_are_named_as_stuck(make: Make, enter: Any) -> None:
     coordinator, _ = begun(make, enter, timeout=SHORT)
     with pytest.raises(PeerStuckError, match=r"for 0\.05 s; no worker has begun a step; `w` in lockstep top"):
-        coordinator.result(0)
+        coordinator.result()
 
 
 def test_an_error_of_the_thread_reaches_the_chief(make: Make, enter: Any) -> None:
@@ -354,7 +354,7 @@ def test_an_error_of_the_thread_reaches_the_chief(make: Make, enter: Any) -> Non
     assert one.ask(Next()).step == 0
     one.send(Done(0, ("loss", "more"), 0, b""), 1.0)
     with pytest.raises(ValueError, match="zip"):
-        coordinator.result(0)
+        coordinator.result()
 
 
 def test_the_order_of_assignments_and_completions_is_recorded(make: Make, enter: Any, tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_following_repeats_the_loss_of_a_worker_that_lives(make: Make, enter: An
     one.send(*done(0, loss=1.0))
     until(coordinator, lambda: 1 in coordinator._parked)
     two.send(*done(0, loss=2.0))
-    assert coordinator.result(0) == {"loss": 2.0}
+    assert coordinator.result() == {"loss": 2.0}
     coordinator.drain()
 
 
@@ -445,7 +445,7 @@ def test_a_turn_that_does_not_come_is_named(make: Make, enter: Any) -> None:
     one.send(Next())
     three.send(Next())
     with pytest.raises(PeerStuckError, match="step 1 of worker 2 is next in the recorded order"):
-        coordinator.result(0)
+        coordinator.result()
 
 
 def test_a_worker_that_is_lost_before_it_connects_is_not_awaited(make: Make) -> None:
@@ -459,7 +459,7 @@ def test_the_servers_without_which_no_worker_is_left_are_named(make: Make) -> No
     with pytest.raises(
         PeerLostError, match="parameter server 0 and parameter server 1 ended, and no worker is left"
     ):
-        coordinator.result(0)
+        coordinator.result()
 
 
 def test_a_step_that_a_lost_worker_still_takes_goes_to_another(make: Make, enter: Any) -> None:

@@ -24,6 +24,31 @@ class _StepInWork:
     passed: int = 0
 
 
+class StepSet:
+    """Numbers of steps, and of parts of them. Those below the first missing step take no memory.
+
+    Attributes:
+        below: all steps below this one are in the set, in part 0.
+    """
+
+    def __init__(self) -> None:
+        self.below = 0
+        self._others: set[tuple[int, int]] = set()
+
+    def add(self, step: int, part: int = 0) -> None:
+        """Add a step, or a part of it."""
+        if (step, part) not in self:
+            self._others.add((step, part))
+        while (self.below, 0) in self._others:
+            self._others.remove((self.below, 0))
+            self.below += 1
+
+    def __contains__(self, one: tuple[int, int]) -> bool:
+        """Whether the set has the part of a step, given as (step, part)."""
+        step, part = one
+        return (part == 0 and step < self.below) or one in self._others
+
+
 @dataclass
 class Assignments:
     """The steps of a call of `fit`.
@@ -36,18 +61,16 @@ class Assignments:
         max_staleness: the bound of that number; None for none.
         stop: steps from this one on are not known yet; None if there is no such step.
         completed: number of completed steps.
-        completed_below: all steps below this one are complete, or dropped.
     """
 
     max_staleness: int | None = None
     stop: int | None = None
     completed: int = 0
-    completed_below: int = 0
     _next: int = 0
     _returned: set[int] = field(default_factory=set)
     _lost_with: dict[int, set[int]] = field(default_factory=dict)
     _active: dict[int, _StepInWork] = field(default_factory=dict)
-    _done: set[int] = field(default_factory=set)
+    _done: StepSet = field(default_factory=StepSet)
 
     def assign(self, worker: int, below: int | None = None) -> int | None:
         """Assign the first step that no worker computes; None if it has to wait for another step.
@@ -89,7 +112,6 @@ class Assignments:
             other.passed += 1
         self._lost_with.pop(step, None)
         self._done.add(step)
-        self._advance()
         self.completed += 1
         return True
 
@@ -119,8 +141,8 @@ class Assignments:
         dropped = sorted({*self._returned, *range(self._next, self.stop)})
         self._returned.clear()
         self._next = self.stop
-        self._done.update(dropped)
-        self._advance()
+        for step in dropped:
+            self._done.add(step)
         return dropped
 
     def incomplete_below(self, step: int) -> list[int]:
@@ -137,10 +159,10 @@ class Assignments:
         """Return the worker of each step in work."""
         return {step: active.worker for step, active in self._active.items()}
 
-    def _advance(self) -> None:
-        while self.completed_below in self._done:
-            self._done.remove(self.completed_below)
-            self.completed_below += 1
+    @property
+    def completed_below(self) -> int:
+        """All steps below this one are complete, or dropped."""
+        return self._done.below
 
     def _may_begin(self, step: int) -> bool:
         bound = self.max_staleness

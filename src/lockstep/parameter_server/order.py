@@ -60,6 +60,23 @@ class Record(NamedTuple):
     part: int = 0
 
 
+class RecordList:
+    """Records in the memory that they take in a file."""
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+
+    def append(self, record: Record) -> None:
+        """Add a record."""
+        self._packed += _packed(record)
+
+    def __len__(self) -> int:
+        return len(self._packed) // _RECORD.size
+
+    def __iter__(self) -> Iterator[Record]:
+        return _records(memoryview(self._packed))
+
+
 class OrderFile:
     """A file with the order of one process, which the first records create.
 
@@ -134,7 +151,7 @@ class OrderWriter:
     def add(self, kind: Kind, worker: int, step: int, part: int = 0) -> None:
         """Add a record, which is written at the latest with `close`."""
         if self._write is not None:
-            self._records += _RECORD.pack(kind, part & 0xFF, worker, step)
+            self._records += _packed(Record(kind, worker, step, part))
             if len(self._records) >= _TOGETHER:
                 self.close()
 
@@ -178,6 +195,10 @@ def read_order(path: Path, call: int) -> list[Record]:
     if not order or order.pop().kind is not Kind.END:
         raise ConfigError(f"{path} has only the beginning of the order of fit {call}: that fit did not end")
     return _without_repeated(order)
+
+
+def _packed(record: Record) -> bytes:
+    return _RECORD.pack(record.kind, record.part & 0xFF, record.worker, record.step)
 
 
 def _records(data: memoryview) -> Iterator[Record]:

@@ -182,7 +182,7 @@ class ChiefProcess(FitProcess):
         data = self.read(batch)
         self._checks[step] = data.check()
         timer.lap("input")
-        result = self._dispatcher.result(step)
+        result = self._dispatcher.result()
         timer.lap("wait")
         logs, state = self._program.finish(state, result)
         timer.lap("update")

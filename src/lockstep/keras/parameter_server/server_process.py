@@ -25,6 +25,7 @@ from lockstep.keras.parameter_server.standby import (
     TakenOverError,
     record_of,
 )
+from lockstep.parameter_server.assignments import StepSet
 from lockstep.parameter_server.order import Kind, OrderedArrivals, OrderWriter, Record, RecordedOrder
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import (
@@ -81,7 +82,7 @@ class ServerShards:
         self.ended = self.closed = False
         self._version = 0
         self._pulled: dict[int, int] = {}
-        self._applied: set[tuple[int, int]] = set()
+        self._applied = StepSet()
         self._unanswered: dict[int, Record] = {}
 
     def resume(self, kept: KeptServer) -> None:
@@ -188,7 +189,7 @@ class ServerShards:
                 gradients = dict(zip(message.shards, arrays, strict=False))
                 rows = dict(zip(message.tables, arrays[len(message.shards) :], strict=True))
                 self._variables.update(gradients, message.updates, rows)
-                self._applied.add((message.step, message.part))
+                self._applied.add(message.step, message.part)
                 staleness = self._version - self._pulled.pop(process, self._version)
                 self._version += 1
                 return Applied(staleness), []
@@ -333,7 +334,7 @@ class ServerProcess(TaskProcess):
             self._served[asked.server] = shards
             note(
                 f"parameter server {asked.server} is lost; this process continues with its weights after "
-                f"{count(len(kept.pushed), 'update')}"
+                f"{count(kept.updates, 'update')}"
             )
         return self._served[asked.server]
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy.typing as npt
 
 from lockstep.errors import PeerLostError
-from lockstep.parameter_server.order import Kind, Record
+from lockstep.parameter_server.assignments import StepSet
+from lockstep.parameter_server.order import Kind, Record, RecordList
 from lockstep.protocol.parameter_server import Applied, Keep, KeepState, Pull, Push, Read, Write
 from lockstep.transport.array_channel import Asked, AskingChannel
 
@@ -118,13 +119,15 @@ class KeptServer:
         messages: those after it that change the state, each with the process that sent it and its arrays.
         records: the order of all messages of the call.
         pushed: the steps of all updates, with their parts.
+        updates: their number.
     """
 
     def __init__(self) -> None:
         self.state: list[Array] | None = None
         self.messages: list[tuple[int, Processed, list[Array]]] = []
-        self.records: list[Record] = []
-        self.pushed: set[tuple[int, int]] = set()
+        self.records = RecordList()
+        self.pushed = StepSet()
+        self.updates = 0
         self._taken = False
         self._lock = threading.Lock()
 
@@ -149,6 +152,7 @@ class KeptServer:
         process, question = asked.message.process, asked.message.question
         self.records.append(record_of(process, question))
         if isinstance(question, Push):
-            self.pushed.add((question.step, question.part))
+            self.pushed.add(question.step, question.part)
+            self.updates += 1
         if not isinstance(question, Pull):
             self.messages.append((process, question, asked.arrays))

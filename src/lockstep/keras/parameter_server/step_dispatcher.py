@@ -1,5 +1,6 @@
 """The chief's side of the workers in a call of `fit`: epochs, and the results of steps."""
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ class StepDispatcher(Dispatcher):
     """Answers the workers of one call of `fit`; see `Dispatcher`."""
 
     def __init__(self, call: DispatchedCall) -> None:
-        self._results: list[Mapping[str, Array]] = []
+        self._results: deque[Mapping[str, Array]] = deque()
         self._checks: dict[int, tuple[int, bytes]] = {}
         self._first: int | None = None
         self._opened = -1
@@ -31,15 +32,15 @@ class StepDispatcher(Dispatcher):
             self._opened = epoch
             self._pump()
 
-    def result(self, number: int) -> Mapping[str, Array]:
-        """Wait for the completed step of this number in the order of completion, from 0; return its arrays.
+    def result(self) -> Mapping[str, Array]:
+        """Wait for the next completed step, in the order of completion; return its arrays.
 
         Raises:
             PeerLostError: no worker is left.
             PeerStuckError: no step was completed in time.
         """
-        self._wait(lambda: len(self._results) > number)
-        return self._results[number]
+        self._wait(lambda: bool(self._results))
+        return self._results.popleft()
 
     def take_check(self, step: int) -> tuple[int, bytes] | None:
         """Return the worker that has computed a step, and its hash of the batch, once; None before."""
