@@ -6,7 +6,8 @@ Each row compares whole jobs, which run one after the other in alternating order
 its epochs after the first two. No process is pinned; those of Lockstep have one thread. tf_keras trains the
 same model with the same numbers of workers and servers. In the rows with a slow worker, one of three sleeps
 nine times as long in each step as its fastest step has taken. In those of tables, each step looks up 1,280
-rows of 8 values; the bytes are those of the arrays between a worker, the server and the chief.
+rows of 8 values; the bytes are those of the arrays between a worker, the server and the chief, and the memory
+is the most that a worker has used, with what it shares.
 """
 
 import argparse
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent
 TURNS = 4
 SECONDS = 240.0
 TABLES = (10**4, 10**5, 10**6, 10**7)
+SERVER = "ServerEmbedding"
 LARGEST_OF_TF_KERAS = 10**6
 """Rows; with more, its epochs take minutes."""
 SCRIPT = str(HERE / "parameter_server_training.py")
@@ -120,6 +122,20 @@ def main(turns: int = TURNS) -> None:
                 print_row("tf_keras, ParameterServerStrategy", others, "batches/s")
                 print_row("lockstep / tf_keras", [a / b for a, b in zip(ours, others, strict=True)], "times")
             print_row("lockstep, a worker and a step", sizes, "kB")
+        for rows_of_table in TABLES[2:]:
+            kinds: dict[str, tuple[list[float], list[float]]] = {"Embedding": ([], []), SERVER: ([], [])}
+            for turn in range(turns):
+                for kind in list(kinds)[:: 1 if turn % 2 else -1]:
+                    option = ["server-table"] if kind == SERVER else []
+                    model = f"table-{rows_of_table}"
+                    found, log = lockstep_with_log("-n 2 --ps 1", "tensorflow", model, "servers", *option)
+                    (line,) = (line for line in log.splitlines() if line.startswith("memory "))
+                    kinds[kind][0].append(found)
+                    kinds[kind][1].append(float(line.split()[1]))
+            print(f"table of {rows_of_table:,} rows on tensorflow, 2 workers and 1 server, {turns} jobs each")
+            for kind, (speeds, memory) in kinds.items():
+                print_row(f"{kind}", speeds, "batches/s")
+                print_row(f"{kind}, memory of a worker", memory, "MB")
         for model, kind in (("mlp", "servers"), ("table-100000", "servers"), ("embedding", "loop")):
             kept, alone = [], []
             for turn in range(turns):

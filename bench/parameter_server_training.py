@@ -1,6 +1,6 @@
 """A process of a job with parameter servers, or of a synchronous one; the chief prints batches per second.
 
-    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow | no-standby]
+    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow | no-standby | server-table]
     parameter_server_training.py embedding loop | tf_keras_loop [no-standby]
     parameter_server_training.py table-ROWS servers | tf_keras
 
@@ -8,11 +8,13 @@ MODEL is `tutorial`, the model of TensorFlow's tutorial on parameter servers (on
 batches of 2 examples), or `mlp`, batches of 64. With `slow`, the last worker sleeps in each step of a batch.
 With `no-standby`, no server keeps what another one processes.
 `embedding` is the custom loop of that tutorial: 7 words with an embedding of 16 values, batches of 32.
-`table-ROWS` looks up 20 rows of 8 values for each of 64 examples in a table; each worker of Lockstep also
-prints the bytes of the arrays that it exchanges in a step.
+`table-ROWS` looks up 20 rows of 8 values for each of 64 examples in a table, with `server-table` in a
+`ServerEmbedding`; each worker of Lockstep also prints the bytes of the arrays that it exchanges in a step,
+and the memory that it has used at most.
 """
 
 import os
+import resource
 import sys
 import time
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 
 MODEL, KIND = sys.argv[1:3]
-SLOW, ALONE = (sys.argv[3:] == [option] for option in ("slow", "no-standby"))
+SLOW, ALONE, ON_SERVERS = (sys.argv[3:] == [option] for option in ("slow", "no-standby", "server-table"))
 STEPS, BATCH = (200, 2) if MODEL == "tutorial" else (200, 64)
 EPOCHS = 6
 SLOWDOWN = 9
@@ -37,7 +39,7 @@ def model_of(keras: Any) -> Any:
         return model
     dense = layers.Dense
     if ROWS:
-        table = layers.Embedding(ROWS, 8, embeddings_initializer="zeros")
+        table = embedding_of(layers)(ROWS, 8, embeddings_initializer="zeros")
         mean = layers.GlobalAveragePooling1D()
         model = keras.Sequential([layers.Input((LOOKUPS,), dtype="int32"), table, mean, dense(1)])
         model.compile(keras.optimizers.Adagrad(0.1), "mse")
@@ -46,6 +48,14 @@ def model_of(keras: Any) -> Any:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(), loss, metrics=["accuracy"])
     return model
+
+
+def embedding_of(layers: Any) -> Any:
+    if not ON_SERVERS:
+        return layers.Embedding
+    import lockstep
+
+    return lockstep.ServerEmbedding
 
 
 def examples(count: int) -> tuple[Any, Any]:
@@ -230,6 +240,7 @@ def train_in_lockstep() -> None:
         print("speed", STEPS * replicas * (EPOCHS - 2) / timer.seconds, flush=True)
     elif ROWS and own.worker == 1:
         print("bytes", counted[0] / counted[1], flush=True)
+        print("memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, flush=True)
 
 
 train_in_tf_keras() if KIND.startswith("tf_keras") else train_in_lockstep()

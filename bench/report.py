@@ -12,6 +12,7 @@ UNITS = {
     "batches/s": (1.0, ",.0f"),
     "times": (1.0, ".2f"),
     "kB": (1e-3, ",.0f"),
+    "MB": (1e-6, ",.0f"),
     "": (1.0, ".3f"),
 }
 """For each unit, the factor by which seconds, bytes or plain numbers are multiplied, and the format."""
