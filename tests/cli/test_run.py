@@ -421,10 +421,6 @@ def test_no_command_loads_a_framework(module: str) -> None:
             "there is room for 3, but a job with --ps 2 has a chief, 2 parameter servers",
         ),
         ("--ps 1 -n 2 --hosts a:2,b:3", "has 5 workers, but the job has 4"),
-        (
-            "--ps 1 -n 2 --on ray",
-            "--ps cannot be combined with --on: use --hosts, --listen, --tf-config or --slurm",
-        ),
         ("--ps 1 --checkpoint c", "use keras.callbacks.BackupAndRestore or ModelCheckpoint"),
     ],
 )

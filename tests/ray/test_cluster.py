@@ -1,13 +1,19 @@
 """Jobs on real clusters of Ray: the digest is that of one process, whatever is lost."""
 
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from job_on_ray import Job, kill
+from job_on_ray import PATIENCE, Job, kill
 from ray_cluster import RayCluster
 
 Start = Callable[..., Job]
+TRAINING = Path(__file__).parents[1] / "training"
 
 
 def test_a_job_that_has_ended_does_not_begin_again(cluster: RayCluster, start: Start) -> None:
@@ -53,3 +59,35 @@ def test_a_node_that_is_drained(cluster: RayCluster, start: Start) -> None:
     assert "retires: Ray drains its node" in job.text
     for worker in range(3):
         assert job.steps(worker, "computes") == job.steps(worker)
+
+
+@pytest.mark.slow
+def test_parameter_servers(
+    cluster: RayCluster,
+    tmp_path: Path,
+    environment: dict[str, str],
+    lean: Callable[..., dict[str, str]],
+) -> None:
+    """The actor of the coordinator is killed while steps are in work; the run is repeated without Ray."""
+    for name in ("serving.py", "losing_servers.py"):
+        shutil.copy(TRAINING / name, tmp_path)
+    variables = os.environ | environment | lean(TRAINING / "serving.py", "jax")
+    variables["RAY_ADDRESS"] = cluster.address
+    options = "--on ray --cpus-per-worker 0.5 --backend jax -n 2 --ps 1 --run-dir run"
+
+    def lockstep(*arguments: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "lockstep", *arguments]
+        return subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True)
+
+    job = lockstep("run", *options.split(), "serving.py", "long", "40")
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(3)] == ["epoch\n"] * 3
+    kill(cluster.actors("CoordinatorActor"))
+    job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0
+    logs = [(tmp_path / "run" / f"worker-{worker}.log").read_text() for worker in range(4)]
+    digests = {line for log in logs for line in log.splitlines() if line.startswith("digest ")}
+    assert len(digests) == 1
+    again = lockstep("rerun", "run")
+    shown, _ = again.communicate(timeout=PATIENCE)
+    assert f"equal to the last bit ({digests.pop()})" in shown

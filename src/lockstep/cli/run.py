@@ -526,7 +526,8 @@ def _engine_link(options: dict[str, Any]) -> "EngineLink | None":
         needs = worker_needs(
             options["cpus"] or 1, options["gpus"] or 0, parse_resources(options["resources"])
         )
-        sys.exit(run_on_ray(options["engine"], name, words, workers, needs, options["detached"]))
+        processes = workers + _others(options)
+        sys.exit(run_on_ray(options["engine"], name, words, processes, needs, options["detached"]))
     assert isinstance(link.start, StartCoordinator)
     options["listen"] = link.start.address
     return link
@@ -540,7 +541,7 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
     if len(ways) > 1:
         raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
     if options["servers"]:
-        _refuse_with_servers(options, ways)
+        _refuse_with_servers(options)
     if options["restart_job"] and (others := [way for way in ways if way != "--hosts"]):
         raise ConfigError(
             f"--restart-job cannot be combined with {others[0]}: there, several commands or an engine start "
@@ -590,13 +591,10 @@ def _refuse_contradictions(options: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> None:
+def _refuse_with_servers(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for options that jobs with parameter servers do not support."""
     names = ("replicas", "checkpoint", "devices", "verify_every")
-    given = [
-        *(way for way in ways if way == "--on"),
-        *(f"--{name.replace('_', '-')}" for name in names if options[name] is not None),
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
     given += ["--min-workers"] if options["min_workers"] > 1 else []
     reasons = {
         "--replicas": "a step is one batch on one worker",
@@ -606,8 +604,7 @@ def _refuse_with_servers(options: Mapping[str, Any], ways: Sequence[str]) -> Non
         "--min-workers": "workers do not wait for one another",
     }
     if given:
-        reason = reasons.get(given[0], "use --hosts, --listen, --tf-config or --slurm, or one machine")
-        raise ConfigError(f"--ps cannot be combined with {given[0]}: {reason}")
+        raise ConfigError(f"--ps cannot be combined with {given[0]}: {reasons[given[0]]}")
 
 
 def _take_place(script: Script, options: dict[str, Any]) -> str:

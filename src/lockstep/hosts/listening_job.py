@@ -215,9 +215,13 @@ class _Gate:
 
     @property
     def begins_with(self) -> int:
-        """The number of workers with which the job begins: all, or those that an engine has found."""
+        """The number of workers with which the job begins: all, or those that an engine has found.
+
+        Parameter servers, which are the last workers, do not join later.
+        """
         engine = self.listening.engine
-        return self.spec.workers if engine is None else min(self.spec.workers, engine.found)
+        whole = engine is None or self.spec.parameter_servers
+        return self.spec.workers if whole else min(self.spec.workers, engine.found)
 
     @property
     def hold(self) -> float | None:
