@@ -1,5 +1,6 @@
 """The line about where a call's time went."""
 
+import msgspec
 import pytest
 
 from lockstep.observability.events import STEP_PARTS, StepsMeasured
@@ -106,3 +107,31 @@ def test_a_wait_without_a_slow_worker_has_other_causes() -> None:
         "; waiting for workers that were lost, or have left, takes the most time"
     )
     assert describe("fit 1", {0: waits, 1: waits}).endswith("use their cores, or workers were lost")
+
+
+def test_calls_within_a_call_are_named_and_their_time_counts_for_the_rate() -> None:
+    call = CallTimes()
+    for worker in (0, 1):
+        call.measured(worker, measured(compute=1.0))
+        validation = {"calls": {"validation": 2.0, "predict": 1.0}}
+        call.measured(
+            worker, msgspec.structs.replace(measured(number=101, count=0, nested=3.0), **validation)
+        )
+    call.ended("fit 1", 1, (0, 1))
+    assert call.ended("fit 1", 0, (0, 1)) == (
+        "fit 1: 800 examples/s with 2 workers; input 0 %, compute 25 %, wait 0 %, exchange 0 %, update 0 %, "
+        "validation 50 %, predict 25 %; validation takes the most time: validate on less data, or less often "
+        "(validation_freq)"
+    )
+
+
+def test_a_prediction_in_a_callback_is_blamed() -> None:
+    found = times(msgspec.structs.replace(measured(compute=1.0, nested=3.0), calls={"predict": 3.0}))
+    assert describe("fit 1", {0: found}).endswith(
+        "predict 75 %; predict in a callback takes the most time: call it at the end of epochs, "
+        "or on less data"
+    )
+
+
+def test_a_call_of_one_step_has_no_line() -> None:
+    assert describe("fit 1", {0: times(measured(number=1, count=0, nested=9.0))}) == ""

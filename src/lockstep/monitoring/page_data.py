@@ -359,8 +359,8 @@ def _rows_axis(data: RunData, rows: Mapping[str, Numbers], axis: str) -> Numbers
 
 
 def _without_first(steps: Columns) -> dict[str, Numbers]:
-    """Return measured steps without the first of each call, which compiles."""
-    keep = ~((steps.column("number") == 1) & (steps.column("count") == 1))
+    """Return measurements of steps without the first of each call, which compiles, and the rest of calls."""
+    keep = ~((steps.column("number") == 1) & (steps.column("count") == 1)) & (steps.column("count") > 0)
     return {name: steps.column(name)[keep] for name in steps.names}
 
 

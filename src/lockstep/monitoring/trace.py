@@ -214,7 +214,8 @@ def _slices(step: SingleStep, process: int) -> Iterator[TraceEvent]:
         "args": arguments,
     }
     start = step.start
-    for part, microseconds in zip(STEP_PARTS, step.parts, strict=True):
+    # Earlier versions recorded no nested calls.
+    for part, microseconds in zip(STEP_PARTS, step.parts, strict=False):
         if microseconds:
             yield {"name": part, "cat": "part", **place, "ts": start, "dur": microseconds}
         start += microseconds

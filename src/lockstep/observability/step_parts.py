@@ -9,6 +9,8 @@ SHORTEST = 1.0
 """Seconds of measured steps below which a call gets no line."""
 _LARGE = 0.4
 _SLOWER = 1.2
+_ALWAYS = frozenset(STEP_PARTS) - {"other", "nested"}
+"""The parts that a line lists even if they take no time."""
 
 _ADVICE = {
     "input": "reading takes the most time: cache or prefetch the data, or cheapen what is done per example "
@@ -28,12 +30,14 @@ class WorkerTimes:
         examples: of their global batches.
         replicas: sum over steps of the replicas that the worker executed.
         parts: seconds by part.
+        calls: seconds of the part `nested`, by the method of the nested calls.
     """
 
     steps: int = 0
     examples: int = 0
     replicas: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+    calls: dict[str, float] = field(default_factory=dict)
 
     def add(self, measured: StepsMeasured) -> None:
         """Add a measurement."""
@@ -42,6 +46,8 @@ class WorkerTimes:
         self.replicas += measured.replicas * measured.count
         for part in STEP_PARTS:
             self.parts[part] += getattr(measured, part)
+        for method, seconds in measured.calls.items():
+            self.calls[method] = self.calls.get(method, 0.0) + seconds
 
     @property
     def seconds(self) -> float:
@@ -50,8 +56,8 @@ class WorkerTimes:
 
     @property
     def pace(self) -> float:
-        """Seconds per replica that it executes, without waiting and summing."""
-        busy = self.seconds - self.parts["wait"] - self.parts["exchange"]
+        """Seconds per replica that it executes, without waiting, summing and nested calls."""
+        busy = self.seconds - sum(self.parts[part] for part in ("wait", "exchange", "nested"))
         return busy / self.replicas if self.replicas else 0.0
 
 
@@ -113,22 +119,35 @@ class CallTimes:
 def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
     """Return a line such as `fit 1: 2,304 examples/s with 2 workers; input 61 %, ...`, with advice.
 
-    It is empty if the steps of the slowest worker took less than a second.
+    The time is that of the call without its first step, with nested calls such as a validation. The line is
+    empty if the steps of the slowest worker took less than a second.
     """
     longest = max(workers.values(), key=lambda times: times.seconds, default=WorkerTimes())
-    if longest.seconds < SHORTEST:
+    if longest.seconds < SHORTEST or not longest.steps:
         return ""
     unit = "examples" if longest.examples else "steps"
     rate = (longest.examples or longest.steps) / longest.seconds
     count = f"{len(workers)} worker" + "s" * (len(workers) > 1)
     found = shares(workers.values())
     listed = ", ".join(
-        f"{part} {found[part]:.0%}".replace("%", " %")
-        for part in STEP_PARTS
-        if part != "other" or found[part] >= 0.005
+        f"{part} {share:.0%}".replace("%", " %")
+        for part, share in {**found, **_shares_of_calls(workers.values())}.items()
+        if part != "nested" and (part in _ALWAYS or share >= 0.005)
     )
     advice = advise(found, workers)
     return f"{call}: {rate:,.0f} {unit}/s with {count}; {listed}" + (f"; {advice}" if advice else "")
+
+
+def _shares_of_calls(workers: Iterable[WorkerTimes]) -> dict[str, float]:
+    """Return the share of nested calls in the time of all workers, by method; the largest first."""
+    sums: dict[str, float] = {}
+    total = 0.0
+    for worker in workers:
+        total += worker.seconds
+        for method, seconds in worker.calls.items():
+            sums[method] = sums.get(method, 0.0) + seconds
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    return {method: seconds / total for method, seconds in ordered} if total else {}
 
 
 def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:
@@ -136,6 +155,8 @@ def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> st
     largest = max(found, key=lambda part: found[part])
     if found[largest] < _LARGE or largest == "compute":
         return ""
+    if largest == "nested":
+        return _advise_on_calls(next(iter(_shares_of_calls(workers.values())), ""))
     if largest != "wait":
         return _ADVICE[largest]
     if len(workers) == 1:
@@ -152,3 +173,10 @@ def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> st
     ahead = {part: workers[fastest].parts[part] / workers[fastest].steps for part in ("input", "compute")}
     part = max(behind, key=lambda part: behind[part] - ahead[part])
     return f"waiting for worker {slowest} takes the most time: its {part} is slow (lockstep top shows why)"
+
+
+def _advise_on_calls(method: str) -> str:
+    """Return what to change if calls of this method within a call take the most time."""
+    if method == "validation":
+        return "validation takes the most time: validate on less data, or less often (validation_freq)"
+    return f"{method} in a callback takes the most time: call it at the end of epochs, or on less data"
