@@ -155,6 +155,36 @@ def test_the_states_of_workers(tmp_path: Path) -> None:
     ]
 
 
+def test_a_call_within_a_call_is_named_and_does_not_count_as_compiling(tmp_path: Path) -> None:
+    record(tmp_path, job(workers=4), *(started(worker) for worker in range(4)))
+    record(tmp_path, *(event(1002.0, "call", worker=worker, name="fit 1") for worker in range(4)))
+    record(tmp_path, *(steps(worker, 1003.0, 1) for worker in range(4)))
+    for call in ("predict 1 within fit 1", "predict 2 within fit 1"):
+        record(tmp_path, event(1004.0, "call", worker=0, name=call))
+    record(tmp_path, event(1004.0, "call", worker=1, name="evaluate 1 within fit 1"))
+    record(tmp_path, event(1004.0, "call", worker=2, name="validation 1 within fit 1"))
+    assert [row.state for row in seen(tmp_path).workers] == [
+        *("predicting", "evaluating", "validating", "training")
+    ]
+    record(tmp_path, steps(0, 1005.0, 2))
+    assert seen(tmp_path).workers[0].state == "training"
+    record(tmp_path, event(1006.0, "call ended", worker=0, name="fit 1"))
+    run = RunFolder(tmp_path)
+    run.update()
+    assert [(call.name, call.ended) for call in run.data.calls] == [
+        (name, 1006.0)
+        for name in ("fit 1", "predict within fit 1", "evaluate within fit 1", "validation within fit 1")
+    ]
+
+
+def test_a_worker_that_compiles_new_shapes_is_compiling(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0), started(1))
+    new = {"compiled": 3, "compiling": 0.8}
+    record(tmp_path, steps(0, 1019.0, 20, compute=0.9, wait=0.1) | new)
+    record(tmp_path, steps(1, 1019.0, 20, compute=0.9, wait=0.1) | new | {"compiling": 0.3})
+    assert [row.state for row in seen(tmp_path).workers] == ["compiling", "training"]
+
+
 def test_the_head_tells_epoch_metrics_and_silence(tmp_path: Path) -> None:
     record(tmp_path, job(), started(0), event(1001.0, "call", worker=0, name="fit 1"), steps(0, 1010.0, 40))
     values = {"loss": 0.5, "accuracy": 0.75}

@@ -31,7 +31,9 @@ class Recorded:
         self.bus.subscribe(lambda entry: self.events.append(entry.event), *WORKER_MEASUREMENTS)
         self.trained = 0
 
-    def step(self, call: str, number: int, seconds: float = 0.25, **logs: Any) -> None:
+    def step(
+        self, call: str, number: int, seconds: float = 0.25, compiled: bool = False, **logs: Any
+    ) -> None:
         """Take a step whose time is all for reading and, a quarter of it, for computing."""
         self.clock.advance(seconds)
         self.trained += call.startswith(("fit", "train"))
@@ -45,6 +47,7 @@ class Recorded:
                 replicas=2,
                 seconds=seconds,
                 logs=logs or None,
+                compiled=compiled,
                 **parts,
             )
         )
@@ -97,6 +100,16 @@ def test_the_time_after_the_last_step_counts_for_the_last_measurement() -> None:
     recorded.step("fit 3", 1)
     recorded.rest("fit 3", 0.001)
     assert (recorded.steps[-1].call, recorded.steps[-1].count) == ("fit 3", 1)
+
+
+def test_compiled_steps_are_counted_with_the_seconds_of_their_computing() -> None:
+    recorded = Recorded()
+    for number in range(1, 8):
+        recorded.step("fit 1", number, compiled=number in (1, 3, 4))
+    recorded.bus.publish(CallEnded("fit 1"))
+    assert [(one.count, one.compiled, one.compiling) for one in recorded.steps] == [
+        *((1, 1, 0.0625), (4, 2, 0.125), (2, 0, 0.0))
+    ]
 
 
 def test_every_step_is_in_one_measurement() -> None:

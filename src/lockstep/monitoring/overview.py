@@ -27,6 +27,8 @@ _TOLD = frozenset(
     }
 )
 """The kinds of events that are shown."""
+_STATES = {"validation": "validating", "evaluate": "evaluating", "predict": "predicting"}
+"""What a worker does in a call of these methods."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,8 @@ def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
     chosen &= ~((counts == 1) & (numbers == 1))
     times.steps = int(counts[chosen].sum())
     times.examples = int(steps.column("examples")[chosen].sum())
+    times.compiled = int(steps.column("compiled")[chosen].sum())
+    times.compiling = float(steps.column("compiling")[chosen].sum())
     times.replicas = int((steps.column("replicas") * counts)[chosen].sum())
     for part in STEP_PARTS:
         times.parts[part] = float(steps.column(part)[chosen].sum())
@@ -315,8 +319,11 @@ def _state(data: RunData, info: WorkerInfo, joining: Sequence[int]) -> str:
         return f"waits for {named}"
     if info.worker in joining and info.phase in ("starting", "running the script", "compiling"):
         return "joining"
-    if info.phase == "training" and " within " in info.call:
-        return "validating"
+    if info.phase == "training":
+        last = info.steps.last()
+        if last and last["compiling"] > sum(last[part] for part in STEP_PARTS) / 2:
+            return "compiling"
+        return _STATES.get(info.call.partition(" ")[0], info.phase)
     return info.phase
 
 

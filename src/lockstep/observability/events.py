@@ -445,6 +445,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         other: callbacks, the loop of Keras or of the script, comparing states and copying checkpoints.
         nested: distributed calls within this one, such as a validation, or `predict` in a callback.
         calls: the seconds of `nested` by method.
+        compiled: whether the backend has compiled the step: none before had examples of these shapes.
         logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
 
@@ -462,6 +463,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     other: float
     nested: float = 0.0
     calls: Mapping[str, float] = {}
+    compiled: bool = False
     logs: Mapping[str, Any] | None = None
 
 
@@ -498,6 +500,8 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
             steps, then windows of 16 steps with growing gaps. For each, the number in the call, the start in
             microseconds after `began`, and the parts in microseconds in the order of `STEP_PARTS`.
         calls: the seconds of `nested` by method, such as `predict`.
+        compiled: how many of the steps the backend has compiled, because of new shapes of examples.
+        compiling: the seconds of `compute` in these steps.
     """
 
     call: str
@@ -517,6 +521,8 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
     nested: float = 0.0
     singles: tuple[tuple[int, ...], ...] = ()
     calls: Mapping[str, float] = {}
+    compiled: int = 0
+    compiling: float = 0.0
 
 
 STEP_PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested")

@@ -9,6 +9,8 @@ SHORTEST = 1.0
 """Seconds of measured steps below which a call gets no line."""
 _LARGE = 0.4
 _SLOWER = 1.2
+_COMPILING = 0.2
+"""The share of compiling in the time of a worker from which it is worth a word."""
 _ALWAYS = frozenset(STEP_PARTS) - {"other", "nested"}
 """The parts that a line lists even if they take no time."""
 
@@ -31,6 +33,8 @@ class WorkerTimes:
         replicas: sum over steps of the replicas that the worker executed.
         parts: seconds by part.
         calls: seconds of the part `nested`, by the method of the nested calls.
+        compiled: how many of the steps were compiled, because of new shapes of examples.
+        compiling: seconds of the part `compute` in these steps.
     """
 
     steps: int = 0
@@ -38,12 +42,16 @@ class WorkerTimes:
     replicas: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
     calls: dict[str, float] = field(default_factory=dict)
+    compiled: int = 0
+    compiling: float = 0.0
 
     def add(self, measured: StepsMeasured) -> None:
         """Add a measurement."""
         self.steps += measured.count
         self.examples += measured.examples
         self.replicas += measured.replicas * measured.count
+        self.compiled += measured.compiled
+        self.compiling += measured.compiling
         for part in STEP_PARTS:
             self.parts[part] += getattr(measured, part)
         for method, seconds in measured.calls.items():
@@ -152,6 +160,12 @@ def _shares_of_calls(workers: Iterable[WorkerTimes]) -> dict[str, float]:
 
 def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:
     """Return what to change if one part dominates; empty if computing does, or no part."""
+    compiles = max(workers.values(), key=lambda times: times.compiling, default=WorkerTimes())
+    if compiles.compiling > _COMPILING * compiles.seconds:
+        return (
+            f"{compiles.compiled:,} of {compiles.steps:,} steps had batches of new shapes, which compile: "
+            f"{compiles.compiling:.0f} s; pad to a few lengths"
+        )
     largest = max(found, key=lambda part: found[part])
     if found[largest] < _LARGE or largest == "compute":
         return ""

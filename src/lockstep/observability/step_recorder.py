@@ -114,6 +114,8 @@ class _Sums:
         self._examples = 0
         self._parts = [0.0] * len(STEP_PARTS)
         self._within: dict[str, float] = {}
+        self._compiled = 0
+        self._compiling = 0.0
 
     def add(self, step: StepEnded, ended: float) -> None:
         """Add a step that ended at this time, in seconds since 1970."""
@@ -123,6 +125,9 @@ class _Sums:
         self.last = step
         self._examples += step.examples
         parts = self._sum(step)
+        if step.compiled:
+            self._compiled += 1
+            self._compiling += step.compute
         if self.trains and is_single(step.number):
             start = ended - step.seconds - self._began
             self.singles.append((step.number, *(round(part * _MICRO) for part in (start, *parts))))
@@ -158,6 +163,8 @@ class _Sums:
             seconds=round(sum(self._parts), 6),
             singles=tuple(self.singles),
             calls={method: round(seconds, 6) for method, seconds in self._within.items()},
+            compiled=self._compiled,
+            compiling=round(self._compiling, 6),
             **parts,
         )
         self._clear()

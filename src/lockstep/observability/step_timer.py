@@ -122,6 +122,7 @@ class StepTimer:
         trained: int = 0,
         examples: int = 0,
         replicas: int = 0,
+        compiled: bool = False,
     ) -> None:
         """Publish step `number` of the call; the time since the previous lap counts for `other`.
 
@@ -131,6 +132,7 @@ class StepTimer:
             trained: number of training steps of the job so far.
             examples: number of examples of the global batch.
             replicas: number of replicas that this worker executes.
+            compiled: whether the backend has compiled the step.
         """
         if self._call is None:
             return
@@ -145,6 +147,7 @@ class StepTimer:
                 seconds=self._last - self._start,
                 logs=logs,
                 calls=self._calls,
+                compiled=compiled,
                 **self._parts,
             )
         )
