@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from lockstep.observability.events import STEP_PARTS, StepsMeasured
-from lockstep.observability.step_parts import CallTimes, WorkerTimes, describe, scores
+from lockstep.observability.step_parts import CallTimes, WorkerTimes, advise, describe, scores
 
 
 def measured(
@@ -72,10 +72,8 @@ def test_only_the_times_of_the_last_call_count() -> None:
     assert "compute 100 %" in call.ended("fit 2", 0, (0,))
 
 
-@pytest.mark.parametrize(
-    ("slow", "text"), [("input", "its input is slow"), ("compute", "its compute is slow")]
-)
-def test_the_slowest_worker_and_what_is_slow_are_named(slow: str, text: str) -> None:
+@pytest.mark.parametrize("slow", ["input", "compute"])
+def test_the_slowest_worker_and_what_is_slow_are_named(slow: str) -> None:
     fast = {"input": 0.5, "compute": 0.5}
     workers = {
         0: times(measured(**fast, wait=9.0)),
@@ -83,8 +81,103 @@ def test_the_slowest_worker_and_what_is_slow_are_named(slow: str, text: str) -> 
         2: times(measured(**fast, wait=9.0)),
     }
     assert describe("fit 1", workers).endswith(
-        f"waiting for worker 1 takes the most time: {text} (lockstep top shows why)"
+        f"; worker 1 is slow (0.11): slow {slow}: 180 ms per replica, 10 ms on worker 0 (lockstep top shows "
+        "why)"
     )
+
+
+def test_one_worker_that_reads_slowly_is_named_where_reading_takes_the_most_time() -> None:
+    workers = {
+        0: times(measured(input=0.5, compute=0.5, wait=2.0)),
+        1: times(measured(input=2.5, compute=0.5)),
+    }
+    assert "worker 1 is slow (0.33): slow input: 50 ms per replica, 10 ms on worker 0" in describe(
+        "fit 1", workers
+    )
+
+
+def test_what_takes_more_time_than_a_slow_worker_costs_comes_first() -> None:
+    workers = {
+        worker: times(
+            msgspec.structs.replace(measured(compute=1.0 + worker, nested=20.0), calls={"predict": 20.0})
+        )
+        for worker in (0, 1)
+    }
+    assert advise(workers).startswith("predict in a callback takes the most time")
+    workers = {worker: times(measured(compute=1.0 + worker, input=0.1)) for worker in (0, 1)}
+    assert advise(workers).startswith("worker 1 is slow (0.52)")
+    assert advise(workers, names_slow=False) == ""
+
+
+def test_short_steps_blame_no_worker() -> None:
+    for slower in (0, 1):
+        # 0.3 and 0.5 ms without waiting.
+        paces = {slower: 0.5, 1 - slower: 0.3}
+        workers = {
+            worker: times(measured(count=5000, compute=seconds, wait=9.0))
+            for worker, seconds in paces.items()
+        }
+        assert describe("fit 1", workers) == (
+            "fit 1: 33,684 examples/s with 2 workers; input 0 %, compute 4 %, wait 96 %, exchange 0 %, "
+            "update 0 %; steps are short (0.1 ms without waiting): use larger batches, or -n 1 --replicas 2, "
+            "which computes the same bits"
+        )
+
+
+def test_uneven_numbers_of_replicas_are_the_cause_of_waiting() -> None:
+    workers = {
+        0: times(measured(replicas=2, compute=2.0)),
+        1: times(measured(replicas=1, compute=1.0, wait=1.0)),
+    }
+    assert describe("fit 1", workers).endswith(
+        "; worker 0 computes 2 of 3 replicas, and others wait for it: let the number of replicas be a "
+        "multiple of the number of workers"
+    )
+    # Waiting has another cause where the numbers are almost even.
+    workers = {worker: times(measured(replicas=8 - worker, compute=2.0, wait=1.0)) for worker in (0, 1)}
+    assert "multiple" not in describe("fit 1", workers)
+
+
+@pytest.mark.parametrize(
+    ("parts", "advice"),
+    [
+        ({"input": 4.0, "compute": 1.3, "wait": 4.7}, "reading takes the most time after waiting: cache"),
+        ({"input": 5.0, "compute": 1.3, "wait": 3.7}, "reading takes the most time: cache"),
+        (
+            {"other": 3.4, "compute": 3.1, "wait": 3.5},
+            "callbacks and the loop itself take the most time after",
+        ),
+        ({"other": 1.0, "compute": 0.9, "wait": 8.1}, "waiting takes the most time although the workers are"),
+        ({"compute": 4.0, "wait": 6.0}, "waiting takes the most time although the workers are"),
+        ({"compute": 6.0, "input": 4.0}, ""),
+    ],
+)
+def test_the_largest_part_is_blamed_and_waiting_only_without_another(
+    parts: dict[str, float], advice: str
+) -> None:
+    found = times(measured(**parts))
+    given = advise({0: found, 1: found})
+    assert given.startswith(advice)
+    assert bool(given) == bool(advice)
+
+
+def test_a_chief_of_parameter_servers_is_no_worker_that_waits() -> None:
+    chief = measured(replicas=0, count=100, wait=9.0, update=0.5, nested=0.5)
+    workers = {
+        0: times(msgspec.structs.replace(chief, calls={"validation": 0.5})),
+        1: times(measured(compute=6.0, exchange=2.0)),
+        2: times(measured(compute=6.2, exchange=2.0)),
+    }
+    assert describe("fit 1", workers) == (
+        "fit 1: 640 examples/s with a chief and 2 workers; input 0 %, compute 75 %, wait 0 %, exchange 25 %, "
+        "update 0 %, validation 5 % of the chief's time"
+    )
+    waiting = {
+        0: workers[0],
+        1: times(measured(compute=3.0, wait=5.0)),
+        2: times(measured(compute=3.0, wait=5.0)),
+    }
+    assert describe("fit 1", waiting).endswith("; waiting for the chief takes the most time")
 
 
 def test_a_worker_with_more_replicas_is_not_slower() -> None:

@@ -118,6 +118,7 @@ class WorkerInfo:
         status: its exit status; None while it runs.
         reason: why it was lost or left; empty otherwise.
         call: that it has begun last, or in which its last steps were measured.
+        nested: seconds of calls within calls that train, by method.
         steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
             own with count 1 and number 1.
         load: its measured load, with the columns `LOAD_COLUMNS`.
@@ -132,6 +133,7 @@ class WorkerInfo:
     status: int | None = None
     reason: str = ""
     call: str = ""
+    nested: dict[str, float] = field(default_factory=dict)
     steps: Columns = field(default_factory=lambda: Columns(*STEP_COLUMNS))
     load: Columns = field(default_factory=lambda: Columns(*LOAD_COLUMNS))
 
@@ -191,8 +193,8 @@ class RunData:
         workers: by id.
         hosts: by name.
         views: those that followed the first one, the newest last.
-        calls: the calls of the script in the order in which they began; those within a call share a name, such
-            as `validation within fit 1`.
+        calls: the calls of the script in the order in which they began. Those within a call share one name,
+            such as `validation within fit 1`.
         metrics: by name, at the end of epochs; columns `METRIC_COLUMNS`.
         batch_metrics: the same within epochs.
         waits: the last report of each wait in progress, by the worker that waits.
@@ -266,6 +268,8 @@ class RunData:
         if info.ended is None:
             info.phase = "training"
         self.waits.pop(worker, None)
+        for method, seconds in steps.calls.items():
+            info.nested[method] = info.nested.get(method, 0.0) + seconds
         call = self._call(steps.call, steps.began)
         info.steps.add(time, call, *(getattr(steps, name) for name in _STEP_SUMS))
 
