@@ -32,7 +32,7 @@ _ALWAYS = frozenset(STEP_PARTS) - {"other", "nested"}
 
 _ADVICE = {
     "input": "reading takes the most time: cache or prefetch the data, or cheapen what is done per example "
-    "(docs/input.md)",
+    "(page input of the documentation)",
     "exchange": "the exchange takes the most time: larger batches make it rarer",
     "update": "the update takes the most time, and every worker applies it: larger batches make it rarer",
     "other": "callbacks and the loop itself take the most time: do less there, or use larger batches",
