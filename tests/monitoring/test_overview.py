@@ -151,6 +151,19 @@ def test_the_advice_of_the_line_of_a_call_is_shown_with_all_parts(tmp_path: Path
     assert "NESTED" not in table(two_workers(tmp_path / "b", {}))[0]
 
 
+def test_the_steps_of_one_replica_are_not_measured(tmp_path: Path) -> None:
+    record(tmp_path, job(workers=1), started(0))
+    assert seen(tmp_path).advice == ()
+    record(tmp_path, event(1001.0, "call", worker=0, name="fit 1"))
+    (text,) = seen(tmp_path).advice
+    assert text.startswith(
+        "Keras itself takes the steps of one replica, so they are not measured: with --replicas 2"
+    )
+    # Without measured steps, a job with several replicas has not taken the second one.
+    record(tmp_path / "two", job(), started(0), event(1001.0, "call", worker=0, name="fit 1"))
+    assert seen(tmp_path / "two").advice == ()
+
+
 def test_a_worker_with_more_replicas_is_not_slow(tmp_path: Path) -> None:
     record(tmp_path, job(), started(0), started(1))
     record(tmp_path, steps(0, 1020.0, 20, replicas=1, compute=0.4))

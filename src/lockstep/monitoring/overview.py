@@ -204,7 +204,7 @@ def overview(
         workers=rows,
         wanted=status.wanted if status else None,
         hosts=hosts,
-        advice=(*_advice(times, rows), *_overload(hosts, rows, uses, why)),
+        advice=(*_unmeasured(data, times), *_advice(times, rows), *_overload(hosts, rows, uses, why)),
         events=tuple(tell(one, data.began) for one in _told(data)),
         silent_since=silent_since,
         end=end,
@@ -370,6 +370,16 @@ def _metrics(data: RunData) -> dict[str, float]:
                     newest.get(name, (0.0, 0.0)), (_last(columns, "time"), _last(columns, "value"))
                 )
     return {name: value for name, (_, value) in newest.items()}
+
+
+def _unmeasured(data: RunData, times: Mapping[int, WorkerTimes]) -> list[str]:
+    """Return why no steps are measured in a job with one replica that trains."""
+    if data.job.get("replicas") != 1 or times or _training_call(data) is None:
+        return []
+    return [
+        "Keras itself takes the steps of one replica, so they are not measured: with --replicas 2 they are "
+        "(with other bits than those of one replica)"
+    ]
 
 
 def _advice(times: Mapping[int, WorkerTimes], rows: Sequence[WorkerRow]) -> list[str]:
