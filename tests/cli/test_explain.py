@@ -4,6 +4,7 @@ import ast
 import contextlib
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from lockstep import errors
 from lockstep.cli.explain import explanation
 from lockstep.errors import ConfigError
+from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.step_parts import WorkerTimes, advise
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
 SOURCE = Path(errors.__file__).parent
@@ -75,6 +78,53 @@ def test_a_message_is_found_whatever_its_names_and_numbers(message: str, error: 
     assert advice in shown
 
 
+def test_every_hint_is_explained() -> None:
+    fast, slow = {"compute": 1.0}, {"compute": 9.0}
+    found = {
+        *(
+            advise({0: times(**{part: 5.0}), 1: times(**{part: 5.0})})
+            for part in ("input", "exchange", "update")
+        ),
+        *(advise({0: times(nested=5.0, calls={call: 5.0})}) for call in ("validation", "predict")),
+        advise({0: times(other=5.0)}),
+        advise({0: times(compute=5.0, compiled=4, compiling=3.0)}),
+        advise({0: times(**fast), 1: times(**slow)}),
+        advise({0: times(replicas=20, **fast), 1: times(wait=1.0, **fast)}),
+        advise({0: times(compute=0.01, wait=1.0), 1: times(compute=0.01, wait=1.0)}),
+        advise({0: times(wait=9.0, **fast), 1: times(wait=9.0, **fast)}),
+        advise({0: times(wait=9.0, **fast)}),
+        advise({0: times(replicas=0, wait=9.0), 1: times(wait=9.0, **fast)}),
+    }
+    assert len(found) == 13
+    for hint in found:
+        assert explanation(PAGE, hint).startswith("Hints: "), hint
+
+
+def times(
+    replicas: int = 10,
+    calls: Mapping[str, float] | None = None,
+    compiled: int = 0,
+    compiling: float = 0.0,
+    **parts: float,
+) -> WorkerTimes:
+    """Return the times of 10 steps of a worker."""
+    return WorkerTimes(
+        10, 640, replicas, dict.fromkeys(STEP_PARTS, 0.0) | parts, dict(calls or {}), compiled, compiling
+    )
+
+
+def test_the_line_of_a_call_is_explained_by_its_hint() -> None:
+    line = (
+        "lockstep: fit 1: 1,991 examples/s with 2 workers; input 69 %, compute 7 %, wait 11 %, exchange 2 %, "
+        "update 3 %, other 7 %; reading takes the most time after waiting: cache or prefetch the data, or "
+        "cheapen what is done per example (page input of the documentation)"
+    )
+    shown = explanation(PAGE, line)
+    assert shown.startswith("Hints: ")
+    assert "(page input of the documentation)" in shown
+    assert "docs/" not in shown
+
+
 @pytest.mark.parametrize("message", ["xyz", "the worker", "this is not a message of Lockstep at all"])
 def test_an_unknown_message_is_refused(message: str) -> None:
     with pytest.raises(ConfigError, match="no message like this is known"):
@@ -110,6 +160,6 @@ def test_a_code_without_a_known_message_shows_the_class() -> None:
 def test_the_command_lists_the_classes_and_refuses_in_one_line() -> None:
     command = [sys.executable, "-m", "lockstep", "explain"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [line.split()[0] for line in listed.splitlines()] == CLASSES
+    assert [line.split()[0] for line in listed.splitlines()] == [*CLASSES, "Hints"]
     refused = subprocess.run([*command, "no", "such", "thing"], capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

@@ -54,6 +54,21 @@ def test_a_suitable_machine_is_fine() -> None:
         ({"instructions": ""}, "instructions", Rating.FINE, "hosts of one job need processors of one kind"),
         ({"cores": Cores(8, 4, None)}, "cores", Rating.FINE, "4 of 8 cores"),
         ({"cores": Cores(8, 8, 8.0)}, "cores", Rating.FINE, "8 cores"),
+        ({"cores": Cores(2, 2, None, 0.9)}, "cores", Rating.FINE, "2 cores"),
+        (
+            {"cores": Cores(2, 2, None, 6.0)},
+            "cores",
+            Rating.WARNING,
+            "2 cores: other programs use some of them",
+        ),
+        # Enough cores are left for those that are counted.
+        ({"cores": Cores(8, 8, 4.0, 4.0)}, "cores", Rating.FINE, "the time of 4"),
+        (
+            {"cores": Cores(8, 4, None, 5.5)},
+            "cores",
+            Rating.WARNING,
+            "(load average 5.5), so steps take longer",
+        ),
         ({"cores": Cores(1, 1, None)}, "cores", Rating.WARNING, "1 core: all workers share one"),
         ({"cores": Cores(8, 1, None)}, "cores", Rating.WARNING, "1 of 8 cores: all workers share one"),
         (

@@ -12,7 +12,7 @@ import pytest
 from lockstep.doctor import resources
 from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.resources import SystemPaths, inspect_machine, inspect_system
+from lockstep.doctor.resources import SystemPaths, inspect_cores, inspect_machine, inspect_system
 from lockstep.system.cgroups import cpu_quota, processes_left
 from lockstep.system.clock import VirtualClock
 from lockstep.system.process_limits import threads_of
@@ -35,6 +35,12 @@ def test_this_machine_can_run_jobs(tmp_path: Path) -> None:
     assert 0 < machine.memory.usable <= machine.memory.total
     assert machine.clocks.installed > 1e9
     assert 0 < machine.clocks.cost < 1e-3
+
+
+def test_the_load_average_is_read_where_it_is_visible(tmp_path: Path) -> None:
+    assert inspect_cores(SystemPaths(proc=tmp_path)).load == 0.0
+    (tmp_path / "loadavg").write_text("6.25 4.05 4.86 6/165 11789\n")
+    assert inspect_cores(SystemPaths(proc=tmp_path)).load == 6.25
 
 
 class Groups:

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.monitoring.overview import Overview, overview
 from lockstep.monitoring.run_data import RunFolder
-from lockstep.monitoring.top_text import as_csv, as_json, as_text, causes_of, csv_heading, table
+from lockstep.monitoring.top_text import as_csv, as_json, as_text, csv_heading, table
 from lockstep.protocol.admin import Status
 
 from .recorded import GIB, event, gpu, job, load, record, started, steps
@@ -62,7 +62,8 @@ CAUSES: dict[str, tuple[dict[str, float], list[dict[str, Any]], dict[str, Any], 
         {"compute": 0.9},
         [{"worker": 0, "delayed": 0.1}, {"worker": 1, "delayed": 0.8}],
         {},
-        f"{SLOW_COMPUTE}; other processes use its cores: its threads wait 0.8 s per second for one",
+        f"{SLOW_COMPUTE}; other processes use its cores: each second, its threads together wait 0.8 s for a "
+        "core",
     ),
     "neighbours of all": (
         {"compute": 0.9},
@@ -91,7 +92,7 @@ def test_the_cause_of_a_slow_worker(
         pytest.approx(0.5 / sum(({"input": 0.1, "compute": 0.4} | slow).values())),
     ]
     score = view.workers[1].score
-    assert causes_of(view) == [f"worker 1 is slow ({score:.2f}): {expected}"]
+    assert list(view.advice) == [f"worker 1 is slow ({score:.2f}): {expected}"]
 
 
 def test_a_quota_of_another_host_is_a_cause(tmp_path: Path) -> None:
@@ -110,7 +111,57 @@ def test_a_quota_of_another_host_is_a_cause(tmp_path: Path) -> None:
 def test_equally_fast_workers_have_no_cause(tmp_path: Path) -> None:
     view = two_workers(tmp_path, {"compute": 0.45}, [{"worker": 0}, {"worker": 1, "faults": 500.0}])
     assert [row.cause for row in view.workers] == ["", ""]
-    assert causes_of(view) == []
+    assert view.advice == ()
+
+
+DELAYED = [{"worker": worker, "cores": 0.2, "delayed": 0.7} for worker in (0, 1)]
+
+
+def test_a_host_whose_cores_others_use_is_named_although_all_workers_suffer_equally(tmp_path: Path) -> None:
+    view = two_workers(tmp_path, {}, DELAYED, cores=2, busy=2.0)
+    assert view.advice == (
+        "box: other processes use 1.6 of 2 cores: each second, the threads of a worker together wait up to "
+        "0.7 s for a core",
+    )
+    assert "\nbox: 2.0 of 2 cores busy, 0.4 by this job; memory" in as_text(view)
+
+
+@pytest.mark.parametrize(
+    ("loads", "busy"),
+    # A machine that is not full; one that the job itself fills; workers that wait for no core.
+    [(DELAYED, 1.2), ([one | {"cores": 0.9} for one in DELAYED], 2.0), ([{"worker": 0}, {"worker": 1}], 2.0)],
+)
+def test_a_host_is_not_blamed_without_reason(
+    tmp_path: Path, loads: list[dict[str, Any]], busy: float
+) -> None:
+    assert two_workers(tmp_path, {}, loads, cores=2, busy=busy).advice == ()
+
+
+def test_the_advice_of_the_line_of_a_call_is_shown_with_all_parts(tmp_path: Path) -> None:
+    record(tmp_path, job(workers=1), started(0))
+    nested = {"nested": 3.0, "calls": {"predict": 3.0}}
+    record(tmp_path, steps(0, 1019.0, 20, compute=0.5, other=1.0) | nested)
+    view = seen(tmp_path)
+    assert len(view.advice) == 1
+    assert view.advice[0].startswith("predict in a callback takes the most time")
+    heads, row = table(view)
+    assert heads.split()[-4:-2] == ["OTHER", "NESTED"]
+    assert row.endswith("22 %  67 %   -     -")
+    # Most calls have none within.
+    assert "NESTED" not in table(two_workers(tmp_path / "b", {}))[0]
+
+
+def test_the_steps_of_one_replica_are_not_measured(tmp_path: Path) -> None:
+    record(tmp_path, job(workers=1), started(0))
+    assert seen(tmp_path).advice == ()
+    record(tmp_path, event(1001.0, "call", worker=0, name="fit 1"))
+    (text,) = seen(tmp_path).advice
+    assert text.startswith(
+        "Keras itself takes the steps of one replica, so they are not measured: with --replicas 2"
+    )
+    # Without measured steps, a job with several replicas has not taken the second one.
+    record(tmp_path / "two", job(), started(0), event(1001.0, "call", worker=0, name="fit 1"))
+    assert seen(tmp_path / "two").advice == ()
 
 
 def test_a_worker_with_more_replicas_is_not_slow(tmp_path: Path) -> None:
@@ -153,6 +204,36 @@ def test_the_states_of_workers(tmp_path: Path) -> None:
         (4, "waits for workers 3 and 5", False),
         (5, "lost", True),
     ]
+
+
+def test_a_call_within_a_call_is_named_and_does_not_count_as_compiling(tmp_path: Path) -> None:
+    record(tmp_path, job(workers=4), *(started(worker) for worker in range(4)))
+    record(tmp_path, *(event(1002.0, "call", worker=worker, name="fit 1") for worker in range(4)))
+    record(tmp_path, *(steps(worker, 1003.0, 1) for worker in range(4)))
+    for call in ("predict 1 within fit 1", "predict 2 within fit 1"):
+        record(tmp_path, event(1004.0, "call", worker=0, name=call))
+    record(tmp_path, event(1004.0, "call", worker=1, name="evaluate 1 within fit 1"))
+    record(tmp_path, event(1004.0, "call", worker=2, name="validation 1 within fit 1"))
+    assert [row.state for row in seen(tmp_path).workers] == [
+        *("predicting", "evaluating", "validating", "training")
+    ]
+    record(tmp_path, steps(0, 1005.0, 2))
+    assert seen(tmp_path).workers[0].state == "training"
+    record(tmp_path, event(1006.0, "call ended", worker=0, name="fit 1"))
+    run = RunFolder(tmp_path)
+    run.update()
+    assert [(call.name, call.ended) for call in run.data.calls] == [
+        (name, 1006.0)
+        for name in ("fit 1", "predict within fit 1", "evaluate within fit 1", "validation within fit 1")
+    ]
+
+
+def test_a_worker_that_compiles_new_shapes_is_compiling(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0), started(1))
+    new = {"compiled": 3, "compiling": 0.8}
+    record(tmp_path, steps(0, 1019.0, 20, compute=0.9, wait=0.1) | new)
+    record(tmp_path, steps(1, 1019.0, 20, compute=0.9, wait=0.1) | new | {"compiling": 0.3})
+    assert [row.state for row in seen(tmp_path).workers] == ["compiling", "training"]
 
 
 def test_the_head_tells_epoch_metrics_and_silence(tmp_path: Path) -> None:

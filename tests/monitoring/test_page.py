@@ -290,6 +290,19 @@ def test_smoothing_and_a_logarithmic_axis(browser: Browser, run: Path) -> None:
         assert browser.run(DRAWN % "metric:loss") > 20
 
 
+def test_marks_of_an_axis_and_series_of_a_metric_can_be_told_apart(browser: Browser, run: Path) -> None:
+    with watching(browser, run):
+        for unit, values, texts in (
+            ("", [1.79, 1.7905, 1.791, 1.7915], ["1.79", "1.7905", "1.791", "1.7915"]),
+            ("", [0.5, 1], ["0.5", "1"]),
+            ("s", [100.001, 100.002], ["100.001 s", "100.002 s"]),
+        ):
+            assert browser.run(f"marksOf({values}, '{unit}')") == texts
+        colors = browser.run("charts.get('metric:loss').lines().map((line) => line.color)")
+        assert len(set(colors)) == len(colors) == 3
+        assert browser.run("byId('facts').textContent").count("Mean speed640 examples/s") == 1
+
+
 def test_two_runs_are_overlaid_and_compared(browser: Browser, tmp_path: Path) -> None:
     make_run(tmp_path / "one")
     make_run(tmp_path / "two", [job(seed=8), *EVENTS[1:], *END])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.monitoring.page_data import MOST_POINTS, MOST_SERIES, Window, chart, compare, parts
 from lockstep.monitoring.run_data import METRIC_COLUMNS, Columns, RunData, RunFolder, WorkerInfo
+from lockstep.observability.events import STEP_PARTS
 
 from .made_runs import END, EVENTS, HOSTILE, MEASURED, event, job, make_hostile_run, make_run, metrics, steps
 
@@ -56,7 +57,7 @@ def test_a_run_in_parts(data: RunData) -> None:
     }
     assert (summary["lost"], summary["joined"], summary["seconds"]) == (1, 1, 10.0)
     assert summary["pauses"] == pytest.approx(0.012621)
-    # The last measurement of training: 640 examples in a second.
+    # All measurements of training have this rate.
     assert summary["rate"] == pytest.approx(640.0)
     assert [(one["worker"], one["phase"], one["ended"]) for one in found["workers"]] == [
         (0, "finished", 9.2),
@@ -132,8 +133,24 @@ def test_a_metric_of_validation_alone_has_a_chart_of_its_own(tmp_path: Path) -> 
 
 def test_the_parts_of_a_step_are_seconds_of_one_step(data: RunData) -> None:
     found = chart(data, "parts:0", Window())
-    assert [one["label"] for one in found] == ["input", "compute", "wait", "exchange", "update", "other"]
-    assert [one["mean"] for one in found] == [[value] * 5 for value in (0.01, 0.04, 0.02, 0.01, 0.01, 0.01)]
+    assert [one["label"] for one in found] == list(STEP_PARTS)
+    means = (0.01, 0.04, 0.02, 0.01, 0.01, 0.01, 0.0)
+    assert [one["mean"] for one in found] == [[value] * 5 for value in means]
+
+
+def test_the_speed_of_a_run_that_has_ended_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    none = dict.fromkeys(STEP_PARTS, 0.0)
+    slow, quick = (
+        steps(time, 0, number, **none | {"compute": seconds})
+        for time, number, seconds in ((3.0, 11, 9.0), (4.0, 21, 1.0))
+    )
+    # The time of the last validation.
+    rest = steps(5.0, 0, 21, count=0, **none | {"nested": 10.0})
+    running = read(make_run(tmp_path / "running", EVENTS[:6], [slow, quick, rest]))
+    assert parts(running, active=True)["summary"]["rate"] == pytest.approx(quick["examples"] / 1.0)
+    ended = read(make_run(tmp_path / "ended", measured=[slow, quick, rest]))
+    total = slow["examples"] + quick["examples"]
+    assert parts(ended, active=False)["summary"]["rate"] == pytest.approx(total / 20.0)
 
 
 def test_each_step_counts_once_in_the_throughput(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.monitoring.trace import parse_steps, trace_of
+from lockstep.monitoring.trace import parse_steps, slowest, trace_of
 
 PARTS = ("input", "compute", "wait", "exchange", "update", "other")
 BEGAN = 1_700_000_000.25
@@ -230,7 +230,8 @@ def test_the_command_writes_the_file(tmp_path: Path) -> None:
     write(tmp_path / "run", [job(BEGAN)], [measured(0, 2, range(1, 3), BEGAN)])
     done = trace(tmp_path, "run", "--steps", "1:2")
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == "lockstep: run/trace.json shows 2 steps\n"
+    longest = "step 1 took worker 0 longest: 1 ms, of which compute took 0.5 ms"
+    assert done.stderr == f"lockstep: run/trace.json shows 2 steps; {longest}\n"
     written = (tmp_path / "run" / "trace.json").read_text()
     assert json.loads(written) == trace_of(tmp_path / "run", range(1, 3))
     shown = trace(tmp_path, "run", "--steps", "1:2", "-o", "-")
@@ -250,3 +251,12 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     assert unknown.returncode == 2
     assert unknown.stderr.count("\n") == 1
     assert list((tmp_path / "run").glob("trace*")) == []
+
+
+def test_the_step_that_took_a_worker_longest_is_named(tmp_path: Path) -> None:
+    lines = [measured(worker, 3, range(1, 4), BEGAN) for worker in (0, 1)]
+    # Worker 0 waits for worker 1, which computes.
+    lines[0]["singles"][1][4] += 9_000
+    lines[1]["singles"][1][3] += 8_900
+    events = trace_of(write(tmp_path, [job(BEGAN)], lines), range(1, 4))
+    assert slowest(events) == "step 2 took worker 1 longest: 9.9 ms, of which compute took 9.4 ms"

@@ -1,9 +1,10 @@
 """The line about where a call's time went."""
 
+import msgspec
 import pytest
 
 from lockstep.observability.events import STEP_PARTS, StepsMeasured
-from lockstep.observability.step_parts import CallTimes, WorkerTimes, describe, scores
+from lockstep.observability.step_parts import CallTimes, WorkerTimes, advise, describe, scores
 
 
 def measured(
@@ -41,7 +42,7 @@ def test_a_line_is_due_when_all_members_have_ended_the_call() -> None:
     assert call.ended("fit 1", 0, (0, 1)) == (
         "fit 1: 3,200 examples/s with 2 workers; input 60 %, compute 30 %, wait 6 %, exchange 2 %, "
         "update 1 %, other 1 %; reading takes the most time: cache or prefetch the data, or cheapen what is "
-        "done per example (docs/input.md)"
+        "done per example (page input of the documentation)"
     )
     assert call.ended("fit 1", 0, (0, 1)) == ""
 
@@ -71,10 +72,8 @@ def test_only_the_times_of_the_last_call_count() -> None:
     assert "compute 100 %" in call.ended("fit 2", 0, (0,))
 
 
-@pytest.mark.parametrize(
-    ("slow", "text"), [("input", "its input is slow"), ("compute", "its compute is slow")]
-)
-def test_the_slowest_worker_and_what_is_slow_are_named(slow: str, text: str) -> None:
+@pytest.mark.parametrize("slow", ["input", "compute"])
+def test_the_slowest_worker_and_what_is_slow_are_named(slow: str) -> None:
     fast = {"input": 0.5, "compute": 0.5}
     workers = {
         0: times(measured(**fast, wait=9.0)),
@@ -82,8 +81,103 @@ def test_the_slowest_worker_and_what_is_slow_are_named(slow: str, text: str) -> 
         2: times(measured(**fast, wait=9.0)),
     }
     assert describe("fit 1", workers).endswith(
-        f"waiting for worker 1 takes the most time: {text} (lockstep top shows why)"
+        f"; worker 1 is slow (0.11): slow {slow}: 180 ms per replica, 10 ms on worker 0 (lockstep top shows "
+        "why)"
     )
+
+
+def test_one_worker_that_reads_slowly_is_named_where_reading_takes_the_most_time() -> None:
+    workers = {
+        0: times(measured(input=0.5, compute=0.5, wait=2.0)),
+        1: times(measured(input=2.5, compute=0.5)),
+    }
+    assert "worker 1 is slow (0.33): slow input: 50 ms per replica, 10 ms on worker 0" in describe(
+        "fit 1", workers
+    )
+
+
+def test_what_takes_more_time_than_a_slow_worker_costs_comes_first() -> None:
+    workers = {
+        worker: times(
+            msgspec.structs.replace(measured(compute=1.0 + worker, nested=20.0), calls={"predict": 20.0})
+        )
+        for worker in (0, 1)
+    }
+    assert advise(workers).startswith("predict in a callback takes the most time")
+    workers = {worker: times(measured(compute=1.0 + worker, input=0.1)) for worker in (0, 1)}
+    assert advise(workers).startswith("worker 1 is slow (0.52)")
+    assert advise(workers, names_slow=False) == ""
+
+
+def test_short_steps_blame_no_worker() -> None:
+    for slower in (0, 1):
+        # 0.3 and 0.5 ms without waiting.
+        paces = {slower: 0.5, 1 - slower: 0.3}
+        workers = {
+            worker: times(measured(count=5000, compute=seconds, wait=9.0))
+            for worker, seconds in paces.items()
+        }
+        assert describe("fit 1", workers) == (
+            "fit 1: 33,684 examples/s with 2 workers; input 0 %, compute 4 %, wait 96 %, exchange 0 %, "
+            "update 0 %; steps are short (0.1 ms without waiting): use larger batches, or -n 1 --replicas 2, "
+            "which computes the same bits"
+        )
+
+
+def test_uneven_numbers_of_replicas_are_the_cause_of_waiting() -> None:
+    workers = {
+        0: times(measured(replicas=2, compute=2.0)),
+        1: times(measured(replicas=1, compute=1.0, wait=1.0)),
+    }
+    assert describe("fit 1", workers).endswith(
+        "; worker 0 computes 2 of 3 replicas, and others wait for it: let the number of replicas be a "
+        "multiple of the number of workers"
+    )
+    # Waiting has another cause where the numbers are almost even.
+    workers = {worker: times(measured(replicas=8 - worker, compute=2.0, wait=1.0)) for worker in (0, 1)}
+    assert "multiple" not in describe("fit 1", workers)
+
+
+@pytest.mark.parametrize(
+    ("parts", "advice"),
+    [
+        ({"input": 4.0, "compute": 1.3, "wait": 4.7}, "reading takes the most time after waiting: cache"),
+        ({"input": 5.0, "compute": 1.3, "wait": 3.7}, "reading takes the most time: cache"),
+        (
+            {"other": 3.4, "compute": 3.1, "wait": 3.5},
+            "callbacks and the loop itself take the most time after",
+        ),
+        ({"other": 1.0, "compute": 0.9, "wait": 8.1}, "waiting takes the most time although the workers are"),
+        ({"compute": 4.0, "wait": 6.0}, "waiting takes the most time although the workers are"),
+        ({"compute": 6.0, "input": 4.0}, ""),
+    ],
+)
+def test_the_largest_part_is_blamed_and_waiting_only_without_another(
+    parts: dict[str, float], advice: str
+) -> None:
+    found = times(measured(**parts))
+    given = advise({0: found, 1: found})
+    assert given.startswith(advice)
+    assert bool(given) == bool(advice)
+
+
+def test_a_chief_of_parameter_servers_is_no_worker_that_waits() -> None:
+    chief = measured(replicas=0, count=100, wait=9.0, update=0.5, nested=0.5)
+    workers = {
+        0: times(msgspec.structs.replace(chief, calls={"validation": 0.5})),
+        1: times(measured(compute=6.0, exchange=2.0)),
+        2: times(measured(compute=6.2, exchange=2.0)),
+    }
+    assert describe("fit 1", workers) == (
+        "fit 1: 640 examples/s with a chief and 2 workers; input 0 %, compute 75 %, wait 0 %, exchange 25 %, "
+        "update 0 %, validation 5 % of the chief's time"
+    )
+    waiting = {
+        0: workers[0],
+        1: times(measured(compute=3.0, wait=5.0)),
+        2: times(measured(compute=3.0, wait=5.0)),
+    }
+    assert describe("fit 1", waiting).endswith("; waiting for the chief takes the most time")
 
 
 def test_a_worker_with_more_replicas_is_not_slower() -> None:
@@ -106,3 +200,41 @@ def test_a_wait_without_a_slow_worker_has_other_causes() -> None:
         "; waiting for workers that were lost, or have left, takes the most time"
     )
     assert describe("fit 1", {0: waits, 1: waits}).endswith("use their cores, or workers were lost")
+
+
+def test_calls_within_a_call_are_named_and_their_time_counts_for_the_rate() -> None:
+    call = CallTimes()
+    for worker in (0, 1):
+        call.measured(worker, measured(compute=1.0))
+        validation = {"calls": {"validation": 2.0, "predict": 1.0}}
+        call.measured(
+            worker, msgspec.structs.replace(measured(number=101, count=0, nested=3.0), **validation)
+        )
+    call.ended("fit 1", 1, (0, 1))
+    assert call.ended("fit 1", 0, (0, 1)) == (
+        "fit 1: 800 examples/s with 2 workers; input 0 %, compute 25 %, wait 0 %, exchange 0 %, update 0 %, "
+        "validation 50 %, predict 25 %; validation takes the most time: validate on less data, or less often "
+        "(validation_freq)"
+    )
+
+
+def test_a_prediction_in_a_callback_is_blamed() -> None:
+    found = times(msgspec.structs.replace(measured(compute=1.0, nested=3.0), calls={"predict": 3.0}))
+    assert describe("fit 1", {0: found}).endswith(
+        "predict 75 %; predict in a callback takes the most time: call it at the end of epochs, "
+        "or on less data"
+    )
+
+
+def test_a_call_of_one_step_has_no_line() -> None:
+    assert describe("fit 1", {0: times(measured(number=1, count=0, nested=9.0))}) == ""
+
+
+def test_batches_of_new_shapes_are_counted_where_compiling_takes_long() -> None:
+    new = {"compiled": 7, "compiling": 3.0}
+    slow = {0: times(msgspec.structs.replace(measured(compute=4.0, wait=1.0), **new))}
+    assert describe("fit 1", slow).endswith(
+        "; 7 of 50 steps had batches of new shapes, which compile: 3 s; pad to a few lengths"
+    )
+    quick = {0: times(msgspec.structs.replace(measured(compute=4.0, input=12.0), **new))}
+    assert "new shapes" not in describe("fit 1", quick)

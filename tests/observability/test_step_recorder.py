@@ -12,6 +12,7 @@ from lockstep.observability.events import (
     CallEnded,
     Event,
     MetricsRecorded,
+    RestEnded,
     StepEnded,
     StepsMeasured,
 )
@@ -30,7 +31,9 @@ class Recorded:
         self.bus.subscribe(lambda entry: self.events.append(entry.event), *WORKER_MEASUREMENTS)
         self.trained = 0
 
-    def step(self, call: str, number: int, seconds: float = 0.25, **logs: Any) -> None:
+    def step(
+        self, call: str, number: int, seconds: float = 0.25, compiled: bool = False, **logs: Any
+    ) -> None:
         """Take a step whose time is all for reading and, a quarter of it, for computing."""
         self.clock.advance(seconds)
         self.trained += call.startswith(("fit", "train"))
@@ -44,9 +47,17 @@ class Recorded:
                 replicas=2,
                 seconds=seconds,
                 logs=logs or None,
+                compiled=compiled,
                 **parts,
             )
         )
+
+    def rest(self, call: str, seconds: float) -> None:
+        """End a call with a validation of this time."""
+        self.clock.advance(seconds)
+        parts = dict.fromkeys(STEP_PARTS, 0.0) | {"nested": seconds}
+        self.bus.publish(RestEnded(call=call, calls={"validation": seconds}, **parts))
+        self.bus.publish(CallEnded(call))
 
     @property
     def steps(self) -> list[StepsMeasured]:
@@ -66,12 +77,39 @@ def test_the_first_step_of_a_call_is_measured_alone_and_later_ones_once_a_second
     assert (second.began, second.seconds, second.input, second.compute) == (1000.25, 1.0, 0.75, 0.25)
     assert (second.examples, second.replicas, second.trained) == (256, 2, 5)
     assert second.singles == tuple(
-        (number, (number - 2) * 250_000, 187_500, 62_500, 0, 0, 0, 0) for number in range(2, 6)
+        (number, (number - 2) * 250_000, 187_500, 62_500, 0, 0, 0, 0, 0) for number in range(2, 6)
     )
     recorded.bus.publish(CallEnded("fit 1"))
     assert (recorded.steps[-1].number, recorded.steps[-1].count) == (10, 1)
     recorded.bus.publish(CallEnded("fit 1"))
     assert len(recorded.steps) == 4
+
+
+def test_the_time_after_the_last_step_counts_for_the_last_measurement() -> None:
+    recorded = Recorded()
+    for number in range(1, 4):
+        recorded.step("fit 1", number)
+    recorded.rest("fit 1", 8.0)
+    last = recorded.steps[-1]
+    assert (last.count, last.seconds, last.nested, last.calls) == (2, 8.5, 8.0, {"validation": 8.0})
+    # After a single step, which is measured alone, it has a measurement without steps, if it is worth one.
+    recorded.step("fit 2", 1)
+    recorded.rest("fit 2", 2.0)
+    last = recorded.steps[-1]
+    assert (last.call, last.number, last.count, last.seconds, last.began) == ("fit 2", 1, 0, 2.0, 1009.0)
+    recorded.step("fit 3", 1)
+    recorded.rest("fit 3", 0.001)
+    assert (recorded.steps[-1].call, recorded.steps[-1].count) == ("fit 3", 1)
+
+
+def test_compiled_steps_are_counted_with_the_seconds_of_their_computing() -> None:
+    recorded = Recorded()
+    for number in range(1, 8):
+        recorded.step("fit 1", number, compiled=number in (1, 3, 4))
+    recorded.bus.publish(CallEnded("fit 1"))
+    assert [(one.count, one.compiled, one.compiling) for one in recorded.steps] == [
+        *((1, 1, 0.0625), (4, 2, 0.125), (2, 0, 0.0))
+    ]
 
 
 def test_every_step_is_in_one_measurement() -> None:

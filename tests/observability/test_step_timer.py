@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from lockstep.observability.bus import Bus, Feed
-from lockstep.observability.events import StepEnded
+from lockstep.observability.events import RestEnded, StepEnded
 from lockstep.observability.step_timer import StepTimer
 from lockstep.system.clock import VirtualClock
 
@@ -150,3 +150,54 @@ def test_subscribers_may_change_between_steps() -> None:
     step(clock, timer, "fit 1", 4)
     assert [event.event for event in feed.take(0)[0]] == [ended("fit 1", 2, 63)]
     assert [event.event for event in again.take(0)[0]] == [ended("fit 1", 4, 63)]
+
+
+def test_a_call_within_a_call_counts_for_the_next_step_of_the_outer_one(timed: Timed) -> None:
+    clock, feed, timer = timed
+    with timer.within("fit"):
+        step(clock, timer, "fit 1", 1)
+        clock.advance(64)
+        with timer.within("validation"):
+            clock.advance(1000)
+            step(clock, timer, "validation 1 within fit 1", 1)
+            clock.wait(500)
+        clock.advance(128)
+        with timer.within("predict"):
+            timer.stop()
+            clock.advance(2000)
+        step(clock, timer, "fit 1", 2)
+    steps = [event.event for event in feed.take(0)[0]]
+    assert steps[1] == ended("validation 1 within fit 1", 1, 63)
+    second = steps[2]
+    assert isinstance(second, StepEnded)
+    assert (second.nested, second.calls) == (1563 + 2000, {"validation": 1563, "predict": 2000})
+    assert (second.wait, second.other, second.seconds) == (4, 32 + 64 + 128, 63 + 64 + 128 + 3563)
+
+
+def test_the_time_after_the_last_step_is_the_rest_of_the_call(timed: Timed) -> None:
+    clock, feed, timer = timed
+    rests = timer._events.feed(RestEnded)
+    with timer.within("fit"):
+        step(clock, timer, "fit 1", 1)
+        clock.advance(3)
+        with timer.within("validation"):
+            clock.advance(5)
+        clock.wait(7)
+        timer.end_call()
+        clock.advance(100)
+    # No call is in progress: nothing follows.
+    timer.end_call()
+    assert [event.event for event in rests.take(0)[0]] == [
+        RestEnded(
+            call="fit 1",
+            input=0,
+            compute=0,
+            wait=7,
+            exchange=0,
+            update=0,
+            other=3,
+            nested=5,
+            calls={"validation": 5},
+        )
+    ]
+    assert len(feed.take(0)[0]) == 1

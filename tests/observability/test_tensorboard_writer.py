@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -114,7 +115,10 @@ def test_steps_are_shown_by_worker_with_the_shares_of_their_parts(points: Callab
         ("worker-0", "share/exchange", 8, 0.1),
         ("worker-0", "share/update", 8, 0.075),
         ("worker-0", "share/other", 8, 0.025),
+        ("worker-0", "share/nested", 8, 0.0),
     ]
+    # Time after the last step of a call is that of no step.
+    assert points(msgspec.structs.replace(steps(8), count=0)) == []
     assert points(steps(8, call="validation within fit 1"), steps(8, call="evaluate")) == []
 
 

@@ -218,7 +218,7 @@ def test_the_page_shows_the_run(installed: Installation) -> None:
     with process, ExitStack() as stack:
         stack.callback(process.send_signal, signal.SIGINT)
         assert process.stderr is not None
-        (address,) = re.findall(r"the page is at (\S+);", process.stderr.readline())
+        (address,) = re.findall(r"the page is at (\S+)", process.stderr.readline())
         parts = urlsplit(address)
         connection = http.client.HTTPConnection(parts.netloc, timeout=60)
         stack.callback(connection.close)

@@ -173,8 +173,19 @@ def test_the_events_and_measurements_of_a_run() -> None:
     assert [(call.name, call.began, call.ended) for call in data.calls] == [
         ("fit 1", 1795748049.436, 1795748050.43)
     ]
-    parts = dict(zip(STEP_PARTS, (0.00272, 0.001878, 0.000175, 0.004836, 0.000777, 0.074509), strict=True))
-    numbers = {"call": 0, "number": 4, "trained": 4, "count": 3, "examples": 12, "replicas": 1}
+    parts = dict(
+        zip(STEP_PARTS, (0.00272, 0.001878, 0.000175, 0.004836, 0.000777, 0.074509, 0.0), strict=True)
+    )
+    numbers = {
+        "call": 0,
+        "number": 4,
+        "trained": 4,
+        "count": 3,
+        "examples": 12,
+        "replicas": 1,
+        "compiled": 0,
+        "compiling": 0.0,
+    }
     times = {"time": 1795748050.428, "began": 1795748050.338384}
     assert data.workers[0].steps.last() == {**times, **numbers, **parts}
     loss = data.metrics["loss"]

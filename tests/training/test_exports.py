@@ -45,7 +45,9 @@ def test_a_training_is_shown_as_its_run_folder_has_it(
     assert {4, 8, 12, 17} <= {step for step, _ in runs["train"]["batch_loss"]}
     for worker in (0, 1):
         lines = [line for line in measured if line["event"] == "steps" and line["worker"] == worker]
-        trained = [line["trained"] for line in lines if line["call"].startswith(("fit", "train"))]
+        trained = [
+            line["trained"] for line in lines if line["count"] and line["call"].startswith(("fit", "train"))
+        ]
         assert [
             step
             for step, _ in read_tensorboard(tmp_path / "board" / f"worker-{worker}")["steps/seconds_per_step"]
@@ -61,4 +63,8 @@ def test_a_training_is_shown_as_its_run_folder_has_it(
         trained = [line for line in lines if line["call"].startswith(("fit", "train"))]
         for part in STEP_PARTS:
             shown_us = sum(event["dur"] for event in own if event["name"] == part)
-            assert abs(shown_us - sum(line[part] for line in trained) * 1e6) <= 20
+            missing = sum(line[part] for line in trained) * 1e6 - shown_us
+            # The time after the last step of a call belongs to no step.
+            rest = part in ("wait", "other", "nested")
+            assert missing >= -20, part
+            assert rest or missing <= 20, part

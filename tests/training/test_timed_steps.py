@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lockstep.observability.events import StepEnded
 
-PARTS = ("input", "compute", "wait", "exchange", "update", "other")
+PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested")
 
 
 def test_a_subscriber_receives_each_step_with_its_parts(
@@ -15,7 +15,7 @@ def test_a_subscriber_receives_each_step_with_its_parts(
     run = launch("-n 2 --replicas 4 --tee all", "timed_steps.py", backend=thorough_backend)
     assert run.status == 0, run.stderr
     counted = {"call", "number", "trained", "examples", "replicas"}
-    assert set(StepEnded.__struct_fields__) == {*counted, "seconds", *PARTS, "logs"}
+    assert set(StepEnded.__struct_fields__) == {*counted, "seconds", *PARTS, "calls", "compiled", "logs"}
     steps_of = {}
     for worker in (0, 1):
         (without,), (digest,) = run.marked(worker, "without "), run.marked(worker, "with ")
@@ -34,6 +34,12 @@ def test_a_subscriber_receives_each_step_with_its_parts(
             assert math.isclose(sum(step[part] for part in PARTS), step["seconds"], abs_tol=1e-6), step
             assert min(step["input"], step["compute"], step["exchange"], step["update"]) > 0, step
             assert math.isfinite(step["loss"])
+            # The first step of the second epoch follows the validation.
+            assert (step["nested"] > 0) == ((step["call"], step["number"]) == ("fit 2", 5)), step
+            # All batches have the same shape.
+            first = (step["call"], step["number"]) in (("fit 2", 1), ("validation 1 within fit 2", 1))
+            assert step["compiled"] == (first and thorough_backend != "torch"), step
+            assert set(step["calls"]) <= {"validation"}, step
         steps_of[worker] = steps
     assert [step["loss"] for step in steps_of[0]] == [step["loss"] for step in steps_of[1]]
     waiting, holding = steps_of[0][2], steps_of[1][2]

@@ -34,7 +34,7 @@ class _Known(NamedTuple):
 @click.command()
 @click.argument("error", nargs=-1, metavar="[ERROR]")
 def explain(error: tuple[str, ...]) -> None:
-    """Explain ERROR: the name of a class of lockstep.errors, or a message.
+    """Explain ERROR: the name of a class of lockstep.errors, a message, or a hint at the end of a call.
 
     Without ERROR, list the classes.
     """
@@ -54,7 +54,7 @@ def explanation(page: str, error: str) -> str:
     Raises:
         ConfigError: it says nothing about it.
     """
-    sections = {name: _LINK.sub(r"\1 (docs/\2)", text).strip() for name, text in _SECTION.findall(page)}
+    sections = {name: _LINK.sub(_named_page, text).strip() for name, text in _SECTION.findall(page)}
     if not error:
         width = max(map(len, sections))
         return "".join(f"{name:{width}}  {_first_sentence(text)}\n" for name, text in sections.items())
@@ -96,6 +96,12 @@ def _phrases(message: str) -> set[tuple[str, str]]:
     """Return the pairs of neighbouring words of a message that do not change from case to case."""
     parts = re.split(r"[,;:()]", _PLACEHOLDERS.sub(";", message.lower()))
     return {pair for part in parts for pair in pairwise(part.split())}
+
+
+def _named_page(link: re.Match[str]) -> str:
+    """Return a link to another page as text: an installed package has no pages."""
+    text, page = link[1], link[2].partition(".md")[0]
+    return f"{text} (page {page} of the documentation)" if page else text
 
 
 def _first_sentence(text: str) -> str:

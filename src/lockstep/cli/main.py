@@ -243,24 +243,25 @@ def trace(run: str, steps: str, output: Path | None) -> None:
     """Write single steps of all workers of RUN for https://ui.perfetto.dev or chrome://tracing.
 
     RUN is the name of a running job, or a run folder. The file has a slice for each step of each worker and
-    for each of its parts: input, compute, wait, exchange, update, other. The first 1024 steps of each call
-    are recorded one by one, and 16 steps now and then later.
+    for each of its parts: input, compute, wait, exchange, update, other, nested. The first 1024 steps of
+    each call are recorded one by one, and 16 steps now and then later.
     """
     import msgspec
 
     from lockstep.coordinator.run_lookup import find_run
-    from lockstep.monitoring.trace import parse_steps, trace_of
+    from lockstep.monitoring.trace import parse_steps, slowest, trace_of
 
     wanted, folder = parse_steps(steps), find_run(run).folder
     # One event per line.
-    lines = [msgspec.json.encode(event) for event in trace_of(folder, wanted)]
+    events = trace_of(folder, wanted)
+    lines = [msgspec.json.encode(event) for event in events]
     text = b"[\n" + b",\n".join(lines) + b"\n]\n"
     output = output or folder / "trace.json"
     if str(output) == "-":
         click.echo(text, nl=False)
     else:
         output.write_bytes(text)
-        note(f"{click.format_filename(output)} shows {count(len(wanted), 'step')}")
+        note(f"{click.format_filename(output)} shows {count(len(wanted), 'step')}; {slowest(events)}")
 
 
 @cli.command()

@@ -66,8 +66,11 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
             f"the page cannot use {at}: {error.strerror}; give another --port or --host"
         ) from None
     with server:
-        more = f"; its certificate has the SHA-256 fingerprint {fingerprint}" if fingerprint else ""
-        note(f"the page is at {server.address}{more}" + ("" if parent is not None else "; Ctrl-C ends it"))
+        note(f"the page is at {server.address}")
+        if fingerprint:
+            note(f"its certificate has the SHA-256 fingerprint {fingerprint}")
+        if parent is None:
+            note("Ctrl-C ends the page")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

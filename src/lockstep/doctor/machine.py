@@ -101,7 +101,7 @@ def _instructions(name: str) -> Finding:
 
 def judge_cores(cores: Cores) -> Finding:
     """Return the finding on the cores of a machine. Pure."""
-    facts = {"all": cores.all, "usable": cores.usable, "quota": cores.quota}
+    facts = {"all": cores.all, "usable": cores.usable, "quota": cores.quota, "load": cores.load}
     shown = f"{cores.usable} of {cores.all} cores"
     if cores.usable == cores.all:
         shown = count(cores.all, "core")
@@ -114,6 +114,13 @@ def judge_cores(cores: Cores) -> Finding:
             "cores",
             f"{shown}: all workers share one core, so two are no faster than one",
             "use more cores (taskset, docker run --cpuset-cpus and --cpus, srun --cpus-per-task)",
+            **facts,
+        )
+    if cores.all - cores.load <= counted - 1:
+        return _ROWS.warning(
+            "cores",
+            f"{shown}: other programs use some of them (load average {cores.load:.3g}), so steps take longer",
+            "stop the other programs, or use fewer workers",
             **facts,
         )
     return _ROWS.fine("cores", shown, **facts)

@@ -76,11 +76,13 @@ class Cores:
         all: the number of cores of the machine.
         usable: the number of cores on which this process may run.
         quota: the CPU quota of its cgroups in cores; None for no limit.
+        load: the number of threads of the machine that compute, averaged over the last minute.
     """
 
     all: int
     usable: int
     quota: float | None
+    load: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,15 @@ def inspect_machine(system: System, places: SystemPaths = HERE, clock: Clock = _
 def inspect_cores(places: SystemPaths = HERE) -> Cores:
     """Inspect the cores of a machine that runs Linux."""
     quota = cpu_quota(places.proc / "self" / "cgroup", places.cgroups)
-    return Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), quota)
+    return Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), quota, _load(places.proc / "loadavg"))
+
+
+def _load(file: Path) -> float:
+    try:
+        return float(file.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        # A sandbox may hide it.
+        return 0.0
 
 
 def _unwatched() -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.monitoring.run_data import Columns, Happening, HostInfo, RunData, WorkerInfo
-from lockstep.monitoring.stragglers import WorkerUse, causes
+from lockstep.monitoring.stragglers import WorkerUse, causes, is_delayed
 from lockstep.observability.events import STEP_PARTS, GpuLoad
-from lockstep.observability.step_parts import WorkerTimes, scores
+from lockstep.observability.step_parts import SHORTEST, WorkerTimes, advise, scores, tell_of_slow
 from lockstep.protocol.admin import Status
 from lockstep.system.prose import name_workers
 
@@ -27,6 +27,12 @@ _TOLD = frozenset(
     }
 )
 """The kinds of events that are shown."""
+_STATES = {"validation": "validating", "evaluate": "evaluating", "predict": "predicting"}
+"""What a worker does in a call of these methods."""
+_OTHERS = 0.5
+"""The cores in use by other processes from which they are worth a word, if workers wait for cores."""
+_FULL = 0.9
+"""The share of the cores in use from which a host counts as busy."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,10 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class HostRow:
-    """A host: its cores and those in use, bytes of memory, bytes per second of swap, and its GPUs."""
+    """A host: its cores and those in use, bytes of memory, bytes per second of swap, and its GPUs.
+
+    `used` are the cores that the workers use; None if they are not known.
+    """
 
     host: str
     cores: int
@@ -84,6 +93,7 @@ class HostRow:
     swapping: float
     throttled: float
     gpus: tuple[GpuLoad, ...]
+    used: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,7 @@ class Overview:
         silent_since: since when the coordinator has not answered; None if it does.
         end: how the run ended, in one line; empty while it runs.
         averages: whether rates are those of the whole run.
+        advice: what slows the training, one line each; empty if nothing does notably.
     """
 
     time: float
@@ -129,6 +140,7 @@ class Overview:
     silent_since: float | None = None
     end: str = ""
     averages: bool = False
+    advice: tuple[str, ...] = ()
 
 
 def overview(
@@ -176,6 +188,7 @@ def overview(
     leader = max(times.values(), key=lambda found: found.steps, default=None)
     last = max((_last(one.steps, "time") for one in infos if len(one.steps)), default=None)
     names = {row.host for row in rows}
+    hosts = tuple(_host(one, rows) for one in data.hosts.values() if len(one.load) and one.name in names)
     return Overview(
         time=now,
         job=job,
@@ -190,7 +203,8 @@ def overview(
         idle=None if last is None else max(0.0, now - last),
         workers=rows,
         wanted=status.wanted if status else None,
-        hosts=tuple(_host(one) for one in data.hosts.values() if len(one.load) and one.name in names),
+        hosts=hosts,
+        advice=(*_unmeasured(data, times), *_advice(times, rows), *_overload(hosts, rows, uses, why)),
         events=tuple(tell(one, data.began) for one in _told(data)),
         silent_since=silent_since,
         end=end,
@@ -224,7 +238,10 @@ def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
     chosen &= ~((counts == 1) & (numbers == 1))
     times.steps = int(counts[chosen].sum())
     times.examples = int(steps.column("examples")[chosen].sum())
+    times.compiled = int(steps.column("compiled")[chosen].sum())
+    times.compiling = float(steps.column("compiling")[chosen].sum())
     times.replicas = int((steps.column("replicas") * counts)[chosen].sum())
+    times.calls = dict(info.nested)
     for part in STEP_PARTS:
         times.parts[part] = float(steps.column(part)[chosen].sum())
     return times
@@ -315,8 +332,11 @@ def _state(data: RunData, info: WorkerInfo, joining: Sequence[int]) -> str:
         return f"waits for {named}"
     if info.worker in joining and info.phase in ("starting", "running the script", "compiling"):
         return "joining"
-    if info.phase == "training" and " within " in info.call:
-        return "validating"
+    if info.phase == "training":
+        last = info.steps.last()
+        if last and last["compiling"] > sum(last[part] for part in STEP_PARTS) / 2:
+            return "compiling"
+        return _STATES.get(info.call.partition(" ")[0], info.phase)
     return info.phase
 
 
@@ -352,7 +372,46 @@ def _metrics(data: RunData) -> dict[str, float]:
     return {name: value for name, (_, value) in newest.items()}
 
 
-def _host(info: HostInfo) -> HostRow:
+def _unmeasured(data: RunData, times: Mapping[int, WorkerTimes]) -> list[str]:
+    """Return why no steps are measured in a job with one replica that trains."""
+    if data.job.get("replicas") != 1 or times or _training_call(data) is None:
+        return []
+    return [
+        "Keras itself takes the steps of one replica, so they are not measured: with --replicas 2 they are "
+        "(with other bits than those of one replica)"
+    ]
+
+
+def _advice(times: Mapping[int, WorkerTimes], rows: Sequence[WorkerRow]) -> list[str]:
+    """Return which workers are slow, and what else to change, as at the end of a call."""
+    slow = [tell_of_slow(row.worker, row.score or 0.0, row.cause) for row in rows if row.cause]
+    seconds = max((found.seconds for found in times.values()), default=0.0)
+    found = advise(times, names_slow=False) if seconds >= SHORTEST else ""
+    return [*slow, *([found] if found else [])]
+
+
+def _overload(
+    hosts: Sequence[HostRow],
+    rows: Sequence[WorkerRow],
+    uses: Mapping[int, WorkerUse],
+    told: Mapping[int, str],
+) -> list[str]:
+    """Return on which hosts workers wait for cores that other processes use, slow workers apart."""
+    found = []
+    for host in hosts:
+        others = host.busy - (host.used or 0.0)
+        own = [row.worker for row in rows if row.host == host.host and not row.ended and row.worker in uses]
+        waits = [worker for worker in own if is_delayed(uses[worker]) and worker not in told]
+        if waits and others >= _OTHERS and host.busy >= _FULL * host.cores:
+            most = max(uses[worker].delayed for worker in waits)
+            found.append(
+                f"{host.host}: other processes use {others:.1f} of {host.cores} cores: each second, the "
+                f"threads of a worker together wait up to {most:.2g} s for a core"
+            )
+    return found
+
+
+def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
     last = info.load.last()
     return HostRow(
         info.name,
@@ -363,6 +422,7 @@ def _host(info: HostInfo) -> HostRow:
         last["swapping"],
         last["throttled"],
         info.gpus,
+        sum(row.cores or 0.0 for row in rows if row.host == info.name),
     )
 
 

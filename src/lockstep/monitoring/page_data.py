@@ -5,7 +5,7 @@ of points whatever the length of the run. Times within a run are seconds since i
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -115,7 +115,7 @@ def _summary(data: RunData, active: bool) -> dict[str, Any]:
         "steps": max(data.trained, int(finished.get("steps") or 0)),
         "epochs": max((int(columns.last().get("epoch", 0)) for columns in data.metrics.values()), default=0),
         "call": _text(_current_call(data)),
-        "rate": _last_rate(data),
+        "rate": _rate(data, whole=end is not None),
         "lost": sum(one.event == "lost" for one in data.events),
         "joined": sum(one.event == "joined" for one in data.events),
         "pauses": sum(view.pause or 0.0 for view in data.views),
@@ -138,11 +138,13 @@ def _current_call(data: RunData) -> str:
     return last.name if last is not None and last.ended is None and data.finished is None else ""
 
 
-def _last_rate(data: RunData) -> float | None:
-    """Return the examples per second in the last measurement of training."""
-    for one in _throughput(data):
-        if one.weight is not None and len(one.y):
-            return _number(float(one.y[-1] / one.weight[-1]))
+def _rate(data: RunData, *, whole: bool) -> float | None:
+    """Return the examples per second in training: of the whole run, with the rest of calls, or at its end."""
+    for rows in _training(data, _without_first_steps if whole else _without_first):
+        seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
+        since = 0 if whole else -1
+        if (duration := float(seconds[since:].sum())) > 0:
+            return _number(float(rows["examples"][since:].sum()) / duration)
     return None
 
 
@@ -358,13 +360,21 @@ def _rows_axis(data: RunData, rows: Mapping[str, Numbers], axis: str) -> Numbers
     return rows["trained"] if axis == "step" else rows["time"] - data.began
 
 
-def _without_first(steps: Columns) -> dict[str, Numbers]:
-    """Return measured steps without the first of each call, which compiles."""
+def _without_first_steps(steps: Columns) -> dict[str, Numbers]:
+    """Return measurements without those of the first step of each call, which compiles."""
     keep = ~((steps.column("number") == 1) & (steps.column("count") == 1))
     return {name: steps.column(name)[keep] for name in steps.names}
 
 
-def _training(data: RunData) -> Iterator[dict[str, Numbers]]:
+def _without_first(steps: Columns) -> dict[str, Numbers]:
+    """Return the same without those of the time after the last step of a call, which have no steps."""
+    found = _without_first_steps(steps)
+    return {name: column[found["count"] > 0] for name, column in found.items()}
+
+
+def _training(
+    data: RunData, chosen: Callable[[Columns], dict[str, Numbers]] = _without_first
+) -> Iterator[dict[str, Numbers]]:
     """Yield the steps of calls that train, each step from one worker: another one's after a worker ended."""
     calls = {
         number
@@ -374,7 +384,7 @@ def _training(data: RunData) -> Iterator[dict[str, Numbers]]:
     until = -math.inf
     found: list[dict[str, Numbers]] = []
     for info in sorted(data.workers.values(), key=lambda info: (info.began, info.worker)):
-        rows = _without_first(info.steps)
+        rows = chosen(info.steps)
         keep = np.isin(rows["call"], list(calls)) & (rows["began"] >= until)
         if keep.any():
             found.append({name: column[keep] for name, column in rows.items()})

@@ -48,7 +48,18 @@ Phase = Literal[
 ]
 
 
-STEP_COLUMNS = ("time", "call", "number", "trained", "count", "began", "examples", "replicas", *STEP_PARTS)
+_STEP_SUMS = (
+    "number",
+    "trained",
+    "count",
+    "began",
+    "examples",
+    "replicas",
+    "compiled",
+    "compiling",
+    *STEP_PARTS,
+)
+STEP_COLUMNS = ("time", "call", *_STEP_SUMS)
 """Of `WorkerInfo.steps`: `call` is the index in `RunData.calls`, the others are those of `StepsMeasured`."""
 
 LOAD_COLUMNS = ("time", "cores", "delayed", "memory", "faults")
@@ -106,7 +117,8 @@ class WorkerInfo:
         ended: when its process ended; None while it runs.
         status: its exit status; None while it runs.
         reason: why it was lost or left; empty otherwise.
-        call: the call in which its last steps were measured.
+        call: that it has begun last, or in which its last steps were measured.
+        nested: seconds of calls within calls that train, by method.
         steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
             own with count 1 and number 1.
         load: its measured load, with the columns `LOAD_COLUMNS`.
@@ -121,6 +133,7 @@ class WorkerInfo:
     status: int | None = None
     reason: str = ""
     call: str = ""
+    nested: dict[str, float] = field(default_factory=dict)
     steps: Columns = field(default_factory=lambda: Columns(*STEP_COLUMNS))
     load: Columns = field(default_factory=lambda: Columns(*LOAD_COLUMNS))
 
@@ -180,7 +193,8 @@ class RunData:
         workers: by id.
         hosts: by name.
         views: those that followed the first one, the newest last.
-        calls: the calls of the script in the order in which they began, validations apart.
+        calls: the calls of the script in the order in which they began. Those within a call share one name,
+            such as `validation within fit 1`.
         metrics: by name, at the end of epochs; columns `METRIC_COLUMNS`.
         batch_metrics: the same within epochs.
         waits: the last report of each wait in progress, by the worker that waits.
@@ -254,9 +268,10 @@ class RunData:
         if info.ended is None:
             info.phase = "training"
         self.waits.pop(worker, None)
+        for method, seconds in steps.calls.items():
+            info.nested[method] = info.nested.get(method, 0.0) + seconds
         call = self._call(steps.call, steps.began)
-        sums = (steps.number, steps.trained, steps.count, steps.began, steps.examples, steps.replicas)
-        info.steps.add(time, call, *sums, *(getattr(steps, part) for part in STEP_PARTS))
+        info.steps.add(time, call, *(getattr(steps, name) for name in _STEP_SUMS))
 
     def _add_metrics(self, time: float, metrics: MetricsRecorded) -> None:
         epoch = metrics.epoch
@@ -325,13 +340,24 @@ class RunData:
                 return
 
     def _call_began(self, happening: Happening) -> None:
-        self._call(str(happening.fields.get("name", "")), happening.time)
-        self._phase(happening, "compiling")
+        name = str(happening.fields.get("name", ""))
+        method, _, _ = name.partition(" ")
+        if " within " in name:
+            # There may be one in each step.
+            name = f"{method} within {name.partition(' within ')[2]}"
+        self._call(name, happening.time)
+        self._worker(happening.worker).call = name
+        # Only the first step of an outer call is known to compile.
+        self._phase(happening, "training" if " within " in name or method == "predict" else "compiling")
 
     def _call_ended(self, happening: Happening) -> None:
         number = self._call_numbers.get(str(happening.fields.get("name", "")))
         if number is not None:
-            self.calls[number].ended = happening.time
+            outer, *later = self.calls[number:]
+            outer.ended = happening.time
+            for call in later:
+                if call.name.endswith(f" within {outer.name}"):
+                    call.ended = happening.time
         self._phase(happening, "running the script")
 
     def _waits(self, happening: Happening) -> None:

@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.observability.step_parts import WorkerTimes, scores
+from lockstep.observability.step_parts import WorkerTimes, scores, slow_workers
 
-SLOW = 0.8
-"""The score below which a worker counts as slow."""
-_PARTS = ("input", "compute", "update", "other")
 _FAULTS = 10.0
 """Page faults per second that read from the disk."""
 _STOPPED = 0.1
@@ -48,25 +45,16 @@ def causes(times: Mapping[int, WorkerTimes], uses: Mapping[int, WorkerUse]) -> d
         uses: of each worker, as far as its load was measured.
     """
     found = scores(times)
-    if len(found) < 2:
-        return {}
-    fastest = max(found, key=lambda worker: found[worker])
+    fastest = max(found, key=lambda worker: found[worker], default=-1)
     return {
-        worker: _describe(times[worker], times[fastest], fastest)
-        + _explain(uses.get(worker, WorkerUse()), uses.get(fastest, WorkerUse()))
-        for worker, score in found.items()
-        if score < SLOW
+        worker: what + _explain(uses.get(worker, WorkerUse()), uses.get(fastest, WorkerUse()))
+        for worker, what in slow_workers(times).items()
     }
 
 
-def _describe(slow: WorkerTimes, fast: WorkerTimes, fastest: int) -> str:
-    def per_replica(times: WorkerTimes, part: str) -> float:
-        return 1000 * times.parts[part] / times.replicas
-
-    part = max(_PARTS, key=lambda part: per_replica(slow, part) - per_replica(fast, part))
-    name = "Keras's loop and callbacks" if part == "other" else part
-    behind, ahead = per_replica(slow, part), per_replica(fast, part)
-    return f"slow {name}: {behind:.3g} ms per replica, {ahead:.3g} ms on worker {fastest}"
+def is_delayed(use: WorkerUse) -> bool:
+    """Whether the threads of a worker wait notably long for a core."""
+    return use.delayed > _DELAYED * max(1.0, use.cores)
 
 
 def _explain(slow: WorkerUse, fast: WorkerUse) -> str:
@@ -78,6 +66,9 @@ def _explain(slow: WorkerUse, fast: WorkerUse) -> str:
         return f"; throttled: {', '.join(slow.throttled)}"
     if slow.stopped > max(_STOPPED, _MORE * fast.stopped):
         return f"; throttled: a CPU quota stops processes of its host {slow.stopped:.2g} s per second"
-    if slow.delayed > max(_DELAYED * max(1.0, slow.cores), _MORE * fast.delayed):
-        return f"; other processes use its cores: its threads wait {slow.delayed:.2g} s per second for one"
+    if is_delayed(slow) and slow.delayed > _MORE * fast.delayed:
+        return (
+            "; other processes use its cores: each second, its threads together wait "
+            f"{slow.delayed:.2g} s for a core"
+        )
     return ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lockstep.monitoring.overview import Overview
-from lockstep.monitoring.top_text import causes_of, clipped, heading, host_lines, table
+from lockstep.monitoring.top_text import clipped, heading, host_lines, table
 from lockstep.protocol.admin import (
     AdminRequest,
     Refused,
@@ -109,7 +109,7 @@ class TopScreen:
         top = [Line(text, "bold" if at == 0 else "") for at, text in enumerate(heading(view))]
         if view.silent_since is not None:
             top[-1] = Line(top[-1].text, "yellow")
-        below = [Line(text, "yellow") for text in causes_of(view)]
+        below = [Line(text, "yellow") for text in view.advice]
         below += [Line(text, "dim") for text in host_lines(view)]
         last = self.stack or view.events
         below += [Line(""), *(Line(printable(text), "" if self.stack else "dim") for text in last)]

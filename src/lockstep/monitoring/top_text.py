@@ -44,6 +44,8 @@ _COLUMNS = (
     _Column("WAIT", _part("wait"), 1),
     _Column("EXCH", _part("exchange"), 5),
     _Column("UPD", _part("update"), 6),
+    _Column("OTHER", _part("other"), 4),
+    _Column("NESTED", lambda row: _percent(row.parts.get("nested") or None).replace("-", ""), 3),
     _Column("CORES", lambda row: "-" if row.cores is None else f"{row.cores:.1f}", 1),
     _Column("MEMORY", lambda row: _size(row.memory), 1),
     _Column("GPU", lambda row: ",".join(map(str, row.gpus)), 1),
@@ -108,13 +110,6 @@ def table(view: Overview, width: int | None = None) -> list[str]:
     return [clipped(" ".join(row[at].ljust(widths[at]) for at in kept).rstrip(), width) for row in rows]
 
 
-def causes_of(view: Overview) -> list[str]:
-    """Return a line for each slow worker."""
-    return [
-        f"worker {row.worker} is slow ({row.score:.2f}): {row.cause}" for row in view.workers if row.cause
-    ]
-
-
 def host_lines(view: Overview) -> list[str]:
     """Return a line per host, and a line per GPU."""
     owners = {row.worker: row for row in view.workers}
@@ -131,7 +126,11 @@ def host_lines(view: Overview) -> list[str]:
 def host_line(host: HostRow) -> str:
     """Return a host in one line."""
     memory = f"memory {host.memory_used / _GIB:.1f} of {host.memory_total / _GIB:.1f} GiB"
-    line = f"{host.host}: {host.busy:.1f} cores busy, {host.cores} for the job; {memory}"
+    # The job may be limited to some of the cores that are busy.
+    busy = f"{host.busy:.1f} of {host.cores} cores busy"
+    if host.busy > host.cores + 0.05:
+        busy = f"{host.busy:.1f} cores busy, {host.cores} for the job"
+    line = f"{host.host}: {busy}, {host.used or 0.0:.1f} by this job; {memory}"
     if host.swapping:
         line += f"; swap {host.swapping / _MIB:.1f} MiB/s"
     if host.throttled:
@@ -164,7 +163,7 @@ def as_text(view: Overview, width: int | None = None) -> str:
         view: of the run.
         width: of the terminal; None for all columns.
     """
-    lines = [*heading(view), "", *table(view, width), *causes_of(view), "", *host_lines(view)]
+    lines = [*heading(view), "", *table(view, width), *view.advice, "", *host_lines(view)]
     if view.events:
         lines += ["", *view.events]
     if view.end:

@@ -186,6 +186,22 @@ def trace_events(steps: Iterable[SingleStep], data: RunData) -> list[TraceEvent]
     return events
 
 
+def slowest(events: Iterable[TraceEvent]) -> str:
+    """Name the step that took a worker longest, without waiting for others, and its largest part."""
+    taken: list[tuple[TraceEvent, dict[str, int]]] = []
+    for event in events:
+        if event.get("cat") == "step":
+            taken.append((event, {}))
+        elif event.get("cat") == "part":
+            taken[-1][1][event["name"]] = event["dur"]
+    step, parts = max(taken, key=lambda one: one[0]["dur"] - one[1].get("wait", 0))
+    text = f"{step['name']} took worker {step['tid']} longest: {step['dur'] / 1000:,.3g} ms"
+    if parts:
+        part = max(parts, key=lambda name: parts[name])
+        text += f", of which {part} took {parts[part] / 1000:,.3g} ms"
+    return text
+
+
 def host_of(worker: int, data: RunData) -> str:
     """Return the name of the host of a worker, from its load, or from how the run began."""
     info = data.workers.get(worker)
@@ -214,7 +230,8 @@ def _slices(step: SingleStep, process: int) -> Iterator[TraceEvent]:
         "args": arguments,
     }
     start = step.start
-    for part, microseconds in zip(STEP_PARTS, step.parts, strict=True):
+    # Earlier versions recorded no nested calls.
+    for part, microseconds in zip(STEP_PARTS, step.parts, strict=False):
         if microseconds:
             yield {"name": part, "cat": "part", **place, "ts": start, "dur": microseconds}
         start += microseconds

@@ -437,14 +437,16 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         trained: number of training steps of the job so far, in all calls.
         examples: number of examples of the global batch; 0 if it is unknown, in a loop of the script.
         replicas: number of replicas that this worker executes.
-        seconds: from the end of the previous step; in the first step of a call, or after a validation, from
-            when its batch is read.
+        seconds: from the end of the previous step; in the first step of a call, from when its batch is read.
         input: reading the batch and this worker's rows.
         compute: forward and backward passes of the replicas of this worker.
         wait: waiting for other workers, in the reduce and for a new view.
         exchange: publishing and summing in the reduce, without waiting.
         update: applying the total.
         other: callbacks, the loop of Keras or of the script, comparing states and copying checkpoints.
+        nested: distributed calls within this one, such as a validation, or `predict` in a callback.
+        calls: the seconds of `nested` by method.
+        compiled: whether the backend has compiled the step: none before had examples of these shapes.
         logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
 
@@ -460,19 +462,37 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     exchange: float
     update: float
     other: float
+    nested: float = 0.0
+    calls: Mapping[str, float] = {}
+    compiled: bool = False
     logs: Mapping[str, Any] | None = None
+
+
+class RestEnded(_Event, frozen=True, kw_only=True, tag="rest"):
+    """A worker ends a call: the time since its last step. The parts are those of `StepEnded`."""
+
+    call: str
+    input: float
+    compute: float
+    wait: float
+    exchange: float
+    update: float
+    other: float
+    nested: float = 0.0
+    calls: Mapping[str, float] = {}
 
 
 class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
     """Sums over consecutive steps of one call on a worker; the parts are those of `StepEnded`.
 
-    The first step of a call, which compiles, is measured alone.
+    The first step of a call, which compiles, is measured alone. The time after the last step of a call counts
+    for its last measurement.
 
     Attributes:
         call: as in `StepEnded`; the validations of a `fit` have one name, such as `validation within fit 1`.
         number: of the last of the steps in its call, from 1.
         trained: number of training steps of the job after the last of them.
-        count: number of steps.
+        count: number of steps; 0 if only time after the last step of the call is left.
         began: when the first of them began, in seconds since 1970.
         examples: number of examples of their global batches.
         replicas: number of replicas that this worker executes.
@@ -480,6 +500,9 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
         singles: some of the steps of a call that trains, the same on all workers: all of its first 1024
             steps, then windows of 16 steps with growing gaps. For each, the number in the call, the start in
             microseconds after `began`, and the parts in microseconds in the order of `STEP_PARTS`.
+        calls: the seconds of `nested` by method, such as `predict`.
+        compiled: how many of the steps the backend has compiled, because of new shapes of examples.
+        compiling: the seconds of `compute` in these steps.
     """
 
     call: str
@@ -496,10 +519,14 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
     exchange: float
     update: float
     other: float
+    nested: float = 0.0
     singles: tuple[tuple[int, ...], ...] = ()
+    calls: Mapping[str, float] = {}
+    compiled: int = 0
+    compiling: float = 0.0
 
 
-STEP_PARTS = ("input", "compute", "wait", "exchange", "update", "other")
+STEP_PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested")
 """The parts of a step."""
 
 
@@ -803,8 +830,8 @@ Measurement = WorkerMeasurement | LoadMeasured
 WorkerDigest = ProgramRecorded | SettingsRecorded | NamesRecorded | DigestsRecorded
 """What a worker records of the bits of a training; the coordinator publishes it again."""
 
-Event = CoordinatorEvent | WorkerEvent | Measurement | WorkerDigest | OrderRecorded | StepEnded
-"""All events. `StepEnded` stays in its worker."""
+Event = CoordinatorEvent | WorkerEvent | Measurement | WorkerDigest | OrderRecorded | StepEnded | RestEnded
+"""All events. `StepEnded` and `RestEnded` stay in their worker."""
 
 WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)
 """The events that a worker sends to its agent."""

@@ -4,15 +4,35 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.observability.events import STEP_PARTS, StepsMeasured
+from lockstep.system.prose import count
 
 SHORTEST = 1.0
 """Seconds of measured steps below which a call gets no line."""
+SLOW = 0.8
+"""The score below which a worker counts as slow."""
+_LEAST = 0.002
+"""Seconds per step by which a slow worker is slower than the fastest one. Less comes and goes with the time
+slices of the system, which take up to 3 ms, and would blame another worker in each run."""
+_SHORT = 0.003
+"""Seconds of a step without waiting below which waiting has no other cause than that steps are short."""
 _LARGE = 0.4
-_SLOWER = 1.2
+_NOTABLE = 0.25
+_SYNCHRONIZING = 0.2
+"""The share of waiting and exchange from which short steps are worth a word."""
+_EXCESS = 0.15
+"""The share in its time by which a slow worker is slower, from which it is the first thing to change."""
+_COMPILING = 0.2
+"""The share of compiling in the time of a worker from which it is worth a word."""
+_UNEVEN = 0.15
+"""The share of waiting from which uneven numbers of replicas are worth a word, if they cause that much."""
+_OWN_PARTS = ("input", "compute", "update", "other")
+"""The parts in which a worker can be slow."""
+_ALWAYS = frozenset(STEP_PARTS) - {"other", "nested"}
+"""The parts that a line lists even if they take no time."""
 
 _ADVICE = {
     "input": "reading takes the most time: cache or prefetch the data, or cheapen what is done per example "
-    "(docs/input.md)",
+    "(page input of the documentation)",
     "exchange": "the exchange takes the most time: larger batches make it rarer",
     "update": "the update takes the most time, and every worker applies it: larger batches make it rarer",
     "other": "callbacks and the loop itself take the most time: do less there, or use larger batches",
@@ -28,20 +48,30 @@ class WorkerTimes:
         examples: of their global batches.
         replicas: sum over steps of the replicas that the worker executed.
         parts: seconds by part.
+        calls: seconds of the part `nested`, by the method of the nested calls.
+        compiled: how many of the steps were compiled, because of new shapes of examples.
+        compiling: seconds of the part `compute` in these steps.
     """
 
     steps: int = 0
     examples: int = 0
     replicas: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+    calls: dict[str, float] = field(default_factory=dict)
+    compiled: int = 0
+    compiling: float = 0.0
 
     def add(self, measured: StepsMeasured) -> None:
         """Add a measurement."""
         self.steps += measured.count
         self.examples += measured.examples
         self.replicas += measured.replicas * measured.count
+        self.compiled += measured.compiled
+        self.compiling += measured.compiling
         for part in STEP_PARTS:
             self.parts[part] += getattr(measured, part)
+        for method, seconds in measured.calls.items():
+            self.calls[method] = self.calls.get(method, 0.0) + seconds
 
     @property
     def seconds(self) -> float:
@@ -50,8 +80,8 @@ class WorkerTimes:
 
     @property
     def pace(self) -> float:
-        """Seconds per replica that it executes, without waiting and summing."""
-        busy = self.seconds - self.parts["wait"] - self.parts["exchange"]
+        """Seconds per replica that it executes, without waiting, summing and nested calls."""
+        busy = self.seconds - sum(self.parts[part] for part in ("wait", "exchange", "nested"))
         return busy / self.replicas if self.replicas else 0.0
 
 
@@ -110,45 +140,175 @@ class CallTimes:
             self._call, self._workers, self._ended = call, {}, set()
 
 
+def slow_workers(workers: Mapping[int, WorkerTimes]) -> dict[int, str]:
+    """Return which part of its steps is slow on each slow worker; empty without two workers to compare."""
+    found = scores(workers)
+    if len(found) < 2:
+        return {}
+    fastest = max(found, key=lambda worker: found[worker])
+    fast = workers[fastest]
+    return {
+        worker: _slow_part(workers[worker], fast, fastest)
+        for worker, score in found.items()
+        if score < SLOW
+        and (workers[worker].pace - fast.pace) * workers[worker].replicas >= _LEAST * workers[worker].steps
+    }
+
+
+def _slow_part(slow: WorkerTimes, fast: WorkerTimes, fastest: int) -> str:
+    def per_replica(times: WorkerTimes, part: str) -> float:
+        return 1000 * times.parts[part] / times.replicas
+
+    part = max(_OWN_PARTS, key=lambda part: per_replica(slow, part) - per_replica(fast, part))
+    name = "Keras's loop and callbacks" if part == "other" else part
+    behind, ahead = per_replica(slow, part), per_replica(fast, part)
+    return f"slow {name}: {behind:.3g} ms per replica, {ahead:.3g} ms on worker {fastest}"
+
+
+def tell_of_slow(worker: int, score: float, what: str) -> str:
+    """Return a line such as `worker 1 is slow (0.42): slow input: ...`."""
+    return f"worker {worker} is slow ({score:.2f}): {what}"
+
+
 def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
     """Return a line such as `fit 1: 2,304 examples/s with 2 workers; input 61 %, ...`, with advice.
 
-    It is empty if the steps of the slowest worker took less than a second.
+    The time is that of the call without its first step, with nested calls such as a validation. The line is
+    empty if the steps of the slowest worker took less than a second. With parameter servers, the rate is that
+    of the chief, which takes all steps, and the parts are those of the workers, for which it waits.
     """
     longest = max(workers.values(), key=lambda times: times.seconds, default=WorkerTimes())
-    if longest.seconds < SHORTEST:
+    if longest.seconds < SHORTEST or not longest.steps:
         return ""
+    computing, chiefs = _by_role(workers)
+    if chiefs:
+        longest = next(iter(chiefs.values()))
     unit = "examples" if longest.examples else "steps"
     rate = (longest.examples or longest.steps) / longest.seconds
-    count = f"{len(workers)} worker" + "s" * (len(workers) > 1)
-    found = shares(workers.values())
-    listed = ", ".join(
-        f"{part} {found[part]:.0%}".replace("%", " %")
-        for part in STEP_PARTS
-        if part != "other" or found[part] >= 0.005
-    )
-    advice = advise(found, workers)
-    return f"{call}: {rate:,.0f} {unit}/s with {count}; {listed}" + (f"; {advice}" if advice else "")
+    with_ = ("a chief and " if chiefs else "") + count(len(computing), "worker")
+    found = shares(computing.values())
+    listed = [
+        f"{part} {percent(share)}"
+        for part, share in {**found, **_shares_of_calls(computing.values())}.items()
+        if part != "nested" and (part in _ALWAYS or share >= 0.005)
+    ]
+    listed += [
+        f"{method} {percent(share)} of the chief's time"
+        for method, share in _shares_of_calls(chiefs.values()).items()
+        if share >= 0.005
+    ]
+    advice = advise(workers)
+    text = f"{call}: {rate:,.0f} {unit}/s with {with_}; {', '.join(listed)}"
+    return text + (f"; {advice}" if advice else "")
 
 
-def advise(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:
-    """Return what to change if one part dominates; empty if computing does, or no part."""
-    largest = max(found, key=lambda part: found[part])
-    if found[largest] < _LARGE or largest == "compute":
+def percent(share: float) -> str:
+    """Return a share between 0 and 1 such as `61 %`."""
+    return f"{100 * share:.0f} %"
+
+
+def _by_role(workers: Mapping[int, WorkerTimes]) -> tuple[dict[int, WorkerTimes], dict[int, WorkerTimes]]:
+    """Return the workers that execute replicas, and the chief of a job with parameter servers."""
+    computing = {worker: times for worker, times in workers.items() if times.replicas}
+    if not computing:
+        return dict(workers), {}
+    return computing, {worker: times for worker, times in workers.items() if worker not in computing}
+
+
+def _shares_of_calls(workers: Iterable[WorkerTimes]) -> dict[str, float]:
+    """Return the share of nested calls in the time of all workers, by method; the largest first."""
+    sums: dict[str, float] = {}
+    total = 0.0
+    for worker in workers:
+        total += worker.seconds
+        for method, seconds in worker.calls.items():
+            sums[method] = sums.get(method, 0.0) + seconds
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    return {method: seconds / total for method, seconds in ordered} if total else {}
+
+
+def advise(workers: Mapping[int, WorkerTimes], *, names_slow: bool = True) -> str:
+    """Return what to change where something takes notable time; empty if computing does, or nothing.
+
+    Args:
+        workers: their times.
+        names_slow: whether to name a slow worker; if not, the text is empty where it is the first thing to
+            change.
+    """
+    computing, chiefs = _by_role(workers)
+    compiles = max(computing.values(), key=lambda times: times.compiling, default=WorkerTimes())
+    if compiles.compiling > _COMPILING * compiles.seconds:
+        return (
+            f"{compiles.compiled:,} of {compiles.steps:,} steps had batches of new shapes, which compile: "
+            f"{compiles.compiling:.0f} s; pad to a few lengths"
+        )
+    slow, paces, told = slow_workers(computing), scores(computing), ""
+    if slow:
+        worst = min(slow, key=lambda worker: paces[worker])
+        told = tell_of_slow(worst, paces[worst], slow[worst]) + " (lockstep top shows why)"
+        told = told if names_slow else ""
+        own = computing[worst]
+        if (1 - paces[worst]) * own.pace * own.replicas >= _EXCESS * own.seconds:
+            return told
+    found = shares(computing.values())
+    if not found:
+        return told
+    if not chiefs and (advice := _advise_on_sharing(found, computing)):
+        return advice
+    return _advise_on_part(found, computing, waits_for_chief=bool(chiefs)) or told
+
+
+def _advise_on_sharing(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:
+    """Return what to change if workers wait because of their numbers of replicas, or steps are short."""
+    if len(workers) < 2:
         return ""
-    if largest != "wait":
-        return _ADVICE[largest]
+    owned = {worker: times.replicas / times.steps for worker, times in workers.items() if times.steps}
+    most = max(owned, key=lambda worker: owned[worker])
+    uneven = 1 - sum(owned.values()) / len(owned) / owned[most]
+    replicas = round(sum(owned.values()))
+    if min(found["wait"], uneven) >= _UNEVEN:
+        return (
+            f"worker {most} computes {owned[most]:.0f} of {replicas} replicas, and others wait for it: let "
+            "the number of replicas be a multiple of the number of workers"
+        )
+    busy = max(
+        (times.seconds - times.parts["wait"] - times.parts["exchange"] - times.parts["nested"]) / times.steps
+        for times in workers.values()
+        if times.steps
+    )
+    if found["wait"] + found["exchange"] >= _SYNCHRONIZING and busy < _SHORT:
+        return (
+            f"steps are short ({1000 * busy:.2g} ms without waiting): use larger batches, or -n 1 "
+            f"--replicas {replicas}, which computes the same bits"
+        )
+    return ""
+
+
+def _advise_on_part(
+    found: Mapping[str, float], workers: Mapping[int, WorkerTimes], *, waits_for_chief: bool
+) -> str:
+    """Return what to change if a part takes the most time, waiting for others apart."""
+    largest = max(found, key=lambda part: found[part] if part != "wait" else -1.0)
+    waits = found["wait"] > found[largest]
+    notable = found[largest] >= (_NOTABLE if waits else _LARGE)
+    if notable and largest == "nested":
+        return _advise_on_calls(next(iter(_shares_of_calls(workers.values())), "a call"))
+    if notable and largest in _ADVICE:
+        return _ADVICE[largest].replace("most time", "most time after waiting" if waits else "most time", 1)
+    if found["wait"] < _LARGE or not waits:
+        return ""
+    if waits_for_chief:
+        return "waiting for the chief takes the most time"
     if len(workers) == 1:
         return "waiting for workers that were lost, or have left, takes the most time"
-    paces = {worker: times.pace for worker, times in workers.items()}
-    slowest = max(paces, key=lambda worker: paces[worker])
-    fastest = min(paces, key=lambda worker: paces[worker])
-    if paces[slowest] < _SLOWER * paces[fastest]:
-        return (
-            "waiting takes the most time although the workers are equally fast: other processes may use "
-            "their cores, or workers were lost"
-        )
-    behind = {part: workers[slowest].parts[part] / workers[slowest].steps for part in ("input", "compute")}
-    ahead = {part: workers[fastest].parts[part] / workers[fastest].steps for part in ("input", "compute")}
-    part = max(behind, key=lambda part: behind[part] - ahead[part])
-    return f"waiting for worker {slowest} takes the most time: its {part} is slow (lockstep top shows why)"
+    return (
+        "waiting takes the most time although the workers are equally fast: other processes may use "
+        "their cores, or workers were lost"
+    )
+
+
+def _advise_on_calls(method: str) -> str:
+    """Return what to change if calls of this method within a call take the most time."""
+    if method == "validation":
+        return "validation takes the most time: validate on less data, or less often (validation_freq)"
+    return f"{method} in a callback takes the most time: call it at the end of epochs, or on less data"

@@ -16,6 +16,7 @@ from lockstep.observability.events import (
     STEP_PARTS,
     CallEnded,
     MetricsRecorded,
+    RestEnded,
     StepEnded,
     StepsMeasured,
 )
@@ -27,6 +28,8 @@ _ALL_SINGLES = 1024
 _WINDOW = 16
 _MOST_SINGLES = 512
 """The most single steps in one measurement: its message must fit in a packet."""
+_SHORTEST_REST = 0.01
+"""Seconds after the last step of a call below which they get no measurement of their own."""
 _MICRO = 1e6
 _METHODS = frozenset({"train_on_batch", "test_on_batch"})
 """The names of calls of one step, which share a measurement."""
@@ -50,6 +53,7 @@ class StepRecorder:
         self._sums: _Sums | None = None
         self._logs: Mapping[str, Any] | None = None
         events.subscribe(self._add, StepEnded)
+        events.subscribe(self._add_rest, RestEnded)
         events.subscribe(self._end_call, CallEnded)
 
     def _add(self, published: PublishedEvent) -> None:
@@ -68,6 +72,12 @@ class StepRecorder:
             self._record_metrics(step)
         self._logs = step.logs if sums.trains else None
 
+    def _add_rest(self, published: PublishedEvent) -> None:
+        rest = published.event
+        assert isinstance(rest, RestEnded)
+        if (sums := self._calls.get(rest.call)) is not None:
+            sums.add_rest(rest, published.time)
+
     def _end_call(self, published: PublishedEvent) -> None:
         self.flush()
         self._calls = {call: sums for call, sums in self._calls.items() if call in _METHODS}
@@ -76,7 +86,7 @@ class StepRecorder:
     def flush(self) -> None:
         """Publish the steps since the last measurement."""
         for sums in self._calls.values():
-            if sums.count:
+            if sums.count or sums.rest >= _SHORTEST_REST:
                 self._events.publish(sums.taken())
 
     def _record_metrics(self, step: StepEnded) -> None:
@@ -98,10 +108,14 @@ class _Sums:
 
     def _clear(self) -> None:
         self.count = 0
+        self.rest = 0.0
         self.singles: list[tuple[int, ...]] = []
         self._began = 0.0
         self._examples = 0
         self._parts = [0.0] * len(STEP_PARTS)
+        self._within: dict[str, float] = {}
+        self._compiled = 0
+        self._compiling = 0.0
 
     def add(self, step: StepEnded, ended: float) -> None:
         """Add a step that ended at this time, in seconds since 1970."""
@@ -110,11 +124,29 @@ class _Sums:
         self.count += 1
         self.last = step
         self._examples += step.examples
-        parts = (step.input, step.compute, step.wait, step.exchange, step.update, step.other)
-        self._parts = list(map(add, self._parts, parts))
+        parts = self._sum(step)
+        if step.compiled:
+            self._compiled += 1
+            self._compiling += step.compute
         if self.trains and is_single(step.number):
             start = ended - step.seconds - self._began
             self.singles.append((step.number, *(round(part * _MICRO) for part in (start, *parts))))
+
+    def add_rest(self, rest: RestEnded, ended: float) -> None:
+        """Add the time after the last step of the call, which ends at this time."""
+        self.rest = sum(self._sum(rest))
+        if not self.count:
+            self._began = ended - self.rest
+
+    def _sum(self, added: StepEnded | RestEnded) -> tuple[float, ...]:
+        parts = (
+            *(added.input, added.compute, added.wait, added.exchange, added.update, added.other),
+            added.nested,
+        )
+        self._parts = list(map(add, self._parts, parts))
+        for method, seconds in added.calls.items():
+            self._within[method] = self._within.get(method, 0.0) + seconds
+        return parts
 
     def taken(self) -> StepsMeasured:
         """Return the measurement of the steps, and begin the next one."""
@@ -130,6 +162,9 @@ class _Sums:
             replicas=last.replicas,
             seconds=round(sum(self._parts), 6),
             singles=tuple(self.singles),
+            calls={method: round(seconds, 6) for method, seconds in self._within.items()},
+            compiled=self._compiled,
+            compiling=round(self._compiling, 6),
             **parts,
         )
         self._clear()

@@ -1,11 +1,12 @@
 """Measures the parts of a step, while `StepEnded` has a subscriber."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import STEP_PARTS, StepEnded
+from lockstep.observability.events import STEP_PARTS, RestEnded, StepEnded
 
 Part = Literal["input", "compute", "wait", "exchange", "update", "other"]
 
@@ -31,6 +32,7 @@ class StepTimer:
         self._now = now
         self._call: str | None = None
         self._parts: dict[str, float] = {}
+        self._calls: dict[str, float] = {}
         self._start = 0.0
         self._last = 0.0
         self._last_waited = 0.0
@@ -55,6 +57,30 @@ class StepTimer:
     def stop(self) -> None:
         """Note that the following time belongs to no step, until `begin`."""
         self._call = None
+
+    @contextmanager
+    def within(self, method: str) -> Iterator[None]:
+        """Measure a call of `method` for the block; its whole time counts for the call around it, if any."""
+        self.lap("other")
+        outer = self._call, self._parts, self._calls, self._start, self._last
+        self._call = None
+        try:
+            yield
+        finally:
+            self._call, self._parts, self._calls, self._start, self._last = outer
+            if self._call is not None:
+                now = self._now()
+                seconds = now - self._last
+                self._parts["nested"] += seconds
+                self._calls[method] = self._calls.get(method, 0.0) + seconds
+                self._last, self._last_waited, self._charged = now, self._waited(), 0.0
+
+    def end_call(self) -> None:
+        """Publish the time since the last step of the call, of which no step follows."""
+        if self._call is not None:
+            self.lap("other")
+            self._events.publish(RestEnded(call=self._call, calls=self._calls, **self._parts))
+            self._call = None
 
     def lap(self, part: Part) -> None:
         """Count the time since the previous lap for `part`."""
@@ -96,6 +122,7 @@ class StepTimer:
         trained: int = 0,
         examples: int = 0,
         replicas: int = 0,
+        compiled: bool = False,
     ) -> None:
         """Publish step `number` of the call; the time since the previous lap counts for `other`.
 
@@ -105,6 +132,7 @@ class StepTimer:
             trained: number of training steps of the job so far.
             examples: number of examples of the global batch.
             replicas: number of replicas that this worker executes.
+            compiled: whether the backend has compiled the step.
         """
         if self._call is None:
             return
@@ -118,12 +146,14 @@ class StepTimer:
                 replicas=replicas,
                 seconds=self._last - self._start,
                 logs=logs,
+                calls=self._calls,
+                compiled=compiled,
                 **self._parts,
             )
         )
         self._reset(self._last)
 
     def _reset(self, now: float) -> None:
-        self._parts = dict.fromkeys(STEP_PARTS, 0.0)
+        self._parts, self._calls = dict.fromkeys(STEP_PARTS, 0.0), {}
         self._start = self._last = now
         self._charged = 0.0

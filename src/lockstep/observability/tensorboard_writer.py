@@ -145,6 +145,8 @@ def _metrics(event: MetricsRecorded, time: float) -> list[Point]:
 
 
 def _steps(run: str, event: StepsMeasured, time: float) -> list[Point]:
+    if not event.count:
+        return []
     values = {"steps/seconds_per_step": event.seconds / event.count}
     if event.seconds and event.examples:
         values["steps/examples_per_second"] = event.examples / event.seconds

@@ -69,7 +69,12 @@ class Program(TrainingState, Protocol):
     A step takes one round of computing and summing, and one more for each further update; see
     `lockstep.keras.backends.multi_update`. `state` is the state that Keras threads through the steps of this
     backend, or None if it is in variables.
+
+    Attributes:
+        traced: how many times the backend has traced `compute`, to compile it: for each new form of examples.
     """
+
+    traced: int
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return the partial of one replica that has examples, without changing `state`.

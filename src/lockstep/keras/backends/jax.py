@@ -233,6 +233,7 @@ class JaxProgram(JaxState):
         self._changing: list[str] = []
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
+        self.traced = 0
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial, before its arrays are ready."""
@@ -302,6 +303,7 @@ class JaxProgram(JaxState):
     def _packed_compute(
         self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
+        self.traced += 1
         partial, outputs = self._traced_compute(state, data, replica, weight, earlier)
         fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if has_fixed_shape(n, a)}
         packing = self._packings.learn(len(earlier), fixed)

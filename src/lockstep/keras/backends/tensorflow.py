@@ -255,6 +255,7 @@ class TensorFlowProgram(VariableState):
         self._trace = RoundTrace()
         self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
+        self.traced = 0
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial; afterwards, all variables have their values from before."""
@@ -409,6 +410,7 @@ class TensorFlowProgram(VariableState):
     def _traced(
         self, step: Callable[..., Any], earlier: list[dict[str, Any]], specs: list[Any]
     ) -> Callable[..., Any]:
+        self.traced += 1
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
         stateless = tf_random_ops.stateless(step)

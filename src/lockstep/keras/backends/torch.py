@@ -214,6 +214,8 @@ def module_buffers(model: Any) -> dict[str, torch.Tensor]:
 class TorchProgram(TorchState):
     """The `lockstep.keras.backends.contract.Program` of one kind of step of one model. `state` is None."""
 
+    traced = 0
+
     def __init__(self, model: Any, kind: Kind) -> None:
         super().__init__(model)
         self._kind = kind

@@ -110,12 +110,20 @@ class GlobalStep:
         trains = self._kind == "train"
         record = self._digests.begin(self._calls.taken + trains, call.name, number, trains=trains)
         self._verifications.begin(self._calls.taken + 1 if trains else 0, first=call.steps == 0)
+        traced = self._program.traced
         logs, state = self._step(state, data, record)
         self._digests.after_update(record, self._program, state, self._describe)
         state = self._next_step(logs, state)
         owned = len(self._job.view.replicas_of(self._job.worker))
         trained = self._calls.taken
-        self._timer.end(number, logs, trained=trained, examples=data.examples, replicas=owned)
+        self._timer.end(
+            number,
+            logs,
+            trained=trained,
+            examples=data.examples,
+            replicas=owned,
+            compiled=self._program.traced != traced,
+        )
         if self._digests.ends_after(trained):
             sys.exit(0)
         return logs, state

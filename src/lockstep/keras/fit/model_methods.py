@@ -443,7 +443,8 @@ class ModelMethods:
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on global batches; every worker returns the global figures."""
         if model not in self._adopted or self._plain:
-            return original(model, *args, **kwargs)
+            with self._job.timer.within("validation" if kwargs.get(CACHED_VALIDATION) else "evaluate"):
+                return original(model, *args, **kwargs)
         self._refuse_within_function("evaluate")
         self._join_functions()
         self._job.note_distribution()
@@ -472,7 +473,8 @@ class ModelMethods:
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict on global batches; every worker returns all rows, in their order."""
         if model not in self._adopted or self._plain:
-            return original(model, *args, **kwargs)
+            with self._job.timer.within("predict"):
+                return original(model, *args, **kwargs)
         self._refuse_within_function("predict")
         self._join_functions()
         self._job.note_distribution()
@@ -770,6 +772,7 @@ class ModelMethods:
             if not call.at_end:
                 verifications_of(self._job).end_call()
                 self._digests.end_call()
+                self._job.timer.end_call()
                 self._job.events.publish(CallEnded(call.name))
         return result
 

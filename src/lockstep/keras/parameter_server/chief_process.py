@@ -343,8 +343,6 @@ class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]
     def on_test_begin(self, logs: Any = None) -> None:
         """Note the random states: workers do not validate, and draw the next order from theirs."""
         self._states = random_states()
-        # The time of the validation belongs to no step.
-        self._chief.job.timer.stop()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Continue with the random states from before the validation."""

@@ -265,7 +265,7 @@ class ResumableCalls:
         if self._refusal is not None:
             raise self._refusal
         self._settle_held_state(method)
-        with self._calls.enter(method) as call:
+        with self._calls.enter(method) as call, self._job.timer.within(method):
             try:
                 yield call
             except BaseException as error:

@@ -7,6 +7,8 @@ const MOST_ROWS = 200;
 const MOST_BARS = 100;
 const SHOWN_WORKERS = 8;
 const COLORS = 8;
+/** The roles of the series of a metric, in the order of their colors. */
+const ROLES = ["train", "validation", "epoch"];
 
 // ------------------------------------------------------------------------------------------------ elements
 
@@ -372,7 +374,7 @@ class Chart {
     return this.found.flatMap(({ run, series }, at) => series.map((one, index) => {
       let color = palette.series[index % COLORS];
       if (this.spec.kind === "stack") color = palette.read(`part-${one.label}`);
-      else if (one.role) color = palette.series[(several ? at : one.role === "validation" ? 1 : 0) % COLORS];
+      else if (one.role) color = palette.series[(several ? at : ROLES.indexOf(one.role)) % COLORS];
       else if (several && series.length === 1) color = palette.series[at % COLORS];
       const dashed = one.role === "validation" || (!one.role && several && series.length > 1 && at % 2 === 1);
       return { ...one, run, color, dashed, name: several ? `${one.label} (${run})` : one.label };
@@ -481,12 +483,13 @@ class Chart {
     const marks = logarithmic ? decades(low, high) : ticks(low, high, Math.max(2, box.height / 40));
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const tick of marks) {
+    const texts = marksOf(logarithmic ? marks.map((tick) => 10 ** tick) : marks, this.spec.unit);
+    for (const [at, tick] of marks.entries()) {
       const y = place(tick);
       context.fillStyle = palette.grid;
       context.fillRect(box.left, Math.round(y), box.width, 1);
       context.fillStyle = palette.muted;
-      context.fillText(mark(logarithmic ? 10 ** tick : tick, this.spec.unit), box.left - 6, y);
+      context.fillText(texts[at], box.left - 6, y);
     }
     context.save();
     context.beginPath();
@@ -629,6 +632,15 @@ function mark(value, unit) {
   if (Math.abs(value) >= 1e6) return value.toExponential(1).replace("e+", "e");
   if (Math.abs(value) >= 1e4) return `${figures(value / 1000)}k`;
   return figures(value);
+}
+
+/** Returns the texts of the marks of an axis: with more digits where marks would look the same. */
+function marksOf(values, unit) {
+  let texts = values.map((value) => mark(value, unit));
+  for (let digits = 4; new Set(texts).size < texts.length && digits <= 12; digits += 1) {
+    texts = values.map((value) => `${Number(value.toPrecision(digits))}${unit ? ` ${unit}` : ""}`);
+  }
+  return texts;
 }
 
 /** Returns the index of the first number that is not below a value. */
@@ -804,7 +816,7 @@ function drawRuns() {
 
 function drawSummary(summary) {
   const facts = [["State", summary.state], ["Steps", count(summary.steps)], ["Epochs", count(summary.epochs)],
-    ["Speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} examples/s` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
+    [summary.seconds === null ? "Speed now" : "Mean speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} examples/s` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
     ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
     ["Lost", count(summary.lost)], ["Joined", count(summary.joined)], ["Pauses", duration(summary.pauses)], ["Backend", summary.backend],
     ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Script", summary.script, true],
