@@ -220,8 +220,9 @@ class _Gate:
         Parameter servers, which are the last workers, do not join later.
         """
         engine = self.listening.engine
-        whole = engine is None or self.spec.parameter_servers
-        return self.spec.workers if whole else min(self.spec.workers, engine.found)
+        if engine is None or self.spec.parameter_servers:
+            return self.spec.workers
+        return min(self.spec.workers, engine.found)
 
     @property
     def hold(self) -> float | None:
