@@ -282,15 +282,22 @@ def test_the_private_key_of_a_page_follows_from_the_key() -> None:
     assert "PRIVATE" not in repr(one)
 
 
-def command(*words: str, **variables: str) -> subprocess.Popen[str]:
+@contextmanager
+def command(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a command of Lockstep, which ends with the block."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_KEY_FILE"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment | variables,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -327,7 +334,7 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
         # A terminal takes a sign after an address for a part of it.
         assert line.split()[-1].startswith("https://")
         assert line.rstrip()[-1] not in ";.,"
-        assert "SHA-256 fingerprint" in process.stderr.readline()
+        fingerprint = process.stderr.readline()
         assert process.stderr.readline() == "lockstep: Ctrl-C ends the page\n"
         port = int(line.split(":")[3].split("/")[0])
         context = ssl.create_default_context()
@@ -336,7 +343,8 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
         with context.wrap_socket(raw) as connection:
             certificate = connection.getpeercert(binary_form=True)
             assert certificate is not None
-            assert hashlib.sha256(certificate).digest().hex(":").upper() in line
+            hashed = hashlib.sha256(certificate).digest().hex(":").upper()
+            assert fingerprint == f"lockstep: its certificate has the SHA-256 fingerprint {hashed}\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (0, "", "lockstep: the page has ended\n")
