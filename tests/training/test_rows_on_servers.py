@@ -31,13 +31,13 @@ def results(lines: list[str]) -> dict[str, Any]:
 
 
 def test_one_step_at_a_time_is_plain_keras(
-    launch: Launch, plain: Callable[..., str], quicker_backend: str
+    launch: Launch, plain: Callable[..., str], thorough_backend: str
 ) -> None:
-    run = launch("-n 1 --ps 2", SCRIPT, "serial", backend=quicker_backend)
+    run = launch("-n 1 --ps 2", SCRIPT, "serial", backend=thorough_backend)
     assert run.status == 0, run.stderr
     found = [results(run.log(worker)) for worker in range(4)]
     assert found == [found[0]] * 4
-    expected = results(plain(SCRIPT, "serial", backend=quicker_backend).splitlines())
+    expected = results(plain(SCRIPT, "serial", backend=thorough_backend).splitlines())
     assert found[0].keys() == expected.keys()
     for name, values in expected.items():
         for one, other in zip(_flat(found[0][name]), _flat(values), strict=True):
