@@ -45,7 +45,8 @@ def build(optimizer: Any, **options: Any) -> keras.Model:
     with nullcontext() if strategy is None else strategy.scope():
         user, words = (
             layers.Input((), dtype="int32", name="user"),
-            layers.Input((3,), dtype="int32", name="words"),
+            # Keras casts such ids.
+            layers.Input((3,), dtype="float32", name="words"),
         )
         of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, name="of_words")
         of_users = lockstep.ServerEmbedding(USERS, 4, name="of_users", **options)

@@ -244,7 +244,7 @@ def meet_servers(own: job.Job, model: Any, what: str) -> None:
 
 
 def _first_row(layer: Any, ids: Any) -> Any:
-    rows = keras.ops.take(embedding_table(layer), keras.ops.zeros_like(ids), axis=0)
+    rows = keras.ops.take(embedding_table(layer), keras.ops.zeros_like(ids, dtype="int32"), axis=0)
     return keras.ops.cast(rows, layer.compute_dtype)
 
 

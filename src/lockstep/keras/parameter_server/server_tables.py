@@ -60,30 +60,43 @@ class TableRows:
         self.start, self.values = start, values
         self._optimizer: weakref.ref[Any] | None = None
         self._slots: dict[int, Array] = {}
+        self._of_others = weakref.WeakKeyDictionary[Any, dict[int, Array]]()
+        self._loaded = False
         self._numbers = np.arange(start, start + len(values))
         self._sums = digest_of_rows(self._numbers, values)
         self._changed = np.zeros(len(values), bool)
 
-    def slots_of(self, optimizer: Any, initial: Mapping[int, Array]) -> dict[int, Array]:
+    def slots_of(self, optimizer: Any, initial: Mapping[int, Array], *, begun: bool) -> dict[int, Array]:
         """Return the slots of an optimizer by their numbers, which change in place.
 
-        They are those of before, if the optimizer is the same, or were loaded; otherwise all rows begin
-        with the same values.
+        They are those that it has had here before, or that were loaded; otherwise all rows begin with the
+        same values.
 
         Args:
             optimizer: of the model.
             initial: the values of one row.
+            begun: whether the optimizer has made updates, perhaps before it was saved: one that has not does
+                not take over what was loaded.
         """
         self.digest()
-        known = self._optimizer is None or self._optimizer() is optimizer
-        if not known or self._slots.keys() != initial.keys():
-            for nth, slot in self._slots.items():
-                self._sums -= digest_of_rows(self._numbers, slot, 1 + nth)
-            self._slots = {nth: self._filled(row) for nth, row in initial.items()}
-            for nth, slot in self._slots.items():
-                self._sums += digest_of_rows(self._numbers, slot, 1 + nth)
-        self._optimizer = weakref.ref(optimizer)
+        last = None if self._optimizer is None else self._optimizer()
+        found = self._of_others.pop(optimizer, None)
+        if self._loaded and found is None:
+            found = self._slots if begun else None
+        elif last is optimizer:
+            found = self._slots
+        if last is not None and last is not optimizer:
+            self._of_others[last] = self._slots
+        if found is None or found.keys() != initial.keys():
+            found = {nth: self._filled(row) for nth, row in initial.items()}
+        if found is not self._slots:
+            self._sums += self._digest_of_slots(found) - self._digest_of_slots(self._slots)
+        self._slots, self._optimizer, self._loaded = found, weakref.ref(optimizer), False
         return self._slots
+
+    def note_load(self) -> None:
+        """Note that rows were loaded, perhaps with slots: of the optimizer of the next call of `fit`."""
+        self._loaded = True
 
     def touch(self, positions: Array) -> None:
         """Note that rows are about to change.
@@ -126,6 +139,12 @@ class TableRows:
         total = digest_of_rows(numbers, self.values[positions])
         for nth, slot in self._slots.items():
             total += digest_of_rows(numbers, slot[positions], 1 + nth)
+        return total
+
+    def _digest_of_slots(self, slots: Mapping[int, Array]) -> Array:
+        total = np.zeros_like(self._sums)
+        for nth, slot in slots.items():
+            total += digest_of_rows(self._numbers, slot, 1 + nth)
         return total
 
     def _array(self, slot: int) -> Array:
@@ -210,7 +229,10 @@ class ServerTable:
         Args:
             blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
         """
-        self.loads += not self._tables.is_within
+        if not self._tables.is_within:
+            self.loads += 1
+            if self.own is not None:
+                self.own.note_load()
         for slot, numbers, read in blocks:
             self._tables.write(self, slot, numbers, read)
 
@@ -275,18 +297,25 @@ class ServerTables:
             self._job.membership.answers_at(self._end.entrance)
         address = b"" if self._end is None else self._end.address
         digests = [b"" if one.own is None else one.own.digest().tobytes() for one in tables]
-        given = msgspec.msgpack.encode((self._job.process, address, digests, [one.loads for one in tables]))
+        given = msgspec.msgpack.encode(
+            (self._job.process, address, digests, [(one.number, one.loads) for one in tables])
+        )
         gathered = self._job.exchange(
             lambda view, communicator: dict(
                 zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
             )
         )
         found = {
-            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[int]])
+            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[tuple[int, int]]])
             for worker, one in gathered.items()
         }
         for position, table in enumerate(tables):
-            loads = {loaded[position]: process for process, _, _, loaded in found.values()}
+            if len({known[position][0] for _, _, _, known in found.values()}) > 1:
+                raise DisagreementError(
+                    f"{what}: some processes have built more ServerEmbedding layers before layer "
+                    f"{table.name!r} than others: build and load models in all processes"
+                )
+            loads = {known[position][1]: process for process, _, _, known in found.values()}
             if len(loads) > 1:
                 least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
                 raise DisagreementError(
