@@ -92,7 +92,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         self._table: ServerTable | None = None
         self.built: bool
         # TensorFlow cannot compile a call of Python with XLA.
-        if keras.backend.backend() == "tensorflow":
+        if keras.backend.backend() == "tensorflow" and job.current().context.tasks is not None:
             self.supports_jit = False
 
     def build(self, input_shape: Any = None) -> None:
