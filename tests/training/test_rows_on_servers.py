@@ -52,6 +52,7 @@ def test_saved_rows_and_slots_continue_the_training(
     found = [results(run.log(worker)) for worker in range(4)]
     assert found == [found[0]] * 4
     one = found[0]
+    assert _flat(one["called"]) == pytest.approx(_flat(one["predicted"]), rel=1e-4)
     assert one["loaded"] == one["further"]
     assert one["evaluated again"] == one["evaluated"]
     assert one["another"] == one["further"][0]
@@ -85,6 +86,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "is a ServerEmbedding, whose rows have gradients in fit only; use keras.layers.Embedding in a loop",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
         "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
+        "predict 2: some processes have built more ServerEmbedding layers before layer 'of_words' than",
     ]
     for worker in range(3):
         found = run.marked(worker, "error ")

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from lockstep.errors import (
     DataError,
     DisagreementError,
-    InternalError,
     LockstepError,
     ModelError,
     PeerLostError,
@@ -229,12 +228,12 @@ class ServerTable:
         Args:
             blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
         """
-        if not self._tables.is_within:
-            self.loads += 1
-            if self.own is not None:
-                self.own.note_load()
         for slot, numbers, read in blocks:
             self._tables.write(self, slot, numbers, read)
+        if not self._tables.is_within:
+            if self.own is not None:
+                self.own.note_load()
+            self._tables.note_load(self)
 
     def slots(self) -> tuple[int, ...]:
         """Return the numbers of the slots that the servers have."""
@@ -261,6 +260,7 @@ class ServerTables:
         self._known: weakref.WeakValueDictionary[int, ServerTable] = weakref.WeakValueDictionary()
         self._count = 0
         self._lock = threading.Lock()
+        self._progress = threading.Condition()
         self._within: Sequence[Asks] | None = None
         self._channels: list[AskingChannel] | None = None
         self._workers: tuple[int, ...] = ()
@@ -278,9 +278,17 @@ class ServerTables:
 
     def add(self, table: ServerTable) -> int:
         """Add a table; return its number."""
-        self._count += 1
-        self._known[self._count] = table
+        with self._progress:
+            self._count += 1
+            self._known[self._count] = table
+            self._progress.notify_all()
         return self._count
+
+    def note_load(self, table: ServerTable) -> None:
+        """Note that a table has loaded weights."""
+        with self._progress:
+            table.loads += 1
+            self._progress.notify_all()
 
     def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
         """Connect to the servers, and return the digests of tables; all processes call this.
@@ -363,9 +371,12 @@ class ServerTables:
                     assert table.own is not None
                     parts.append(table.own.read(slot, some))
                 else:
-                    (found,) = channels[server].ask(ReadRows(table.number, slot), [some])[1]
+                    (found,) = channels[server].ask(ReadRows(table.number, slot, table.loads), [some])[1]
                     if len(found) != len(some):
-                        raise InternalError(f"parameter server {server} has no layer {table.name!r}")
+                        raise DisagreementError(
+                            f"parameter server {server} no longer has the rows of layer {table.name!r} that "
+                            "this process reads: build, load and call models in all processes"
+                        )
                     parts.append(found)
         return np.concatenate(parts) if parts else np.zeros((0, table.width), table.dtype)
 
@@ -385,7 +396,8 @@ class ServerTables:
         if table.own is not None:
             return table.own.slots
         with self._lock:
-            values, _ = self._connected(table)[0].ask(ReadRows(table.number, VALUES), [np.zeros(0, np.int64)])
+            question = ReadRows(table.number, VALUES, table.loads)
+            values, _ = self._connected(table)[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
 
     def answer(self, asked: Asked) -> None:
@@ -403,8 +415,23 @@ class ServerTables:
             asked.answer(ServedValues(slots), [own.read(message.slot, *asked.arrays)])
 
     def _put(self, asked: Asked) -> None:
-        if isinstance(asked.message, ReadRows):
+        message: Any = asked.message
+        if not isinstance(message, ReadRows):
+            return
+
+        def has_arrived() -> bool:
+            table = self._known.get(message.table)
+            return message.table <= self._count and (table is None or table.loads >= message.loads)
+
+        with self._progress:
+            # The script of this process may be behind that of the other one.
+            self._progress.wait_for(has_arrived, self._job.policy.timeout)
+            table = self._known.get(message.table)
+            is_same = table is not None and table.loads == message.loads
+        if is_same:
             self.answer(asked)
+        else:
+            asked.answer(ServedValues(), [np.zeros(0)])
 
     def _connect(self, known: Mapping[int, tuple[int, bytes]], what: str) -> None:
         """Connect to the servers, given the worker ids and addresses of all processes."""
