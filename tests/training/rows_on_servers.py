@@ -89,8 +89,8 @@ def slow_to_load() -> threading.Event:
         asked.set()
         put(self, message)
 
-    TableRows.write = written  # type: ignore[method-assign]
-    ServerTables._put = noted  # type: ignore[method-assign]
+    TableRows.write = written  # type: ignore[method-assign, assignment]
+    ServerTables._put = noted  # type: ignore[method-assign, assignment]
     return asked
 
 
