@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import lockstep
 from lockstep.errors import LockstepError
 from lockstep.keras.parameter_server import server_embedding
+from lockstep.keras.parameter_server.server_tables import ServerTables, TableRows
 from lockstep.protocol.parameter_server import Push
 from lockstep.transport.array_channel import AskingChannel
 from lockstep.worker import job
@@ -45,7 +47,8 @@ def build(optimizer: Any, **options: Any) -> keras.Model:
     with nullcontext() if strategy is None else strategy.scope():
         user, words = (
             layers.Input((), dtype="int32", name="user"),
-            layers.Input((3,), dtype="int32", name="words"),
+            # Keras casts such ids.
+            layers.Input((3,), dtype="float32", name="words"),
         )
         of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, name="of_words")
         of_users = lockstep.ServerEmbedding(USERS, 4, name="of_users", **options)
@@ -73,7 +76,26 @@ def serial() -> None:
     show("after", [model.evaluate(X, Y, 30, verbose=0), model.predict(X, 50, verbose=0).tolist()])
 
 
+def slow_to_load() -> threading.Event:
+    """Let servers load rows once another process has read some since the event was cleared."""
+    asked, write, put = threading.Event(), TableRows.write, ServerTables._put
+    asked.set()
+
+    def written(self: Any, *arguments: Any) -> None:
+        assert asked.wait(60)
+        write(self, *arguments)
+
+    def noted(self: Any, message: Any) -> None:
+        asked.set()
+        put(self, message)
+
+    TableRows.write = written  # type: ignore[method-assign, assignment]
+    ServerTables._put = noted  # type: ignore[method-assign, assignment]
+    return asked
+
+
 def saved(folder: str) -> None:
+    asked = slow_to_load()
     model = build(keras.optimizers.Adam(0.05))
     fit(model)
     model.save(f"{folder}/model.keras")
@@ -81,7 +103,9 @@ def saved(folder: str) -> None:
     show("evaluated", model.evaluate(X, Y, 30, verbose=0))
     show("predicted", model.predict(X, 50, verbose=0).tolist())
     show("further", [fit(model), lockstep.digest(model)])
+    asked.clear()
     model.load_weights(f"{folder}/model.weights.h5")
+    show("called", keras.ops.convert_to_numpy(model(X)).tolist())
     show("loaded", [fit(model), lockstep.digest(model)])
     keras.utils.set_random_seed(3)
     with lockstep.ParameterServerStrategy(max_staleness=0).scope():
@@ -147,6 +171,9 @@ def misused() -> None:
     if lockstep.is_chief():
         model.get_layer("of_users").load_own_variables(dict.fromkeys(f"rows-{k}" for k in range(4)))
     attempt(lambda: model.predict(X, verbose=0))
+    if lockstep.is_chief():
+        build("adam")
+    attempt(lambda: build("adam").predict(X, verbose=0))
 
 
 match KIND:

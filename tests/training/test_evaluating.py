@@ -269,7 +269,7 @@ class Files:
         if torn:
             file.write_bytes(b"torn")
         else:
-            model.save_weights(file)
+            model.save(file) if file.suffix == ".keras" else model.save_weights(file)
             self.expected.append(model.evaluate(X, Y, verbose=0, batch_size=16, return_dict=True))
         self._time += 2
         os.utime(file, (self._time, self._time))
@@ -319,10 +319,11 @@ def test_the_files_of_a_model_checkpoint(
     assert text.err.splitlines()[-1] == waits
 
 
+@pytest.mark.parametrize("name", ["{epoch}.weights.h5", "{epoch}.keras"])
 def test_a_file_that_cannot_be_read_is_named_and_skipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    files = Files(tmp_path, "{epoch}.weights.h5")
+    files = Files(tmp_path, name)
     files.keep(1)
     torn = files.keep(2, torn=True)
     assert watch_files(files, max_evaluations=1).epoch == [1]

@@ -52,6 +52,7 @@ def test_saved_rows_and_slots_continue_the_training(
     found = [results(run.log(worker)) for worker in range(4)]
     assert found == [found[0]] * 4
     one = found[0]
+    assert _flat(one["called"]) == pytest.approx(_flat(one["predicted"]), rel=1e-4)
     assert one["loaded"] == one["further"]
     assert one["evaluated again"] == one["evaluated"]
     assert one["another"] == one["further"][0]
@@ -85,6 +86,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "is a ServerEmbedding, whose rows have gradients in fit only; use keras.layers.Embedding in a loop",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
         "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
+        "predict 2: some processes have built more ServerEmbedding layers before layer 'of_words' than",
     ]
     for worker in range(3):
         found = run.marked(worker, "error ")
@@ -136,18 +138,18 @@ def test_options_for_whole_tables_are_refused(options: dict[str, Any], why: str)
 def test_a_digest_follows_changes_of_rows_and_slots() -> None:
     """It is that of the present rows and slots, whatever order the changes had."""
     random = np.random.default_rng(5)
-    optimizer = object.__new__(type("Optimizer", (), {}))
+    optimizer: Any = type("Optimizer", (), {})()
     values = random.normal(size=(40, 3)).astype("float32")
     halves = [TableRows(0, values[:25].copy()), TableRows(25, values[25:].copy())]
     initial = {0: np.zeros((1, 3), "float32"), 2: np.full((1, 3), 0.1, "float32")}
     plain = {VALUES: values} | {nth: np.repeat(row, 40, axis=0) for nth, row in initial.items()}
     for half in halves:
-        half.slots_of(optimizer, initial)
+        half.slots_of(optimizer, initial, begun=True)
     for step in range(60):
         numbers = np.sort(random.choice(40, random.integers(0, 9), replace=False))
         for half in halves:
             own = numbers[(numbers >= half.start) & (numbers < half.start + len(half.values))]
-            slots = half.slots_of(optimizer, initial)
+            slots = half.slots_of(optimizer, initial, begun=True)
             half.touch(own - half.start)
             for kind, array in {VALUES: half.values, **slots}.items():
                 array[own - half.start] = plain[kind][own] = random.normal(size=(len(own), 3))
@@ -157,6 +159,38 @@ def test_a_digest_follows_changes_of_rows_and_slots() -> None:
                 for kind, array in plain.items()
             )
             assert np.array_equal(halves[0].digest() + halves[1].digest(), expected)
+
+
+def test_each_optimizer_has_slots_of_its_own() -> None:
+    optimizers: Any = [type("Optimizer", (), {})() for _ in range(3)]
+    one, other, third = optimizers
+    rows, initial = TableRows(0, np.zeros((4, 2), "float32")), {0: np.ones((1, 2), "float32")}
+    fresh = rows.digest() + digest_of_rows(np.arange(4), np.ones((4, 2), "float32"), 1)
+
+    def train(optimizer: Any, slot: float, *, begun: bool = True) -> float:
+        """Return a slot as it was before the training."""
+        slots = rows.slots_of(optimizer, initial, begun=begun)
+        rows.touch(np.array([1]))
+        before, slots[0][1] = slots[0][1, 0], slot
+        return float(before)
+
+    assert train(one, 5, begun=False) == 1
+    digest = rows.digest()
+    assert train(other, 6, begun=False) == 1
+    assert train(one, 7) == 5
+    assert train(other, 8) == 6
+    # Its iterations may be set to 0.
+    assert train(one, 5, begun=False) == 7
+    assert np.array_equal(rows.digest(), digest)
+    # Loaded ones are those of an optimizer that was loaded, too, not of one that begins.
+    for begun, expected in ((True, 9), (False, 1)):
+        rows.write(0, np.arange(4), np.full((4, 2), 9, "float32"))
+        rows.note_load()
+        assert rows.slots_of(one, initial, begun=begun)[0][1, 0] == expected
+    assert np.array_equal(rows.digest(), fresh)
+    rows.write(0, np.arange(4), np.full((4, 2), 9, "float32"))
+    rows.note_load()
+    assert train(third, 2, begun=False) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])

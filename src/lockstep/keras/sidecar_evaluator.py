@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import BadZipFile
 
 import keras
 
@@ -250,7 +251,7 @@ class _ModelFiles:
             # Its variables are not needed, and those of a job with parameter servers may have other shapes.
             with replaced(evaluator.model, "optimizer", None):
                 evaluator.model.load_weights(path)
-        except OSError as error:
+        except (OSError, BadZipFile) as error:
             if watch.read_failed(number) and path.exists():
                 _print_note(f"{path} cannot be read ({error}); skipping it")
             return False

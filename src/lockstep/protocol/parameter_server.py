@@ -230,10 +230,12 @@ class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
     Attributes:
         table: its number.
         slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
+        loads: how often the process has loaded rows of the table, outside of `fit`.
     """
 
     table: int
     slot: int = -1
+    loads: int = 0
 
 
 class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):

@@ -200,6 +200,7 @@ class LastingTableShard(TableShard):
         make: returns a variable like the table, with the given rows.
         rows: the server's.
         initial: the initial values of the slots of one row, by number.
+        begun: whether the optimizer has made updates.
     """
 
     def __init__(
@@ -209,10 +210,11 @@ class LastingTableShard(TableShard):
         make: Callable[[Array], Any],
         rows: TableRows,
         initial: Mapping[int, Array],
+        begun: bool,
     ) -> None:
         super().__init__(backend, optimizer, make, rows.values[:0], {})
         self._rows = rows
-        self.value, self.slots = rows.values, rows.slots_of(optimizer, initial)
+        self.value, self.slots = rows.values, rows.slots_of(optimizer, initial, begun=begun)
 
     @property
     def lasts(self) -> bool:
@@ -344,7 +346,8 @@ class ServedVariables:
                 for (of, nth), slot in known.items()
                 if of == number
             }
-            return LastingTableShard(self._backend, optimizer, make, table.own, first)
+            begun = bool(self._backend.to_numpy(iterations_of(optimizer).value))
+            return LastingTableShard(self._backend, optimizer, make, table.own, first, begun)
         slots = {nth: part(slot) for (of, nth), slot in known.items() if of == number}
         return TableShard(self._backend, optimizer, make, part(variable), slots)
 

@@ -92,7 +92,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         self._table: ServerTable | None = None
         self.built: bool
         # TensorFlow cannot compile a call of Python with XLA.
-        if keras.backend.backend() == "tensorflow":
+        if keras.backend.backend() == "tensorflow" and job.current().context.tasks is not None:
             self.supports_jit = False
 
     def build(self, input_shape: Any = None) -> None:
@@ -244,7 +244,7 @@ def meet_servers(own: job.Job, model: Any, what: str) -> None:
 
 
 def _first_row(layer: Any, ids: Any) -> Any:
-    rows = keras.ops.take(embedding_table(layer), keras.ops.zeros_like(ids), axis=0)
+    rows = keras.ops.take(embedding_table(layer), keras.ops.zeros_like(ids, dtype="int32"), axis=0)
     return keras.ops.cast(rows, layer.compute_dtype)
 
 

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from lockstep.errors import (
     DataError,
     DisagreementError,
-    InternalError,
     LockstepError,
     ModelError,
     PeerLostError,
@@ -60,30 +59,43 @@ class TableRows:
         self.start, self.values = start, values
         self._optimizer: weakref.ref[Any] | None = None
         self._slots: dict[int, Array] = {}
+        self._of_others = weakref.WeakKeyDictionary[Any, dict[int, Array]]()
+        self._loaded = False
         self._numbers = np.arange(start, start + len(values))
         self._sums = digest_of_rows(self._numbers, values)
         self._changed = np.zeros(len(values), bool)
 
-    def slots_of(self, optimizer: Any, initial: Mapping[int, Array]) -> dict[int, Array]:
+    def slots_of(self, optimizer: Any, initial: Mapping[int, Array], *, begun: bool) -> dict[int, Array]:
         """Return the slots of an optimizer by their numbers, which change in place.
 
-        They are those of before, if the optimizer is the same, or were loaded; otherwise all rows begin
-        with the same values.
+        They are those that it has had here before, or that were loaded; otherwise all rows begin with the
+        same values.
 
         Args:
             optimizer: of the model.
             initial: the values of one row.
+            begun: whether the optimizer has made updates, perhaps before it was saved: one that has not does
+                not take over what was loaded.
         """
         self.digest()
-        known = self._optimizer is None or self._optimizer() is optimizer
-        if not known or self._slots.keys() != initial.keys():
-            for nth, slot in self._slots.items():
-                self._sums -= digest_of_rows(self._numbers, slot, 1 + nth)
-            self._slots = {nth: self._filled(row) for nth, row in initial.items()}
-            for nth, slot in self._slots.items():
-                self._sums += digest_of_rows(self._numbers, slot, 1 + nth)
-        self._optimizer = weakref.ref(optimizer)
+        last = None if self._optimizer is None else self._optimizer()
+        found = self._of_others.pop(optimizer, None)
+        if self._loaded and found is None:
+            found = self._slots if begun else None
+        elif last is optimizer:
+            found = self._slots
+        if last is not None and last is not optimizer:
+            self._of_others[last] = self._slots
+        if found is None or found.keys() != initial.keys():
+            found = {nth: self._filled(row) for nth, row in initial.items()}
+        if found is not self._slots:
+            self._sums += self._digest_of_slots(found) - self._digest_of_slots(self._slots)
+        self._slots, self._optimizer, self._loaded = found, weakref.ref(optimizer), False
         return self._slots
+
+    def note_load(self) -> None:
+        """Note that rows were loaded, perhaps with slots: of the optimizer of the next call of `fit`."""
+        self._loaded = True
 
     def touch(self, positions: Array) -> None:
         """Note that rows are about to change.
@@ -126,6 +138,12 @@ class TableRows:
         total = digest_of_rows(numbers, self.values[positions])
         for nth, slot in self._slots.items():
             total += digest_of_rows(numbers, slot[positions], 1 + nth)
+        return total
+
+    def _digest_of_slots(self, slots: Mapping[int, Array]) -> Array:
+        total = np.zeros_like(self._sums)
+        for nth, slot in slots.items():
+            total += digest_of_rows(self._numbers, slot, 1 + nth)
         return total
 
     def _array(self, slot: int) -> Array:
@@ -210,9 +228,12 @@ class ServerTable:
         Args:
             blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
         """
-        self.loads += not self._tables.is_within
         for slot, numbers, read in blocks:
             self._tables.write(self, slot, numbers, read)
+        if not self._tables.is_within:
+            if self.own is not None:
+                self.own.note_load()
+            self._tables.note_load(self)
 
     def slots(self) -> tuple[int, ...]:
         """Return the numbers of the slots that the servers have."""
@@ -239,6 +260,7 @@ class ServerTables:
         self._known: weakref.WeakValueDictionary[int, ServerTable] = weakref.WeakValueDictionary()
         self._count = 0
         self._lock = threading.Lock()
+        self._progress = threading.Condition()
         self._within: Sequence[Asks] | None = None
         self._channels: list[AskingChannel] | None = None
         self._workers: tuple[int, ...] = ()
@@ -256,9 +278,17 @@ class ServerTables:
 
     def add(self, table: ServerTable) -> int:
         """Add a table; return its number."""
-        self._count += 1
-        self._known[self._count] = table
+        with self._progress:
+            self._count += 1
+            self._known[self._count] = table
+            self._progress.notify_all()
         return self._count
+
+    def note_load(self, table: ServerTable) -> None:
+        """Note that a table has loaded weights."""
+        with self._progress:
+            table.loads += 1
+            self._progress.notify_all()
 
     def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
         """Connect to the servers, and return the digests of tables; all processes call this.
@@ -275,18 +305,25 @@ class ServerTables:
             self._job.membership.answers_at(self._end.entrance)
         address = b"" if self._end is None else self._end.address
         digests = [b"" if one.own is None else one.own.digest().tobytes() for one in tables]
-        given = msgspec.msgpack.encode((self._job.process, address, digests, [one.loads for one in tables]))
+        given = msgspec.msgpack.encode(
+            (self._job.process, address, digests, [(one.number, one.loads) for one in tables])
+        )
         gathered = self._job.exchange(
             lambda view, communicator: dict(
                 zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
             )
         )
         found = {
-            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[int]])
+            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[tuple[int, int]]])
             for worker, one in gathered.items()
         }
         for position, table in enumerate(tables):
-            loads = {loaded[position]: process for process, _, _, loaded in found.values()}
+            if len({known[position][0] for _, _, _, known in found.values()}) > 1:
+                raise DisagreementError(
+                    f"{what}: some processes have built more ServerEmbedding layers before layer "
+                    f"{table.name!r} than others: build and load models in all processes"
+                )
+            loads = {known[position][1]: process for process, _, _, known in found.values()}
             if len(loads) > 1:
                 least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
                 raise DisagreementError(
@@ -334,9 +371,12 @@ class ServerTables:
                     assert table.own is not None
                     parts.append(table.own.read(slot, some))
                 else:
-                    (found,) = channels[server].ask(ReadRows(table.number, slot), [some])[1]
+                    (found,) = channels[server].ask(ReadRows(table.number, slot, table.loads), [some])[1]
                     if len(found) != len(some):
-                        raise InternalError(f"parameter server {server} has no layer {table.name!r}")
+                        raise DisagreementError(
+                            f"parameter server {server} no longer has the rows of layer {table.name!r} that "
+                            "this process reads: build, load and call models in all processes"
+                        )
                     parts.append(found)
         return np.concatenate(parts) if parts else np.zeros((0, table.width), table.dtype)
 
@@ -356,7 +396,8 @@ class ServerTables:
         if table.own is not None:
             return table.own.slots
         with self._lock:
-            values, _ = self._connected(table)[0].ask(ReadRows(table.number, VALUES), [np.zeros(0, np.int64)])
+            question = ReadRows(table.number, VALUES, table.loads)
+            values, _ = self._connected(table)[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
 
     def answer(self, asked: Asked) -> None:
@@ -374,8 +415,23 @@ class ServerTables:
             asked.answer(ServedValues(slots), [own.read(message.slot, *asked.arrays)])
 
     def _put(self, asked: Asked) -> None:
-        if isinstance(asked.message, ReadRows):
+        message: Any = asked.message
+        if not isinstance(message, ReadRows):
+            return
+
+        def has_arrived() -> bool:
+            table = self._known.get(message.table)
+            return message.table <= self._count and (table is None or table.loads >= message.loads)
+
+        with self._progress:
+            # The script of this process may be behind that of the other one.
+            self._progress.wait_for(has_arrived, self._job.policy.timeout)
+            table = self._known.get(message.table)
+            is_same = table is not None and table.loads == message.loads
+        if is_same:
             self.answer(asked)
+        else:
+            asked.answer(ServedValues(), [np.zeros(0)])
 
     def _connect(self, known: Mapping[int, tuple[int, bytes]], what: str) -> None:
         """Connect to the servers, given the worker ids and addresses of all processes."""
