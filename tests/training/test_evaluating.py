@@ -358,6 +358,17 @@ def test_only_the_command_starts_tasks_with_parameter_servers(
     assert job_of_one_worker.evaluates == evaluates
 
 
+def test_a_cluster_without_parameter_servers_is_refused(
+    job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(ConfigError, match="no task ps, which a ParameterServerStrategy needs"):
+        take_part_with_servers()
+    assert not job_of_one_worker.evaluates
+
+
 class TestFit:
     """`fit` in an evaluator."""
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.errors import ModelError
-from lockstep.keras.parameter_server import server_embedding
-from lockstep.keras.parameter_server.server_tables import VALUES, TableRows, ranges_of
+from lockstep.errors import DataError, ModelError
+from lockstep.keras.parameter_server import server_embedding, server_tables
+from lockstep.keras.parameter_server.server_tables import VALUES, TableRows, failures_raised, ranges_of
 from lockstep.parameter_server.row_digest import digest_of_rows
+from lockstep.worker.job import Job
 
 Launch = Callable[..., Any]
 SCRIPT = "rows_on_servers.py"
@@ -207,6 +209,22 @@ def test_each_bit_and_each_place_of_a_row_changes_the_digest(dtype: str) -> None
         changed.reshape(-1).view(np.uint8)[byte] ^= 1 << byte % 8
         others.append(digest_of_rows(numbers, changed))
     assert len({one.tobytes() for one in (whole, *others)}) == 1 + len(others)
+
+
+def test_only_the_failure_of_a_lookup_in_the_block_is_raised(
+    job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = SimpleNamespace(failure=ModelError("an earlier lookup"))
+    monkeypatch.setattr(server_tables, "_of_jobs", {job_of_one_worker: tables})
+    with pytest.raises(ValueError, match="own"), failures_raised(job_of_one_worker):
+        raise ValueError("own")
+
+    def look_up() -> None:
+        tables.failure = DataError("a lookup")
+        raise ValueError("what a backend raises")
+
+    with pytest.raises(DataError, match="a lookup"), failures_raised(job_of_one_worker):
+        look_up()
 
 
 def _flat(values: Any) -> list[float]:

@@ -104,14 +104,23 @@ def take_part_with_servers() -> None:
         return
     if config.task_type not in (*TRAINING, "ps"):
         job.current().task = config.task_type
-    elif "ps" in config.cluster.jobs:
-        servers = len(config.cluster.task_indices("ps"))
-        refusal = ConfigError(
-            "TF_CONFIG has parameter servers: start each of its tasks with `lockstep run --tf-config "
-            f"--ps {servers} SCRIPT`"
-        )
+    elif "ps" in config.cluster.jobs or _has_others(config):
+        refusal = _only_the_command_starts(config)
         _end_in_one_line(refusal)
         raise refusal
+
+
+def _only_the_command_starts(config: TaskConfig) -> ConfigError:
+    if "ps" not in config.cluster.jobs:
+        return ConfigError(
+            "TF_CONFIG has several tasks that train, but no task ps, which a ParameterServerStrategy needs: "
+            "add one, or use MultiWorkerMirroredStrategy"
+        )
+    servers = len(config.cluster.task_indices("ps"))
+    return ConfigError(
+        "TF_CONFIG has parameter servers: start each of its tasks with `lockstep run --tf-config "
+        f"--ps {servers} SCRIPT`"
+    )
 
 
 def _follow_first(text: str) -> None:

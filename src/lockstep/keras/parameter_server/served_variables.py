@@ -127,6 +127,7 @@ class TableShard:
         count = len(numbers)
         if not count:
             return
+        self._note(numbers)
         size = max(_SMALLEST_BLOCK, 1 << (count - 1).bit_length())
         if size not in self._blocks:
             self._blocks[size] = self._block(size)
@@ -142,8 +143,6 @@ class TableShard:
         block.update([_padded(gradients, size)])
         for array, new in zip(kept, self._transfers.read(block.variables), strict=True):
             array[numbers] = new[:count]
-        if not self.lasts:
-            self._changed[numbers] = True
 
     def write(self, value: Array | None, slots: Mapping[int, Array]) -> None:
         """Replace all rows, and slots by their numbers."""
@@ -173,10 +172,9 @@ class TableShard:
         value, *slots, self._changed, self._reported = (array.copy() for array in state)
         self.value, self.slots = value, dict(zip(self.slots, slots, strict=True))
 
-    @property
-    def lasts(self) -> bool:
-        """Whether the rows are on the servers only, also after the call."""
-        return False
+    def _note(self, numbers: Array) -> None:
+        """Note that rows are about to be updated."""
+        self._changed[numbers] = True
 
     def _block(self, size: int) -> "_Block":
         variable = self._make(np.zeros((size, *self.value.shape[1:]), self.value.dtype))
@@ -217,19 +215,12 @@ class LastingTableShard(TableShard):
         self.value, self.slots = rows.values, rows.slots_of(optimizer, initial, begun=begun)
 
     @property
-    def lasts(self) -> bool:
-        """True."""
-        return True
-
-    @property
     def state(self) -> list[Array]:
         """Nothing: no other server takes it over."""
         return []
 
-    def update(self, numbers: Array, gradients: Array, common: Mapping[int, Any]) -> None:
-        """Update rows; see `TableShard.update`."""
+    def _note(self, numbers: Array) -> None:
         self._rows.touch(numbers)
-        super().update(numbers, gradients, common)
 
     def digest(self) -> Array:
         """Return the digest of the rows and their slots."""
@@ -364,7 +355,10 @@ class ServedVariables:
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the optimizers, with the positions of the server's shards."""
         return tuple(slot for served in self._served for slot in served.slots) + tuple(
-            (position, nth) for position, table in self._tables() if not table.lasts for nth in table.slots
+            (position, nth)
+            for position, table in self._tables()
+            if not isinstance(table, LastingTableShard)
+            for nth in table.slots
         )
 
     def values(self, rows: Mapping[int, Array] | None = None) -> list[Array]:
@@ -400,11 +394,11 @@ class ServedVariables:
         Args:
             again: whether to return those of the last call, too, because they did not arrive.
         """
-        tables = [(position, table) for position, table in self._tables() if not table.lasts]
+        tables = [(k, one) for k, one in self._tables() if not isinstance(one, LastingTableShard)]
         rows = {position: table.take_changed(again=again) for position, table in tables}
         slots = self._transfers.read([one for served in self._served for one in served.optimizer.variables])
         slots += [slot[rows[position]] for position, table in tables for slot in table.slots.values()]
-        none = {position: _NO_ROWS for position, table in self._tables() if table.lasts}
+        none = {position: _NO_ROWS for position, _ in self._tables() if position not in rows}
         return [*self.values({**rows, **none}), *slots], rows
 
     def update(

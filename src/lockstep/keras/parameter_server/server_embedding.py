@@ -261,7 +261,7 @@ def _blocks(rows: int) -> list[Array]:
 
 
 def _key(kind: int, block: int) -> str:
-    """Return the name of a block of rows, or of a slot of theirs, in a saved layer."""
+    """Return the name of a block of rows, or of one of their slots, in a saved layer."""
     return f"rows-{block}" if kind == VALUES else f"slot{kind}-{block}"
 
 

@@ -483,11 +483,13 @@ class ServerTables:
 
 @contextmanager
 def failures_raised(job: Job) -> Iterator[None]:
-    """Raise the error of a lookup itself, where a backend raises another one instead."""
+    """Raise the error of a lookup in the block itself, where a backend raises another one instead."""
+    tables = _of_jobs.get(job)
+    if tables is not None:
+        tables.failure = None
     try:
         yield
     except Exception as error:
-        tables = _of_jobs.get(job)
         if isinstance(error, LockstepError) or tables is None or tables.failure is None:
             raise
         raise tables.failure from None
