@@ -13,7 +13,7 @@ import pytest
 import lockstep
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.parameter_server import server_embedding, server_tables
-from lockstep.keras.parameter_server.server_tables import VALUES, TableRows, failures_raised, ranges_of
+from lockstep.keras.parameter_server.server_tables import VALUES, TableRows, ranges_of, rows_read_together
 from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.worker.job import Job
 
@@ -216,14 +216,14 @@ def test_only_the_failure_of_a_lookup_in_the_block_is_raised(
 ) -> None:
     tables = SimpleNamespace(failure=ModelError("an earlier lookup"))
     monkeypatch.setattr(server_tables, "_of_jobs", {job_of_one_worker: tables})
-    with pytest.raises(ValueError, match="own"), failures_raised(job_of_one_worker):
+    with pytest.raises(ValueError, match="own"), rows_read_together(job_of_one_worker):
         raise ValueError("own")
 
     def look_up() -> None:
         tables.failure = DataError("a lookup")
         raise ValueError("what a backend raises")
 
-    with pytest.raises(DataError, match="a lookup"), failures_raised(job_of_one_worker):
+    with pytest.raises(DataError, match="a lookup"), rows_read_together(job_of_one_worker):
         look_up()
 
 

@@ -6,12 +6,12 @@ The only file that patches how Keras's variables are assigned and read.
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import keras
 
-from lockstep.keras.private.common import ASSIGN
+from lockstep.keras.private.common import ASSIGN, stored_value
 from lockstep.worker.patch_registry import PATCHES, definer
 
 
@@ -65,19 +65,37 @@ def observed_by(observer: VariableObserver | None) -> Iterator[None]:
 
 @contextmanager
 def reads_observed_by(act: Callable[[Any], None]) -> Iterator[None]:
-    """Within the block, call `act` before any variable is read through its `value`."""
-    owner = definer(keras.Variable, "value")
-    original = vars(owner)["value"]
+    """Within the block, call `act` before a variable is read through its `value` in an observed thread.
 
-    def value(variable: Any) -> Any:
-        act(variable)
-        return original.fget(variable)
+    On TensorFlow, a tape identifies variables by their handles, which is no read.
+    """
 
-    owner.value = property(value)  # type: ignore[attr-defined]
+    def value(original: property, variable: Any) -> Any:
+        if _thread.observer is not None:
+            act(variable)
+        return original.__get__(variable)
+
+    def handle(original: property, variable: Any) -> Any:
+        stored = stored_value(variable)
+        return original.__get__(variable) if stored is None else stored.handle
+
+    with ExitStack() as stack:
+        stack.enter_context(_property_replaced("value", value))
+        if keras.backend.backend() == "tensorflow":
+            stack.enter_context(_property_replaced("handle", handle))
+        yield
+
+
+@contextmanager
+def _property_replaced(name: str, get: Callable[[property, Any], Any]) -> Iterator[None]:
+    """Within the block, `get` returns a property of Keras's variables, given the original."""
+    owner = definer(keras.Variable, name)
+    original = vars(owner)[name]
+    setattr(owner, name, property(functools.partial(get, original)))
     try:
         yield
     finally:
-        owner.value = original  # type: ignore[attr-defined]
+        setattr(owner, name, original)
 
 
 def install() -> None:

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     POLL = 9
     TAKEN = 10
     JOINED = 11
+    PULL_ROWS = 12
 
 
 class Record(NamedTuple):
@@ -50,8 +51,8 @@ class Record(NamedTuple):
         worker: that sent it; of a `POLL`, whether `done` returned True.
         step: for which; of `JOINED`, the worker id of the other one; of `READ`, `WRITE`, `RAISE` and `POLL`,
             the number of completed steps in `fit`, or the number of the call of the `ClusterCoordinator`.
-        part: of a function that applies optimizers several times: the number of the time, of which the lower
-            8 bits are recorded.
+        part: of a function that applies optimizers several times: the number of the time; of `PULL_ROWS`,
+            the number of the lookup in the function. The lower 8 bits are recorded.
     """
 
     kind: Kind

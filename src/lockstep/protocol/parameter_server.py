@@ -41,6 +41,22 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     tables: tuple[int, ...] = ()
 
 
+class PullRows(msgspec.Struct, frozen=True, tag="pull rows"):
+    """A worker asks a server for rows that a scheduled function looks up; the answer is `ServedValues`.
+
+    The numbers of the rows in the shard are in the arrays.
+
+    Attributes:
+        step: the number of the function.
+        shard: the position of the shard.
+        lookup: the number of the lookup in the function.
+    """
+
+    step: int
+    shard: int
+    lookup: int
+
+
 class Push(msgspec.Struct, frozen=True, tag="push"):
     """A worker gives a server the gradients of its shards; the answer is `Applied`.
 
@@ -93,11 +109,11 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
 
     Attributes:
         process: that sent the message.
-        question: the message. Its arrays are beside this one, but for those of a `Pull`.
+        question: the message. Its arrays are beside this one, but for those of a `Pull` or `PullRows`.
     """
 
     process: int
-    question: Pull | Push | Read | Write
+    question: Pull | PullRows | Push | Read | Write
 
 
 class KeepState(msgspec.Struct, frozen=True, tag="keep state"):
@@ -346,6 +362,7 @@ Question = (
     Introduction
     | Alive
     | Pull
+    | PullRows
     | Push
     | Read
     | Write

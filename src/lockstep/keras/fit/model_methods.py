@@ -45,8 +45,8 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
-from lockstep.keras.parameter_server.server_embedding import meet_servers, server_layers
-from lockstep.keras.parameter_server.server_tables import failures_raised
+from lockstep.keras.parameter_server.server_embedding import meet_servers, refuse_apart, server_layers
+from lockstep.keras.parameter_server.server_tables import rows_read_together
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
@@ -345,7 +345,7 @@ class ModelMethods:
                 call.model = model
             callbacks = writing_once(given["callbacks"], given["verbose"], resumes=False)
             call.callbacks, call.callback_hashes = callbacks, [attribute_hashes(callbacks)]
-            with failures_raised(self._job):
+            with rows_read_together(self._job):
                 history = fit_on_servers(served, original, bound, training, callbacks)
             model.train_function = model.test_function = model.predict_function = None
             self._plain_steps = plain_steps
@@ -443,6 +443,7 @@ class ModelMethods:
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on global batches; every worker returns the global figures."""
         if model not in self._adopted or self._plain:
+            refuse_apart(self._job, model, "evaluate")
             with self._job.timer.within("validation" if kwargs.get(CACHED_VALIDATION) else "evaluate"):
                 return original(model, *args, **kwargs)
         self._refuse_within_function("evaluate")
@@ -467,12 +468,13 @@ class ModelMethods:
             explain_memory(self._job, data.held)
             self._begin(call, model, "test", data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
-            with failures_raised(self._job):
+            with rows_read_together(self._job):
                 return self._finish(original(*bound.args, **bound.kwargs))
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict on global batches; every worker returns all rows, in their order."""
         if model not in self._adopted or self._plain:
+            refuse_apart(self._job, model, "predict")
             with self._job.timer.within("predict"):
                 return original(model, *args, **kwargs)
         self._refuse_within_function("predict")
@@ -497,7 +499,7 @@ class ModelMethods:
                 data.plain_first = not all(layer.built for layer in layers_of(model))
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
-            with failures_raised(self._job):
+            with rows_read_together(self._job):
                 return self._finish(original(*bound.args, **bound.kwargs))
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:

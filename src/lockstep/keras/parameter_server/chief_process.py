@@ -168,7 +168,7 @@ class ChiefProcess(FitProcess):
         timer = self.job.timer
         timer.begin(self.call.name)
         if self._tables is not None:
-            self._tables.closed = f"a callback of {self.call.name}"
+            self._tables.closed = f"call the model at the end of an epoch of {self.call.name}"
         if step == 0:
             with with_zero_rows(self.model):
                 self.computed(self._program, state, step, batch)

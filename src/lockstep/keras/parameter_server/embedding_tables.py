@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own_step, replaced
 from lockstep.keras.parameter_server.served_variables import lazy_hindrance
-from lockstep.keras.parameter_server.server_tables import positions_of, server_table
+from lockstep.keras.parameter_server.server_tables import positions_of, server_table, summed_by_row
 from lockstep.keras.private.common import (
     embedding_table,
     graph_kept,
@@ -196,12 +196,8 @@ class LookedUpRows:
         collected = dict(gradients)
         for table, (rows, places) in zip(self._tables.tables, self._distinct, strict=True):
             gradient = collected.get(table.variable)
-            if gradient is not None and len(places):
-                order = np.argsort(places, kind="stable")
-                starts = np.searchsorted(places[order], np.arange(len(rows)))
-                collected[table.variable] = np.add.reduceat(gradient[order], starts, axis=0)
-            elif gradient is not None:
-                collected[table.variable] = gradient[:0]
+            if gradient is not None:
+                collected[table.variable] = summed_by_row(gradient[: len(places)], places, len(rows))
         return collected
 
     def _replace(self, number: int, variable: Any) -> None:

@@ -7,12 +7,14 @@ as they are then, so the script computes the same everywhere.
 """
 
 import contextlib
+import itertools
 import queue
 import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint import values
-from lockstep.errors import DisagreementError, FunctionError, InputError, PeerError
+from lockstep.errors import DisagreementError, FunctionError, InputError, ModelError, PeerError
 from lockstep.keras import assignments
 from lockstep.keras.assignments import observed_by
 from lockstep.keras.backends.adapter import adapter
@@ -37,6 +39,11 @@ from lockstep.keras.parameter_server.served_variables import (
     slots_of_all,
 )
 from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.server_tables import (
+    ServerTables,
+    server_table,
+    tables_of_job,
+)
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.worker_exchange import agree, state_facts
@@ -59,6 +66,11 @@ Array = npt.NDArray[Any]
 Kind = Literal["schedule", "join", "done", "fetch", "close"]
 
 _NO_JOINERS = "the script schedules functions, which a worker that joins could not repeat"
+
+_READ_LATER = (
+    "the chief can read them after join, for example to save the model, and all processes in evaluate and "
+    "predict"
+)
 
 MOST_KEPT = 4096
 """Results that all processes keep when the calls end."""
@@ -105,6 +117,8 @@ class FunctionCalls(ABC):
         program: to which they belong.
     """
 
+    _process: TaskProcess
+
     def __init__(self, program: ScheduleContext) -> None:
         self._program, self._job = program, program.job
         self._call = program.number()
@@ -115,6 +129,7 @@ class FunctionCalls(ABC):
         self._calls = self._scheduled = 0
         self._shards: tuple[Shard, ...] = ()
         self._opened = False
+        self._tables: ServerTables | None = None
         self._kept_results: dict[int, Any] | None = None
         self._kept_failures: dict[int, FunctionFailure] = {}
 
@@ -197,6 +212,8 @@ class FunctionCalls(ABC):
             finally:
                 # The script may catch the exception of a function and continue.
                 self._end()
+                if self._tables is not None:
+                    self._tables.scheduling, self._tables.closed = False, ""
         return self._scheduled
 
     def _leave(self) -> None:  # noqa: B027
@@ -284,8 +301,11 @@ class FunctionCalls(ABC):
         agree(self._job, what, facts | state_facts(self._eager.to_numpy, state))
         tasks = self._job.context.tasks
         assert tasks is not None
+        self._meet(new, what)
         if not self._opened:
             self._opened = True
+            # Only one server has its rows of the tables that are on servers only.
+            self._process.standbys = self._tables is None
             self._open()
         placed = place_weights(self._runner.updates, tasks.servers, self._program.options.partitioner)
         added, self._shards = placed[len(self._shards) :], placed
@@ -294,6 +314,21 @@ class FunctionCalls(ABC):
             own = [one for one in added if first <= one.variable < first + len(update.variables)]
             self._add_shards(own)
             self._add(update, number)
+
+    def _meet(self, new: Sequence[Update], what: str) -> None:
+        """Compare the tables that only servers have, which further optimizers train, with other processes."""
+        tables = [t for update in new for one in update.variables if (t := server_table(one)) is not None]
+        if not tables:
+            return
+        if self._opened and self._process.standbys:
+            raise ModelError(
+                f"{what}: layer {tables[0].name!r} is a ServerEmbedding, whose servers have no standbys, as "
+                "those of earlier functions have: first schedule a function that trains it"
+            )
+        self._tables = tables_of_job(self._job)
+        for table, digest in zip(tables, self._tables.meet(tables, what), strict=True):
+            table.digest_variable.assign(digest.view(np.int32))
+        self._tables.scheduling, self._tables.closed = True, _READ_LATER
 
     @abstractmethod
     def _add_shards(self, shards: Sequence[Shard]) -> None:
@@ -330,6 +365,7 @@ class ChiefCalls(FunctionCalls):
         self._others: dict[int, Array] = {}
         self._learned = True
         self._assigned = 0
+        self._reading = ExitStack()
 
     def forget(self, step: int) -> None:
         """Forget the result of a function that the program does not need any more."""
@@ -351,6 +387,7 @@ class ChiefCalls(FunctionCalls):
                 f"{self._call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
                 f"{len(stale)} functions of {count(len(self._process.live), 'worker')}"
             )
+        self._reading.close()
         dispatcher.close()
         self._process.close()
 
@@ -389,6 +426,12 @@ class ChiefCalls(FunctionCalls):
         dispatcher = self._dispatcher
         assert dispatcher is not None
         self._job.admit_none(_NO_JOINERS)
+        if self._tables is not None:
+            assert self._servers is not None
+            if not self._tables.is_within:
+                self._reading.enter_context(self._tables.within(self._servers.channels))
+            if kind == "schedule":
+                self._tables.closed = _READ_LATER
         number, self._calls = self._calls, self._calls + 1
         # A change that the script makes by other means than Keras is found at the next call but `schedule`.
         if self._learned or kind != "schedule" or assignments.count() != self._assigned:
@@ -429,6 +472,8 @@ class ChiefCalls(FunctionCalls):
         )
         arrays = [*arrays, *(array for _, own in results for array in own)]
         dispatcher.publish(number, passed, arrays)
+        if self._tables is not None and shows and kind != "fetch" and failure is None:
+            self._tables.closed = ""
         return passed, arrays
 
     def _state(self, number: int) -> tuple[tuple[int, ...], list[Array]]:
@@ -437,7 +482,15 @@ class ChiefCalls(FunctionCalls):
         assert self._dispatcher is not None
         assert self._servers is not None
         others = {int(position): array for position, array in self._dispatcher.snapshot(number).items()}
-        weights, slots = self._servers.read(number, self._slots)
+        before = len(self._known) - len(self._slots)
+        known = self._known[:before], self._known[before:]
+        weights, slots = self._servers.read(number, self._slots, known)
+        for variable, digest in self._servers.digests.items():
+            table = server_table(self._runner.served[variable])
+            assert table is not None
+            position = self._program.scope.position(table.digest_variable)
+            assert position is not None
+            others[position] = digest.view(np.int32)
         served = [*weights, *slots]
         self._known = served
         self._others |= others
@@ -490,6 +543,8 @@ class WorkerCalls(FunctionCalls):
         self._kept: dict[int, Scheduled] = {}
         self._shown: dict[int, tuple[Any, Any]] = {}
         self._common: tuple[Slot, ...] = ()
+        self._whole: tuple[int, ...] = ()
+        self._partial: frozenset[int] = frozenset()
         self._first: dict[int, Array] = {}
         self._ahead: frozenset[int] = frozenset()
         self._assigned = -1
@@ -516,7 +571,9 @@ class WorkerCalls(FunctionCalls):
         common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
         trained = [variable for each in self._runner.updates for variable in each.variables]
         self._common = tuple(common)
-        self._runner.pulled = [*trained, *common.values()]
+        whole = {i: one for i, one in enumerate(trained) if server_table(one) is None}
+        self._whole, self._partial = tuple(whole), frozenset(range(len(trained))) - whole.keys()
+        self._runner.pulled = [*whole.values(), *common.values()]
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         self._kept[step] = scheduled
@@ -580,7 +637,14 @@ class WorkerCalls(FunctionCalls):
         self._runner.transfers.assign(changed, given)
 
         lost: list[PeerError] = []
-        staleness, part = 0, 0
+        staleness, part, lookups = 0, 0, itertools.count()
+
+        def pull_rows(number: int, rows: Array) -> Array:
+            try:
+                return servers.pull_rows(step, number, rows, next(lookups))
+            except PeerError as error:
+                lost.append(error)
+                raise
 
         def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
             nonlocal staleness, part
@@ -601,6 +665,7 @@ class WorkerCalls(FunctionCalls):
             return scheduled.function(*args, **kwargs)
 
         seed = seed_of(self._call.seed, "function", step)
+        self._runner.pull_rows = pull_rows
         try:
             ran = self._runner.run(scheduled.function, run, step, seed, exchange)
             kept, named = _packed(ran.result)
@@ -616,7 +681,7 @@ class WorkerCalls(FunctionCalls):
             ), []
         self._job.note_step()
         if ran.updates:
-            staleness = servers.push(step, ran.gradients, ran.updates)
+            staleness = servers.push(step, ran.gradients, ran.updates, rows=ran.rows)
         result = FunctionResult(kept, tuple(named))
         changes = ran.changes.values()
         return FunctionReturned(call, self._scheduled, step, tuple(ran.changes), staleness, result), [
@@ -628,12 +693,14 @@ class WorkerCalls(FunctionCalls):
     def _pulled(self, step: int, part: int) -> list[Array]:
         """Return the values of the variables that a function reads from the servers."""
         assert self._servers is not None
-        weights, common = self._servers.pull_with_common(step, part)
-        return [*weights, *(common[slot] for slot in self._common)]
+        weights, common = self._servers.pull_with_common(step, part, self._partial)
+        return [*(weights[i] for i in self._whole), *(common[slot] for slot in self._common)]
 
 
 class ServerCalls(FunctionCalls):
     """The calls of a parameter server, which serves while it waits for the chief."""
+
+    _process: ServerProcess
 
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
@@ -656,7 +723,9 @@ class ServerCalls(FunctionCalls):
         self._added = shards
 
     def _add(self, update: Update, number: int) -> None:
-        self._process.add(update, self._added)
+        first = self._runner.first_of(number)
+        tables = frozenset(first + position for position in self._runner.tables_of(number))
+        self._process.add(update, self._added, tables)
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: servers run no functions."""

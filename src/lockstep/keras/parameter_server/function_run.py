@@ -21,8 +21,16 @@ from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.served_variables import (
     iterations_of,
+    lazy_hindrance,
     refuse_optimizer,
     slots_of,
+)
+from lockstep.keras.parameter_server.server_tables import (
+    ServerTable,
+    looking_up_for,
+    positions_of,
+    server_table,
+    summed_by_row,
 )
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.private.common import (
@@ -76,12 +84,14 @@ class RanFunction:
     Attributes:
         result: its result, with arrays of NumPy instead of tensors.
         gradients: by the number of the variable over all optimizers.
+        rows: of which the gradients of tables are, likewise.
         updates: the numbers of the optimizers that it has applied.
         changes: the values of other variables before and after it, by their positions in the scope.
     """
 
     result: Any = None
     gradients: dict[int, Array] = field(default_factory=dict)
+    rows: dict[int, Array] = field(default_factory=dict)
     updates: tuple[int, ...] = ()
     changes: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
@@ -119,8 +129,11 @@ class FunctionRunner:
 
     Attributes:
         updates: the optimizers that functions have applied in trial runs, with their variables.
-        pulled: the variables that a function reads from the servers: those that optimizers update, and those
-            of optimizers that belong to none of them. Set where functions run.
+        pulled: the variables that a function reads from the servers: those that optimizers update, but for
+            tables that only servers have, and those of optimizers that belong to none of them. Set where
+            functions run.
+        pull_rows: reads rows of such a table, by the number of its variable over all optimizers, for the
+            function that runs now.
         exchange: of the function that runs now.
         only_on_servers: the ids of the variables of optimizers that belong to a weight, such as momentum.
         transfers: reads and assigns variables.
@@ -137,6 +150,7 @@ class FunctionRunner:
         self.only_on_servers: set[int] = set()
         self.pulled: list[Any] = []
         self.exchange: Exchange | None = None
+        self.pull_rows: Callable[[int, Array], Array] | None = None
         self._scope, self._backend, self._partitioner = scope, backend, partitioner
         self._max_staleness = max_staleness
         self._profiles: dict[Any, _Profile] = {}
@@ -169,6 +183,7 @@ class FunctionRunner:
             self._refuse_bound()
             # TensorFlow traces the function again.
             profile.draws = None
+            self._refuse_tables(profile)
 
     def _tried(self, profile: _Profile, call: Callable[[], Any], seed: int, *, eagerly: bool) -> bool:
         """Run a function and undo it; return whether it has come to its end."""
@@ -233,7 +248,7 @@ class FunctionRunner:
         finally:
             restored = [self._scope.variables[position] for position in watcher.starts]
             self.transfers.assign([*seeds, *restored], [*keys, *watcher.starts.values()])
-        return RanFunction(result, watcher.gradients, tuple(sorted(watcher.applied)), changes)
+        return RanFunction(result, watcher.gradients, watcher.rows, tuple(sorted(watcher.applied)), changes)
 
     def _collected(self, profile: _Profile, watcher: "_Watcher") -> dict[int, tuple[Array, Array]]:
         """Return the changes of variables; add the gradients in graphs to those that the watcher has kept."""
@@ -285,6 +300,37 @@ class FunctionRunner:
                 "one does so several times, or uses the new weights: use max_staleness=0 or None"
             )
 
+    def _refuse_tables(self, profile: _Profile) -> None:
+        """Raise ModelError if a function that exchanges gradients trains a table that only servers have."""
+        for number in profile.updates:
+            for position in self.tables_of(number):
+                table = server_table(self.updates[number].variables[position])
+                assert table is not None
+                raise ModelError(
+                    f"a scheduled function that trains layer {table.name!r}, a ServerEmbedding, applies an "
+                    "optimizer several times, or uses the new weights: let it do so once, at its end"
+                )
+
+    def tables_of(self, number: int) -> list[int]:
+        """Return the positions of the tables that only servers have among the variables of an optimizer."""
+        variables = self.updates[number].variables
+        return [position for position, one in enumerate(variables) if server_table(one) is not None]
+
+    def number_of_table(self, table: ServerTable) -> int:
+        """Return the number of the variable of a table over all optimizers.
+
+        Raises:
+            ModelError: no function trains it.
+        """
+        variables = [variable for update in self.updates for variable in update.variables]
+        for number, variable in enumerate(variables):
+            if server_table(variable) is table:
+                return number
+        raise ModelError(
+            f"a scheduled function looks up rows of layer {table.name!r}, a ServerEmbedding, which none "
+            "trains: first schedule one that trains it, or use evaluate"
+        )
+
     def first_of(self, number: int) -> int:
         """Return the number of the first variable of an optimizer over all optimizers."""
         return sum(len(update.variables) for update in self.updates[:number])
@@ -314,6 +360,17 @@ class FunctionRunner:
             raise ModelError(
                 f"scheduled functions apply two optimizers to {twice.path!r}, which parameter servers do not "
                 "support"
+            )
+        tables = [table for one in update.variables if (table := server_table(one)) is not None]
+        if tables and not self._on_tensorflow:
+            raise ModelError(
+                f"a scheduled function trains layer {tables[0].name!r}, a ServerEmbedding, which is for "
+                "functions on TensorFlow only: train it in fit, or use keras.layers.Embedding"
+            )
+        if tables and (hindrance := lazy_hindrance(optimizer, update.variables)):
+            raise ModelError(
+                f"layer {tables[0].name!r} is a ServerEmbedding, whose rows are updated on their own, but "
+                f"{hindrance}; use keras.layers.Embedding"
             )
         shapes = [(tuple(one.shape), 4) for one in update.variables]
         refuse_optimizer(update, place_variables(shapes, 1, self._partitioner))
@@ -357,7 +414,7 @@ class FunctionRunner:
 
         if number not in self._graph_gradients:
             self._graph_gradients[number] = outside_of_graphs(
-                lambda: OptimizerGradients(self.updates[number].variables)
+                lambda: OptimizerGradients(self.updates[number].variables, self.tables_of(number))
             )
         return self._graph_gradients[number]
 
@@ -396,6 +453,7 @@ class _Watcher:
 
     Attributes:
         gradients: that were applied, by the number of the variable over all optimizers.
+        rows: of which the gradients of tables are, likewise.
         applied: the numbers of the optimizers.
         created: variables that a trial run has created, with their first values.
         starts: the values, before the run, of all variables that it assigns.
@@ -410,6 +468,7 @@ class _Watcher:
     ) -> None:
         self._exchange = exchange
         self.gradients: dict[int, Array] = {}
+        self.rows: dict[int, Array] = {}
         self.applied: set[int] = set()
         self.created: list[tuple[Any, Any]] = []
         self.starts = starts or {}
@@ -427,6 +486,7 @@ class _Watcher:
             if self._tries:
                 stack.enter_context(reads_observed_by(self.on_read))
                 stack.enter_context(self._runner.refusing_own_variables())
+            stack.enter_context(looking_up_for(self))
             yield
 
     def on_read(self, variable: Any) -> None:
@@ -440,6 +500,26 @@ class _Watcher:
                 f"a scheduled function reads {variable.path!r}, a variable of an optimizer that only the "
                 "servers have: read it in the script, after join"
             )
+        if (table := server_table(variable)) is not None:
+            raise ModelError(
+                f"a scheduled function reads the table of layer {table.name!r}, a ServerEmbedding, other "
+                "than by lookups, such as in a loss: use keras.layers.Embedding"
+            )
+        self._note_read(variable)
+
+    def note_lookup(self, variable: Any) -> None:
+        """Note that the function looks up rows."""
+        self._note_read(variable)
+
+    def look_up(self, table: ServerTable, ids: Array) -> Array:
+        """Return the rows of ids; zeros in a trial run, while no server answers."""
+        if self._tries:
+            return np.zeros((*ids.shape, table.width), table.dtype)
+        number, pull = self._runner.number_of_table(table), self._runner.pull_rows
+        assert pull is not None
+        return table.rows_of(ids, functools.partial(pull, number))
+
+    def _note_read(self, variable: Any) -> None:
         where = self._updated.get(id(variable))
         if where is None:
             return
@@ -518,18 +598,25 @@ class _Watcher:
                 "apply it to all of its variables when the function first runs"
             )
         kept = {positions[id(v)]: g for v, g in zip(chosen, gradients, strict=True) if g is not None}
+        tables = self._runner.tables_of(number)
+        for position in tables:
+            if (gradient := kept.get(position)) is not None:
+                _refuse_tensor(given[position], gradient)
         if self._exchange is not None:
             self._exchanged(number, kept, self._exchange)
             return
         if _entered_graphs():
             self._runner.graph_gradients(number).add(kept)
         else:
-            self.keep(number, {i: self._runner._backend.to_numpy(one) for i, one in kept.items()})
+            self.keep(number, {i: self._in_numpy(one, i in tables) for i, one in kept.items()})
         if self._tries:
             self._updated |= {id(one): _entered_graphs() for one in self._runner.updates[number].changed}
 
-    def keep(self, number: int, gradients: Mapping[int, Array]) -> None:
-        """Keep the gradients of an optimizer, by the positions of its variables."""
+    def keep(self, number: int, gradients: Mapping[int, Array | tuple[Array, Array]]) -> None:
+        """Keep the gradients of an optimizer, by the positions of its variables.
+
+        Those of tables are pairs of the ids of lookups and their gradients.
+        """
         if number in self.applied:
             if self._tries:
                 self._profile.exchanges = True
@@ -540,7 +627,21 @@ class _Watcher:
             )
         self.applied.add(number)
         first = self._runner.first_of(number)
-        self.gradients |= {first + i: np.array(one) for i, one in gradients.items()}
+        for position, gradient in gradients.items():
+            if isinstance(gradient, tuple):
+                table = server_table(self._runner.updates[number].variables[position])
+                assert table is not None
+                ids, occurrences = gradient
+                rows, places = np.unique(positions_of(table.name, table.rows, ids), return_inverse=True)
+                self.rows[first + position] = rows
+                gradient = summed_by_row(occurrences, places, len(rows))
+            self.gradients[first + position] = np.array(gradient)
+
+    def _in_numpy(self, gradient: Any, of_table: bool) -> Array | tuple[Array, Array]:
+        if of_table:
+            return gradient.indices.numpy(), gradient.values.numpy()
+        array: Array = self._runner._backend.to_numpy(gradient)
+        return array
 
     def _exchanged(self, number: int, gradients: Mapping[int, Any], exchange: Exchange) -> None:
         """Give gradients to the servers, and assign the new weights."""
@@ -564,6 +665,19 @@ class _Watcher:
     def _now(self, variable: Any) -> Array:
         with _eagerly():
             return np.array(self._runner._backend.to_numpy(variable.value))
+
+
+def _refuse_tensor(variable: Any, gradient: Any) -> None:
+    """Raise ModelError for a gradient of a table that is not one of lookups."""
+    import tensorflow as tf
+
+    if not isinstance(gradient, tf.IndexedSlices):
+        table = server_table(variable)
+        assert table is not None
+        raise ModelError(
+            f"a scheduled function applies a tensor as the gradient of layer {table.name!r}, a "
+            "ServerEmbedding: apply the tf.IndexedSlices of the tape, or what tf.clip_by_global_norm returns"
+        )
 
 
 @contextmanager

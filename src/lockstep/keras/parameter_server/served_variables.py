@@ -372,6 +372,13 @@ class ServedVariables:
             for k, one in enumerate(self._shards)
         ]
 
+    def rows(self, position: int, numbers: Array) -> Array:
+        """Return rows of a table, by the position of its shard and their numbers in it."""
+        table = self._shards[position]
+        assert isinstance(table, TableShard)
+        found: Array = table.value[numbers]
+        return found
+
     def digests(self) -> dict[int, Array]:
         """Return the digests of the shards that only servers have, by position."""
         return {k: one.digest() for k, one in self._tables() if isinstance(one, LastingTableShard)}

@@ -19,7 +19,7 @@ from lockstep.keras.parameter_server.server_tables import (
     stand_for,
     tables_of_job,
 )
-from lockstep.keras.private.common import embedding_table, layers_of
+from lockstep.keras.private.common import embedding_table, layers_of, stored_value
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.seeds import seed_of
 from lockstep.worker import job
@@ -41,9 +41,10 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     """A `keras.layers.Embedding` for tables that are larger than a worker's memory.
 
     In a job with parameter servers, each server creates and keeps a range of the rows, and no process has
-    the whole table. `fit` trains it like any embedding; `evaluate` and `predict` read the rows that a batch
-    looks up. Models are saved, and weights loaded, in blocks of rows. In other jobs, and in a process on its
-    own, it is an `Embedding` with the same initial values.
+    the whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow;
+    `evaluate` and `predict` read the rows that a batch looks up. Models are saved, and weights loaded, in
+    blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same initial
+    values.
 
     The model has a variable of one row in place of the table, so its number of parameters leaves out the
     table, and `get_weights` is an error.
@@ -115,6 +116,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             self._table = ServerTable(
                 tables_of_job(own), self.path, (rows, self.output_dim), self.variable_dtype, self._drawn
             )
+            self._table.digest_variable = self.digest_variable
             stand_for(self._embeddings, self._table)
         self.built = True
 
@@ -132,20 +134,31 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         """Look up rows."""
         if self._table is None:
             return super().call(inputs)
-        if current_replica() is not None:
-            raise ModelError(
-                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which trains in fit "
-                "only: use keras.layers.Embedding"
-            )
         table = self._table
         if inputs.dtype not in ("int32", "int64"):
             inputs = keras.ops.cast(inputs, "int32")
+        if current_replica() is not None:
+            return self._call_in_function(table, inputs)
 
         def read(variable: Any) -> Any:
             rows = adapter().steps().on_host(table.look_up, inputs, (self.output_dim,), table.dtype)
             return rows, partial(_refuse_gradient, self.path)
 
         rows = keras.ops.custom_gradient(read)(keras.ops.convert_to_tensor(self._embeddings))
+        return keras.ops.cast(rows, self.compute_dtype)
+
+    def _call_in_function(self, table: ServerTable, ids: Any) -> Any:
+        """Look up rows in a scheduled function, whose gradients are those of the rows."""
+        if keras.backend.backend() != "tensorflow":
+            raise ModelError(
+                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which is for "
+                "functions on TensorFlow only: train it in fit, or use keras.layers.Embedding"
+            )
+        from lockstep.keras.parameter_server.tf_functions import rows_looked_up
+
+        table.note_lookup(self._embeddings)
+        shape = self.input_dim, self.output_dim
+        rows = rows_looked_up(table.look_up_in_function, ids, stored_value(self._embeddings), shape)
         return keras.ops.cast(rows, self.compute_dtype)
 
     def save_own_variables(self, store: Any) -> None:
@@ -222,6 +235,20 @@ def server_layers(model: Any) -> list[Any]:
     return [layer for layer in layers_of(model) if server_table(embedding_table(layer)) is not None]
 
 
+def only_chief_reads(own: job.Job, model: Any) -> bool:
+    """Whether functions are scheduled that change a model's rows: only the chief knows when none runs."""
+    return own.context.tasks is not None and bool(server_layers(model)) and tables_of_job(own).scheduling
+
+
+def refuse_apart(own: job.Job, model: Any, what: str) -> None:
+    """Raise ModelError if each process on its own would read rows that functions may change."""
+    if only_chief_reads(own, model):
+        raise ModelError(
+            f"{what} of model {model.name!r}, which has a ServerEmbedding, while functions are scheduled: "
+            "compile the model in `with strategy.scope():`, so that all processes make this call together"
+        )
+
+
 @contextmanager
 def with_zero_rows(model: Any) -> Iterator[None]:
     """Within the block, lookups of a model in tables of servers return zeros, and have gradients."""
@@ -250,8 +277,8 @@ def _first_row(layer: Any, ids: Any) -> Any:
 
 def _refuse_gradient(path: str, *_: Any, **__: Any) -> NoReturn:
     raise ModelError(
-        f"layer {path!r} is a ServerEmbedding, whose rows have gradients in fit only; use "
-        "keras.layers.Embedding in a loop of your own"
+        f"layer {path!r} is a ServerEmbedding, whose rows have gradients in fit and in scheduled functions "
+        "only; use keras.layers.Embedding in another loop of your own"
     )
 
 

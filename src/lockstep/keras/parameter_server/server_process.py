@@ -35,6 +35,7 @@ from lockstep.protocol.parameter_server import (
     Keep,
     KeepState,
     Pull,
+    PullRows,
     Push,
     Read,
     ReadRows,
@@ -185,6 +186,8 @@ class ServerShards:
                 slots, common = self._variables.common() if message.common else ((), [])
                 rows = dict(zip(message.tables, arrays, strict=True))
                 return ServedValues(slots), [*self._variables.values(rows), *common]
+            case PullRows():
+                return ServedValues(), [self._variables.rows(message.shard, *arrays)]
             case Push():
                 gradients = dict(zip(message.shards, arrays, strict=False))
                 rows = dict(zip(message.tables, arrays[len(message.shards) :], strict=True))

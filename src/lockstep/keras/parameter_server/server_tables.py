@@ -43,6 +43,20 @@ class Asks(Protocol):
         """Ask, and wait for the answer."""
 
 
+class LooksUp(Protocol):
+    """A scheduled function that runs in this process."""
+
+    def note_lookup(self, variable: Any) -> None:
+        """Note that the function, or the graph that it traces, looks up rows.
+
+        Args:
+            variable: that takes the place of the table.
+        """
+
+    def look_up(self, table: "ServerTable", ids: Array) -> Array:
+        """Return the rows of ids; see `ServerTable.look_up`."""
+
+
 class TableRows:
     """The rows of a table that one server has, and their slots of the optimizer.
 
@@ -173,7 +187,10 @@ class ServerTable:
         dtype: likewise.
         ranges: the first row of each server, and the row after its last one.
         loads: how often the script has loaded weights.
+        digest_variable: of its layer.
     """
+
+    digest_variable: Any
 
     def __init__(
         self,
@@ -208,12 +225,31 @@ class ServerTable:
             PeerLostError: a server has ended.
         """
         try:
-            numbers, places = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
-            rows = self.read(numbers)
+            return self.rows_of(ids, self.read)
         except LockstepError as error:
             self._tables.failure = error
             raise
-        return np.take(rows, places.reshape(-1), axis=0).reshape(*ids.shape, self.width)
+
+    def look_up_in_function(self, ids: Array) -> Array:
+        """Return the rows of ids in the scheduled function that runs now: its graph outlives one run.
+
+        Raises:
+            ModelError: none runs, so this is a function of another kind.
+        """
+        return _running(self.name).look_up(self, ids)
+
+    def note_lookup(self, variable: Any) -> None:
+        """Note that a scheduled function looks up rows.
+
+        Args:
+            variable: that takes the place of the table.
+        """
+        _running(self.name).note_lookup(variable)
+
+    def rows_of(self, ids: Array, read: Callable[[Array], Array]) -> Array:
+        """Return the rows of ids, given what reads distinct rows by their numbers, in ascending order."""
+        numbers, places = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
+        return np.take(read(numbers), places.reshape(-1), axis=0).reshape(*ids.shape, self.width)
 
     def read(self, numbers: Array, slot: int = VALUES) -> Array:
         """Return rows, or their slots, by their numbers, in ascending order."""
@@ -227,7 +263,11 @@ class ServerTable:
 
         Args:
             blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
+
+        Raises:
+            ModelError: functions are scheduled.
         """
+        self._tables.refuse_load(self)
         for slot, numbers, read in blocks:
             self._tables.write(self, slot, numbers, read)
         if not self._tables.is_within:
@@ -249,8 +289,9 @@ class ServerTables:
     Attributes:
         server: the index of this server; None in other processes.
         servers: their number.
-        closed: what would read rows that servers change meanwhile; empty if rows can be read.
+        closed: why rows cannot be read now; empty if they can.
         failure: the error of a lookup.
+        scheduling: whether functions are scheduled, which may run at any time.
     """
 
     def __init__(self, job: Job) -> None:
@@ -266,6 +307,7 @@ class ServerTables:
         self._workers: tuple[int, ...] = ()
         self._end: AnsweringEnd | None = None
         self.closed = ""
+        self.scheduling = False
         self.failure: LockstepError | None = None
         task, index = self._tasks.of(job.process)
         self.server = index if task == "ps" else None
@@ -355,8 +397,8 @@ class ServerTables:
         """Return rows; see `ServerTable.read`."""
         if self.closed:
             raise ModelError(
-                f"{self.closed} reads rows of layer {table.name!r}, which servers change within an epoch: "
-                "call the model at the end of an epoch"
+                f"the rows of layer {table.name!r} cannot be read now, because servers may change them: "
+                f"{self.closed}"
             )
         asked = []
         with self._lock:
@@ -390,6 +432,14 @@ class ServerTables:
             elif last > first and server == self.server:
                 assert table.own is not None
                 table.own.write(slot, numbers[first:last], read()[first:last])
+
+    def refuse_load(self, table: ServerTable) -> None:
+        """Raise ModelError if functions may read rows while weights are loaded."""
+        if self.scheduling:
+            raise ModelError(
+                f"weights of layer {table.name!r} are loaded while functions are scheduled: load them before "
+                "the first schedule, or after fit or evaluate, which end what was scheduled"
+            )
 
     def slots(self, table: ServerTable) -> tuple[int, ...]:
         """Return the numbers of the slots of a table."""
@@ -482,17 +532,47 @@ class ServerTables:
 
 
 @contextmanager
-def failures_raised(job: Job) -> Iterator[None]:
-    """Raise the error of a lookup in the block itself, where a backend raises another one instead."""
+def rows_read_together(job: Job) -> Iterator[None]:
+    """Within the block, a call that all processes make while no function is in work, they can read rows.
+
+    The error of a lookup is raised by the block itself, where a backend raises another one instead.
+    """
     tables = _of_jobs.get(job)
-    if tables is not None:
-        tables.failure = None
+    if tables is None:
+        yield
+        return
+    closed, tables.closed, tables.failure = tables.closed, "", None
     try:
         yield
     except Exception as error:
-        if isinstance(error, LockstepError) or tables is None or tables.failure is None:
+        if isinstance(error, LockstepError) or tables.failure is None:
             raise
         raise tables.failure from None
+    finally:
+        tables.closed = closed
+
+
+class _Process:
+    function: LooksUp | None = None
+
+
+@contextmanager
+def looking_up_for(function: LooksUp) -> Iterator[None]:
+    """Within the block, this process runs a scheduled function."""
+    _Process.function = function
+    try:
+        yield
+    finally:
+        _Process.function = None
+
+
+def _running(name: str) -> LooksUp:
+    if _Process.function is None:
+        raise ModelError(
+            f"a graph that was traced in a scheduled function looks up rows of layer {name!r}, a "
+            "ServerEmbedding, outside of one: let the script call another tf.function"
+        )
+    return _Process.function
 
 
 _of_jobs: weakref.WeakKeyDictionary[Job, ServerTables] = weakref.WeakKeyDictionary()
@@ -535,6 +615,22 @@ def ranges_of(rows: int, servers: int) -> list[tuple[int, int]]:
         ranges.append((start, start + size))
         start += size
     return ranges
+
+
+def summed_by_row(gradients: Array, places: Array, count: int) -> Array:
+    """Return the sum of the gradients of each row.
+
+    Args:
+        gradients: of lookups.
+        places: for each lookup, the position of its row.
+        count: number of rows, each of which is looked up.
+    """
+    if not len(places):
+        return gradients[:0]
+    order = np.argsort(places, kind="stable")
+    starts = np.searchsorted(places[order], np.arange(count))
+    found: Array = np.add.reduceat(gradients[order], starts, axis=0)
+    return found
 
 
 def positions_of(name: str, rows: int, ids: Array) -> Array:

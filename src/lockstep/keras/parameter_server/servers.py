@@ -12,11 +12,13 @@ import numpy.typing as npt
 from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.served_variables import Slot
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import EndCall, Pull, Push, Question, Read, Write
+from lockstep.protocol.parameter_server import EndCall, Pull, PullRows, Push, Question, Read, Write
 from lockstep.system.notes import note
 from lockstep.transport.array_channel import AskingChannel
 
 Array = npt.NDArray[Any]
+
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class ServerChannel:
@@ -132,12 +134,41 @@ class Servers:
         answers = [channel.receive() for channel in self._channels]
         return self._whole([arrays for _, arrays in answers])
 
-    def pull_with_common(self, step: int, part: int = 0) -> tuple[list[Array], dict[Slot, Array]]:
-        """Return the variables, and the slots that belong to none of them, as the first server has them."""
-        answers = self._ask_all(Pull(step, common=True, part=part))
+    def pull_with_common(
+        self, step: int, part: int = 0, tables: frozenset[int] = frozenset()
+    ) -> tuple[list[Array], dict[Slot, Array]]:
+        """Return the variables, and the slots that belong to none of them, as the first server has them.
+
+        Args:
+            step: the number of the function.
+            part: how often it has applied an optimizer before.
+            tables: the variables of which no rows are needed.
+        """
+        for channel, shards in zip(self._channels, self._shards, strict=True):
+            own = tuple(k for k, one in enumerate(shards) if one.variable in tables)
+            channel.send(Pull(step, common=True, part=part, tables=own), [_NO_ROWS] * len(own))
+        answers = [channel.receive() for channel in self._channels]
         values, arrays = answers[0]
         common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
         return self._whole([arrays for _, arrays in answers]), common
+
+    def pull_rows(self, step: int, variable: int, rows: Array, lookup: int) -> Array:
+        """Return rows of a table.
+
+        Args:
+            step: the number of the function that looks them up.
+            variable: the table.
+            rows: the numbers of the rows, distinct and in order.
+            lookup: the number of the lookup in the function.
+        """
+        asked = []
+        for channel, shards in zip(self._channels, self._shards, strict=True):
+            for k, shard in enumerate(shards):
+                if shard.variable == variable and len(found := _rows_in(shard, rows)):
+                    channel.send(PullRows(step, k, lookup), [found])
+                    asked.append((shard.start, channel))
+        parts = {start: channel.receive()[1][0] for start, channel in asked}
+        return np.concatenate([parts[start] for start in sorted(parts)])
 
     def push(
         self,
@@ -239,7 +270,7 @@ class Servers:
         for channel in self._channels:
             channel.ask(EndCall())
 
-    def _ask_all(self, question: Pull | Read) -> list[tuple[Any, list[Array]]]:
+    def _ask_all(self, question: Read) -> list[tuple[Any, list[Array]]]:
         for channel in self._channels:
             channel.send(question)
         return [channel.receive() for channel in self._channels]

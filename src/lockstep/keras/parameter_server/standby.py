@@ -15,11 +15,11 @@ import numpy.typing as npt
 from lockstep.errors import PeerLostError
 from lockstep.parameter_server.assignments import StepSet
 from lockstep.parameter_server.order import Kind, Record, RecordList
-from lockstep.protocol.parameter_server import Applied, Keep, KeepState, Pull, Push, Read, Write
+from lockstep.protocol.parameter_server import Applied, Keep, KeepState, Pull, PullRows, Push, Read, Write
 from lockstep.transport.array_channel import Asked, AskingChannel
 
 Array = npt.NDArray[Any]
-Processed = Pull | Push | Read | Write
+Processed = Pull | PullRows | Push | Read | Write
 
 KEPT_BYTES = 16 << 20
 """A standby keeps messages of as many bytes, or of as many as the state has, if that is more."""
@@ -33,6 +33,8 @@ def record_of(process: int, question: Processed) -> Record:
     match question:
         case Pull():
             return Record(Kind.PULL, process, question.step, question.part & 0xFF)
+        case PullRows():
+            return Record(Kind.PULL_ROWS, process, question.step, question.lookup & 0xFF)
         case Push():
             return Record(Kind.PUSH, process, question.step, question.part & 0xFF)
         case Read():
@@ -64,8 +66,8 @@ class StandbyLink:
             PeerLostError: the standby has ended.
             PeerStuckError: it does not read.
         """
-        given = () if isinstance(question, Pull) else arrays
-        if not isinstance(question, Pull):
+        given = () if isinstance(question, Pull | PullRows) else arrays
+        if not isinstance(question, Pull | PullRows):
             self._kept += max(LEAST_BYTES, sum(array.nbytes for array in given))
         self._asked: Keep | KeepState = Keep(process, question)
         self._channel.send(self._asked, given)
@@ -154,5 +156,5 @@ class KeptServer:
         if isinstance(question, Push):
             self.pushed.add(question.step, question.part)
             self.updates += 1
-        if not isinstance(question, Pull):
+        if not isinstance(question, Pull | PullRows):
             self.messages.append((process, question, asked.arrays))

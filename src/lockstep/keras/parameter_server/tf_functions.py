@@ -71,6 +71,32 @@ def _refusing(owner: Any, method: str) -> Iterator[None]:
         setattr(owner, method, original)
 
 
+def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, shape: tuple[int, int]) -> Any:
+    """Return the rows of ids; the gradient of the variable is that of the rows, as with any lookup.
+
+    Args:
+        look_up: returns the rows of ids, when the function runs.
+        ids: of any shape.
+        variable: of TensorFlow, in place of the table.
+        shape: of the table.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def looked_up(ids: Any) -> Any:
+        # Shows the tape that the result depends on the variable.
+        tf.convert_to_tensor(variable)
+        rows = call_python(lambda ids: look_up(ids.numpy()), [ids], variable.dtype)
+        rows.set_shape(ids.shape.concatenate(shape[1]))
+
+        def gradient(upstream: Any, variables: Any) -> Any:
+            occurrences = tf.reshape(upstream, (-1, shape[1])), tf.reshape(ids, (-1,))
+            return None, [tf.IndexedSlices(*occurrences, tf.constant(shape, tf.int64))]
+
+        return rows, gradient
+
+    return looked_up(ids)
+
+
 def exchanged_in_graph(
     exchange: Callable[[dict[int, Array]], list[Array]],
     gradients: Mapping[int, Any],
@@ -95,22 +121,35 @@ class OptimizerGradients:
 
     Args:
         variables: of the optimizer.
+        tables: the positions of those that take the place of tables, whose gradients are those of lookups.
 
     Attributes:
         state: variables of TensorFlow: how often the optimizer was applied, and each variable had a gradient;
-            and the gradients.
+            the gradients; and the ids of the lookups.
     """
 
-    def __init__(self, variables: Sequence[Any]) -> None:
-        self._kept = [tf.Variable(tf.zeros_like(one.value), trainable=False) for one in variables]
+    def __init__(self, variables: Sequence[Any], tables: Sequence[int]) -> None:
+        self._kept = [
+            tf.Variable(tf.zeros_like(one.value), trainable=False, shape=[None, *one.shape[1:]])
+            if position in tables
+            else tf.Variable(tf.zeros_like(one.value), trainable=False)
+            for position, one in enumerate(variables)
+        ]
+        self._ids = {
+            position: tf.Variable(tf.zeros(1, tf.int64), trainable=False, shape=[None]) for position in tables
+        }
         self._counts = tf.Variable(tf.zeros(1 + len(variables), tf.int32), trainable=False)
         self._zeros = tf.zeros_like(self._counts)
-        self.state = [self._counts, *self._kept]
+        self.state = [self._counts, *self._kept, *self._ids.values()]
 
     def add(self, gradients: Mapping[int, Any]) -> None:
         """Add operations to the graph that keep gradients, by position."""
         for position, gradient in gradients.items():
             kept = self._kept[position]
+            if position in self._ids:
+                own = self._ids[position]
+                ids, gradient = tf.cast(gradient.indices, own.dtype), gradient.values
+                tf.raw_ops.AssignVariableOp(resource=own.handle, value=ids)
             value = tf.cast(tf.convert_to_tensor(gradient), kept.dtype)
             tf.raw_ops.AssignVariableOp(resource=kept.handle, value=value)
         present = [1, *(int(position in gradients) for position in range(len(self._kept)))]
@@ -124,9 +163,15 @@ class OptimizerGradients:
         """Forget everything."""
         tf.raw_ops.AssignVariableOp(resource=self._counts.handle, value=self._zeros)
 
-    @staticmethod
-    def kept_in(state: Sequence[Array]) -> list[dict[int, Array]]:
-        """Return the gradients, given the values of `state`, once for each time the optimizer was applied."""
-        counts, *gradients = state
+    def kept_in(self, state: Sequence[Array]) -> list[dict[int, Array | tuple[Array, Array]]]:
+        """Return the gradients, given the values of `state`, once for each time the optimizer was applied.
+
+        Those of tables are pairs of the ids of lookups and their gradients.
+        """
+        counts, *arrays = state
         times, *present = counts.tolist()
-        return [{i: gradients[i] for i, count in enumerate(present) if count}] * times
+        found: dict[int, Array | tuple[Array, Array]] = {i: arrays[i] for i, n in enumerate(present) if n}
+        for (position, _), ids in zip(self._ids.items(), arrays[len(present) :], strict=True):
+            if present[position]:
+                found[position] = ids, arrays[position]
+        return [found] * times
