@@ -77,14 +77,13 @@ class SharedSaves:
     ) -> None:
         """Save like `original`, once for all workers that save the same state to the same path.
 
-        While functions are scheduled that train tables on parameter servers, only the chief saves.
+        While functions are scheduled that train tables on parameter servers, only the chief saves: it does
+        not wait for others, which would read rows of another moment.
         """
         if self._job.context.folder is None:
             original(model, filepath, *args, **kwargs)
             return
-        if only_chief_reads(self._job, model):
-            if self._job.is_chief:
-                original(model, filepath, *args, **kwargs)
+        if only_chief_reads(self._job, model) and not self._job.is_chief:
             return
         arrays = [self._backend.to_numpy(value) for value in model_state(model).values()]
         purpose = f"{original.__name__} {args} {sorted(kwargs.items())}".encode()

@@ -67,11 +67,6 @@ Kind = Literal["schedule", "join", "done", "fetch", "close"]
 
 _NO_JOINERS = "the script schedules functions, which a worker that joins could not repeat"
 
-_READ_LATER = (
-    "the chief can read them after join, for example to save the model, and all processes in evaluate and "
-    "predict"
-)
-
 MOST_KEPT = 4096
 """Results that all processes keep when the calls end."""
 
@@ -154,6 +149,8 @@ class FunctionCalls(ABC):
             step = self._scheduled
             self._remember(step, scheduled)
             self._scheduled += 1
+            if self._tables is not None:
+                self._tables.closed = "call join before"
             passed, arrays = self._make("schedule")
             if passed.failure is not None:
                 self._scheduled = step
@@ -328,7 +325,7 @@ class FunctionCalls(ABC):
         self._tables = tables_of_job(self._job)
         for table, digest in zip(tables, self._tables.meet(tables, what), strict=True):
             table.digest_variable.assign(digest.view(np.int32))
-        self._tables.scheduling, self._tables.closed = True, _READ_LATER
+        self._tables.scheduling = True
 
     @abstractmethod
     def _add_shards(self, shards: Sequence[Shard]) -> None:
@@ -349,6 +346,8 @@ class FunctionCalls(ABC):
             self._program.ended(f"{kind} {self._calls} of {self._call.name}", self._scheduled, named)
         if passed.failure is not None:
             _raise(passed.failure)
+        if self._tables is not None and (passed.done or kind in ("join", "close")):
+            self._tables.closed = ""
         return passed
 
 
@@ -430,8 +429,6 @@ class ChiefCalls(FunctionCalls):
             assert self._servers is not None
             if not self._tables.is_within:
                 self._reading.enter_context(self._tables.within(self._servers.channels))
-            if kind == "schedule":
-                self._tables.closed = _READ_LATER
         number, self._calls = self._calls, self._calls + 1
         # A change that the script makes by other means than Keras is found at the next call but `schedule`.
         if self._learned or kind != "schedule" or assignments.count() != self._assigned:
@@ -472,8 +469,6 @@ class ChiefCalls(FunctionCalls):
         )
         arrays = [*arrays, *(array for _, own in results for array in own)]
         dispatcher.publish(number, passed, arrays)
-        if self._tables is not None and shows and kind != "fetch" and failure is None:
-            self._tables.closed = ""
         return passed, arrays
 
     def _state(self, number: int) -> tuple[tuple[int, ...], list[Array]]:
@@ -640,11 +635,7 @@ class WorkerCalls(FunctionCalls):
         staleness, part, lookups = 0, 0, itertools.count()
 
         def pull_rows(number: int, rows: Array) -> Array:
-            try:
-                return servers.pull_rows(step, number, rows, next(lookups))
-            except PeerError as error:
-                lost.append(error)
-                raise
+            return servers.pull_rows(step, number, rows, next(lookups))
 
         def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
             nonlocal staleness, part
@@ -669,11 +660,11 @@ class WorkerCalls(FunctionCalls):
         try:
             ran = self._runner.run(scheduled.function, run, step, seed, exchange)
             kept, named = _packed(ran.result)
-        except PeerError:
-            raise
-        except Exception as error:
-            if lost:
-                raise lost[0] from None
+        except Exception as raised:
+            # TensorFlow raises another error for that of a lookup.
+            error = lost[0] if lost else self._runner.failure or raised
+            if isinstance(error, PeerError):
+                raise error from None
             print(f"function {step + 1} ({_name(scheduled.function)}) raises an exception:", file=sys.stderr)
             traceback.print_exception(error)
             return FunctionReturned(

@@ -15,13 +15,14 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import InputError, ModelError
+from lockstep.errors import InputError, LockstepError, ModelError
 from lockstep.keras.assignments import observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.served_variables import (
     iterations_of,
     lazy_hindrance,
+    place_weights,
     refuse_optimizer,
     slots_of,
 )
@@ -43,7 +44,7 @@ from lockstep.keras.private.common import (
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.replica_run.merges import Op, Replica, computing_as
 from lockstep.keras.seeds import key_of_replica
-from lockstep.parameter_server.partitioners import Partitioner, place_variables
+from lockstep.parameter_server.partitioners import Partitioner
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -132,6 +133,7 @@ class FunctionRunner:
         pulled: the variables that a function reads from the servers: those that optimizers update, but for
             tables that only servers have, and those of optimizers that belong to none of them. Set where
             functions run.
+        failure: the error of a lookup of this function.
         pull_rows: reads rows of such a table, by the number of its variable over all optimizers, for the
             function that runs now.
         exchange: of the function that runs now.
@@ -150,6 +152,7 @@ class FunctionRunner:
         self.only_on_servers: set[int] = set()
         self.pulled: list[Any] = []
         self.exchange: Exchange | None = None
+        self.failure: LockstepError | None = None
         self.pull_rows: Callable[[int, Array], Array] | None = None
         self._scope, self._backend, self._partitioner = scope, backend, partitioner
         self._max_staleness = max_staleness
@@ -236,7 +239,7 @@ class FunctionRunner:
         values = self.transfers.read([*seeds, *(self._scope.variables[i] for i in assigned)])
         keys = values[: len(seeds)]
         starts = dict(zip(assigned, values[len(seeds) :], strict=True))
-        self.exchange = exchange
+        self.exchange, self.failure = exchange, None
         watcher = _Watcher(self, profile, starts, exchange if profile.exchanges else None)
         self.transfers.assign(seeds, [key_of_replica(key, step) for key in keys])
         for number in profile.updates & self._graph_gradients.keys():
@@ -372,8 +375,8 @@ class FunctionRunner:
                 f"layer {tables[0].name!r} is a ServerEmbedding, whose rows are updated on their own, but "
                 f"{hindrance}; use keras.layers.Embedding"
             )
-        shapes = [(tuple(one.shape), 4) for one in update.variables]
-        refuse_optimizer(update, place_variables(shapes, 1, self._partitioner))
+        servers = max((len(table.ranges) for table in tables), default=1)
+        refuse_optimizer(update, place_weights([update], servers, self._partitioner))
         if variables_without_decay(optimizer):
             raise ModelError(
                 "parameter servers do not support exclude_from_weight_decay with a list of variables: pass "
@@ -515,9 +518,13 @@ class _Watcher:
         """Return the rows of ids; zeros in a trial run, while no server answers."""
         if self._tries:
             return np.zeros((*ids.shape, table.width), table.dtype)
-        number, pull = self._runner.number_of_table(table), self._runner.pull_rows
+        pull = self._runner.pull_rows
         assert pull is not None
-        return table.rows_of(ids, functools.partial(pull, number))
+        try:
+            return table.rows_of(ids, functools.partial(pull, self._runner.number_of_table(table)))
+        except LockstepError as error:
+            self._runner.failure = error
+            raise
 
     def _note_read(self, variable: Any) -> None:
         where = self._updated.get(id(variable))

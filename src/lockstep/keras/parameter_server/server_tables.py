@@ -308,6 +308,7 @@ class ServerTables:
         self._end: AnsweringEnd | None = None
         self.closed = ""
         self.scheduling = False
+        self._together = False
         self.failure: LockstepError | None = None
         task, index = self._tasks.of(job.process)
         self.server = index if task == "ps" else None
@@ -400,6 +401,11 @@ class ServerTables:
                 f"the rows of layer {table.name!r} cannot be read now, because servers may change them: "
                 f"{self.closed}"
             )
+        if self.scheduling and not self._together and self._job.process:
+            raise ModelError(
+                f"the rows of layer {table.name!r} cannot be read now, because the chief may have scheduled "
+                "further functions, which change them: read them on the chief only, or evaluate or predict"
+            )
         asked = []
         with self._lock:
             channels = self._connected(table)
@@ -438,7 +444,7 @@ class ServerTables:
         if self.scheduling:
             raise ModelError(
                 f"weights of layer {table.name!r} are loaded while functions are scheduled: load them before "
-                "the first schedule, or after fit or evaluate, which end what was scheduled"
+                "the first schedule, or after fit, which ends them"
             )
 
     def slots(self, table: ServerTable) -> tuple[int, ...]:
@@ -533,7 +539,7 @@ class ServerTables:
 
 @contextmanager
 def rows_read_together(job: Job) -> Iterator[None]:
-    """Within the block, a call that all processes make while no function is in work, they can read rows.
+    """Within the block, which the chief does not leave before the others have read them, all can read rows.
 
     The error of a lookup is raised by the block itself, where a backend raises another one instead.
     """
@@ -541,7 +547,7 @@ def rows_read_together(job: Job) -> Iterator[None]:
     if tables is None:
         yield
         return
-    closed, tables.closed, tables.failure = tables.closed, "", None
+    tables._together, tables.failure = True, None
     try:
         yield
     except Exception as error:
@@ -549,7 +555,7 @@ def rows_read_together(job: Job) -> Iterator[None]:
             raise
         raise tables.failure from None
     finally:
-        tables.closed = closed
+        tables._together = False
 
 
 class _Process:
