@@ -1,10 +1,11 @@
 """Trains tables whose rows are on parameter servers only; prints exact results and rounded ones.
 
-    rows_on_servers.py serial | saved FOLDER | free | misused
+    rows_on_servers.py serial | saved FOLDER | free | misused | function
 
 `serial` lets one step be in work at a time; without Lockstep, it prints what plain Keras computes. `saved`
 trains on after saving, and again after loading, also by `BackupAndRestore`. In `free`, a worker ends between
-its pushes to two servers, unless it follows a recorded order. `misused` prints errors.
+its pushes to two servers, unless it follows a recorded order. `misused` and `function`
+print errors.
 """
 
 import json
@@ -176,6 +177,16 @@ def misused() -> None:
     attempt(lambda: build("adam").predict(X, verbose=0))
 
 
+def function() -> None:
+    model = build("sgd")
+    coordinator = lockstep.ClusterCoordinator(lockstep.ParameterServerStrategy())
+    try:
+        coordinator.schedule(lambda: model(X))
+        coordinator.join()
+    except LockstepError as error:
+        print("error", type(error).__name__, " ".join(str(error).split()), flush=True)
+
+
 match KIND:
     case "serial":
         serial()
@@ -185,3 +196,5 @@ match KIND:
         free()
     case "misused":
         misused()
+    case "function":
+        function()

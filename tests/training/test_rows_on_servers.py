@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.worker.job import Job
 
 Launch = Callable[..., Any]
-SCRIPT = "rows_on_servers.py"
+SCRIPT, IN_FUNCTIONS = "rows_on_servers.py", "rows_in_functions.py"
 
 
 generator = np.random.default_rng(0)
@@ -85,7 +86,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "the weights of layer 'of_words' are rows on the parameter servers",
         "layer 'of_words' is a ServerEmbedding, of which workers read rows only, but Nadam has variables",
         "layer 'of_users' is a ServerEmbedding, of which workers read rows only, but it is not trainable",
-        "is a ServerEmbedding, whose rows have gradients in fit only; use keras.layers.Embedding in a loop",
+        "is a ServerEmbedding, whose rows have gradients in fit and in scheduled functions only",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
         "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
         "predict 2: some processes have built more ServerEmbedding layers before layer 'of_words' than",
@@ -95,6 +96,66 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         assert len(found) == len(shown)
         for line, text in zip(found, shown, strict=True):
             assert text in line
+
+
+def test_functions_train_rows_like_plain_keras(
+    launch: Launch, plain: Callable[..., str], tmp_path: Path
+) -> None:
+    run = launch("-n 2 --ps 2", IN_FUNCTIONS, "serial", str(tmp_path), backend="tensorflow")
+    assert run.status == 0, run.stderr
+    found = [results(run.log(worker)) for worker in range(5)]
+    assert found == [found[0]] * 5
+    expected = results(plain(IN_FUNCTIONS, "serial", str(tmp_path), backend="tensorflow").splitlines())
+    assert found[0].keys() == expected.keys()
+    for name, values in expected.items():
+        assert _flat(found[0][name]) == pytest.approx(_flat(values), rel=1e-4), name
+    with (
+        h5py.File(tmp_path / "served.weights.h5") as served,
+        h5py.File(tmp_path / "plain.weights.h5") as plainly,
+    ):
+        rows = "layers/server_embedding/vars/rows-0"
+        assert served[rows][()] == pytest.approx(plainly[rows][()], rel=1e-4)
+
+
+def test_functions_that_lost_a_worker_can_be_repeated(launch: Launch, repeat: Callable[..., Any]) -> None:
+    run = launch("-n 3 --ps 2", IN_FUNCTIONS, "free", backend="tensorflow")
+    assert run.status == 0, run.stderr
+    assert "worker 2 was killed by SIGKILL" in run.stderr
+    digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
+    assert len(digests) == 1
+    assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
+
+
+def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None:
+    run = launch("-n 1 --ps 2", IN_FUNCTIONS, "misused", backend="tensorflow")
+    assert run.status == 0, run.stderr
+    shown = [
+        "reads the table of layer 'table', a ServerEmbedding, other than by lookups",
+        "applies a tensor as the gradient of layer 'table'",
+        "trains layer 'table', a ServerEmbedding, applies an optimizer several times, or uses the new",
+        "layer 'table' is a ServerEmbedding, whose rows are updated on their own, but Nadam has variables",
+        "divides 'table/embeddings', but the optimizer has a clipnorm",
+        "looks up rows of layer 'table', a ServerEmbedding, which none trains",
+        "DataError layer 'table' looks up row 201, but its table has 101 rows",
+        "the rows of layer 'table' cannot be read now, because servers may change them: call join before",
+        "weights of layer 'table' are loaded while functions are scheduled",
+    ]
+    for worker in range(4):
+        found = run.marked(worker, "error ")
+        for line, text in zip(found, shown, strict=False):
+            assert text in line
+        assert len(found) == len(shown) + (worker > 0)
+        if worker:
+            assert "because the chief may have scheduled further functions" in found[-1]
+        assert ("read" in results(run.log(worker))) == (worker == 0)
+
+
+def test_a_function_trains_rows_on_tensorflow_only(launch: Launch) -> None:
+    run = launch("-n 1 --ps 1", SCRIPT, "function")
+    assert run.status == 0, run.stderr
+    for worker in range(3):
+        (line,) = run.marked(worker, "error ")
+        assert "a ServerEmbedding, which is for functions on TensorFlow only" in line
 
 
 @pytest.fixture(autouse=True)

@@ -302,7 +302,7 @@ class FunctionCalls(ABC):
         if not self._opened:
             self._opened = True
             # Only one server has its rows of the tables that are on servers only.
-            self._process.standbys = self._tables is None
+            self._process.standbys = all(server_table(one) is None for one in self._program.scope.variables)
             self._open()
         placed = place_weights(self._runner.updates, tasks.servers, self._program.options.partitioner)
         added, self._shards = placed[len(self._shards) :], placed

@@ -159,6 +159,7 @@ class FunctionRunner:
         self._profiles: dict[Any, _Profile] = {}
         self._on_tensorflow = keras.backend.backend() == "tensorflow"
         self._graph_gradients: dict[int, Any] = {}
+        self._iterations: list[int] = []
         self._generator: Any = None
         self.transfers = transfers_of(backend)
 
@@ -179,14 +180,22 @@ class FunctionRunner:
         # The function is kept, so that no other one gets the same key.
         profile = self._profiles.setdefault(_key(function), _Profile(function))
         # What a graph creates has no value yet when the optimizer needs it, but a graph has all branches.
-        ways = (True, False) if self._on_tensorflow else (False,)
-        for eagerly in ways:
-            profile.complete = self._tried(profile, call, seed, eagerly=eagerly)
-        if profile.exchanges:
-            self._refuse_bound()
-            # TensorFlow traces the function again.
-            profile.draws = None
-            self._refuse_tables(profile)
+        ways, known = (True, False) if self._on_tensorflow else (False,), len(self.updates)
+        try:
+            for eagerly in ways:
+                profile.complete = self._tried(profile, call, seed, eagerly=eagerly)
+            if profile.exchanges:
+                self._refuse_bound()
+                self._refuse_tables(profile)
+                # TensorFlow traces the function again.
+                profile.draws = None
+        except ModelError:
+            # The program may schedule other functions.
+            del self._profiles[_key(function)]
+            for number in range(known, len(self.updates)):
+                self._graph_gradients.pop(number, None)
+            del self.updates[known:], self._iterations[known:]
+            raise
 
     def _tried(self, profile: _Profile, call: Callable[[], Any], seed: int, *, eagerly: bool) -> bool:
         """Run a function and undo it; return whether it has come to its end."""
@@ -272,11 +281,11 @@ class FunctionRunner:
 
     def _refuse_updates(self, before: Mapping[int, tuple[Any, Any]]) -> None:
         """Raise ModelError if a trial run has updated weights after all."""
-        for update in self.updates:
+        for update, iterations_added in zip(self.updates, self._iterations, strict=True):
             iterations = iterations_of(update.optimizer)
             known = before.get(id(iterations))
-            start = 0 if known is None else self._backend.to_numpy(known[1])
-            if int(start) != int(self._backend.to_numpy(iterations.value)):
+            start = iterations_added if known is None else int(self._backend.to_numpy(known[1]))
+            if start != int(self._backend.to_numpy(iterations.value)):
                 raise ModelError(
                     "a scheduled function applies an optimizer in a graph that was traced before: pass the "
                     "tf.function itself, and call it only within scheduled functions"
@@ -383,6 +392,7 @@ class FunctionRunner:
                 "var_names"
             )
         self.updates.append(update)
+        self._iterations.append(int(self._backend.to_numpy(iterations_of(optimizer).value)))
         slots = zip(slots_of(optimizer, update.variables), optimizer.variables, strict=True)
         self.only_on_servers |= {id(variable) for slot, variable in slots if slot[0] >= 0}
         return len(self.updates) - 1
