@@ -241,8 +241,9 @@ class RunData:
 
     @property
     def trained(self) -> int:
-        """The number of training steps so far, as measured."""
-        return max((int(info.steps.last().get("trained", 0)) for info in self.workers.values()), default=0)
+        """The number of training steps so far, as measured; with parameter servers, by the chief."""
+        taking = [info for info in self.workers.values() if self.task(info.worker) in ("", "chief")]
+        return max((int(info.steps.last().get("trained", 0)) for info in taking), default=0)
 
     def add_event(self, happening: Happening) -> None:
         """Take in a line of `events.jsonl`."""
