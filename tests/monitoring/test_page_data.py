@@ -178,6 +178,7 @@ def test_a_job_with_parameter_servers_has_charts_of_staleness_and_rates(tmp_path
     data = read(make_run(tmp_path / "run", events, measured))
     found = parts(data, active=True)
     assert [one["task"] for one in found["workers"]] == ["chief", "worker", "ps"]
+    assert found["summary"]["call"] == "fit 1"
     # Only the chief takes all steps.
     assert (found["summary"]["rate"], found["summary"]["rate_unit"]) == (pytest.approx(640.0), "examples/s")
     titles = {one["id"]: one["title"] for one in found["charts"]}

@@ -136,7 +136,7 @@ def _summary(data: RunData, active: bool) -> dict[str, Any]:
 
 
 def _current_call(data: RunData) -> str:
-    last = data.calls[-1] if data.calls else None
+    last = next((call for call in reversed(data.calls) if not serves(call.name)), None)
     return last.name if last is not None and last.ended is None and data.finished is None else ""
 
 
