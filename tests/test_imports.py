@@ -52,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     # It only reads what runs publish, and asks running jobs.
     "monitoring": {
-        *("coordinator", "errors", "observability", "protocol", "supervisor", "system", "topology", "worker"),
+        *("coordinator", "errors", "observability", "parameter_server", "protocol", "supervisor", "system"),
+        *("topology", "worker"),
     },
     # It only reads what runs have recorded.
     "diff": {"checkpoint", "errors", "observability", "system"},

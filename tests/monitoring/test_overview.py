@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,72 @@ def test_a_worker_that_compiles_new_shapes_is_compiling(tmp_path: Path) -> None:
     record(tmp_path, steps(0, 1019.0, 20, compute=0.9, wait=0.1) | new)
     record(tmp_path, steps(1, 1019.0, 20, compute=0.9, wait=0.1) | new | {"compiling": 0.3})
     assert [row.state for row in seen(tmp_path).workers] == ["compiling", "training"]
+
+
+def with_servers(folder: Path, call: str = "fit 1") -> Overview:
+    """Record a job of a chief, two workers, a third that replaces the second one, and a server."""
+    record(folder, job(workers=4, parameter_servers=1), *(started(worker) for worker in (0, 1, 2, 3, 7)))
+    record(folder, event(1019.0, "exited", worker=2, status=-9))
+    chief = {"replicas": 0, "call": call}
+    record(folder, steps(0, 1020.0, 40, count=40, compute=0.1, wait=0.9) | chief)
+    for worker, count, staleness, largest in ((1, 30, 15, 2), (7, 10, 30, 9)):
+        known = {"staleness": staleness, "largest_staleness": largest, "call": call}
+        record(folder, steps(worker, 1020.0, count, count=count, compute=0.6, exchange=0.4) | known)
+    # A single step, the first one, compiles; its staleness counts.
+    first = {"call": call, "staleness": 45, "largest_staleness": 45}
+    record(folder, steps(7, 1020.1, 1, count=1, compute=9.0) | first)
+    serves = {"replicas": 0, "examples": 0, "call": f"updates within {call}"}
+    record(folder, steps(3, 1020.0, 38, count=38, update=0.5, exchange=0.25, wait=0.25) | serves)
+    return seen(folder)
+
+
+def test_a_job_with_parameter_servers_shows_tasks_staleness_and_updates(tmp_path: Path) -> None:
+    view = with_servers(tmp_path)
+    rows = {row.worker: row for row in view.workers}
+    assert {worker: row.task for worker, row in rows.items()} == {
+        0: "chief",
+        1: "worker",
+        2: "worker",
+        3: "ps",
+        7: "worker",
+    }
+    assert {worker: (row.staleness, row.largest_staleness) for worker, row in rows.items()} == {
+        0: (None, None),
+        1: (0.5, 2),
+        2: (None, None),
+        3: (None, None),
+        7: (pytest.approx(75 / 11), 45),
+    }
+    assert rows[3].state == "serving"
+    assert rows[3].steps_per_second == pytest.approx(38.0)
+    assert (rows[3].parts["update"], rows[3].parts["wait"], rows[3].score) == (0.5, 0.25, None)
+    # The chief takes all steps.
+    assert (view.step, view.trained) == (40, 40)
+    assert view.examples_per_second == pytest.approx(64 * 40)
+    head, *lines = table(view)
+    assert head.split()[:7] == ["WORKER", "TASK", "STATE", "REPL", "STEPS/S", "SCORE", "STALE"]
+    assert " 0.5   2   " in lines[1]
+    assert " 6.8   45  " in lines[3]
+    read = list(csv.DictReader(io.StringIO(csv_heading() + as_csv(view))))
+    assert [row["task"] for row in read] == ["chief", "worker", "ps", "worker", "worker"]
+    assert (read[1]["staleness"], read[1]["largest_staleness"], read[0]["staleness"]) == ("0.5", "2", "")
+    others = table(two_workers(tmp_path / "without", {}))[0].split()
+    assert not {"TASK", "STALE", "MAX"} & set(others)
+
+
+def test_scheduled_functions_have_a_rate(tmp_path: Path) -> None:
+    record(tmp_path, event(1001.0, "call", worker=0, name="functions 1"))
+    view = with_servers(tmp_path, "functions 1")
+    assert view.steps_per_second == pytest.approx(40.0)
+    # Their examples are not known.
+    unknown = replace(view, examples_per_second=None)
+    assert "functions 1, step 40, 40 training steps, 40 functions/s\n" in as_text(unknown)
+    assert {row.worker: row.steps_per_second for row in view.workers if row.steps_per_second} == {
+        0: pytest.approx(40.0),
+        1: pytest.approx(30.0),
+        3: pytest.approx(38.0),
+        7: pytest.approx(10.0),
+    }
 
 
 def test_the_head_tells_epoch_metrics_and_silence(tmp_path: Path) -> None:

@@ -166,6 +166,46 @@ def test_each_step_counts_once_in_the_throughput(tmp_path: Path) -> None:
     assert [(one["x"], one["mean"]) for one in found] == [([2.0, 3.0, 4.0, 5.1, 6.1, 7.1, 8.1], [640.0] * 7)]
 
 
+def test_a_job_with_parameter_servers_has_charts_of_staleness_and_rates(tmp_path: Path) -> None:
+    serves = {"call": "updates within fit 1", "replicas": 0, "examples": 0}
+    measured = [
+        *(steps(at + 1.0, 0, 20 * at, count=20, replicas=0, examples=640) for at in (1, 2)),
+        *(steps(at + 1.0, 1, 10 * at, staleness=at, largest_staleness=9 * at) for at in (1, 2)),
+        *(steps(at + 1.0, 2, 18 * at, count=18, **serves) for at in (1, 2)),
+    ]
+    events = [job(workers=3, parameter_servers=1)]
+    events += [event(0.1, "started", worker=worker, pid=worker + 1) for worker in (0, 1, 2)]
+    data = read(make_run(tmp_path / "run", events, measured))
+    found = parts(data, active=True)
+    assert [one["task"] for one in found["workers"]] == ["chief", "worker", "ps"]
+    assert found["summary"]["call"] == "fit 1"
+    # Only the chief takes all steps.
+    assert (found["summary"]["rate"], found["summary"]["rate_unit"]) == (pytest.approx(640.0), "examples/s")
+    titles = {one["id"]: one["title"] for one in found["charts"]}
+    assert titles["parts:2"] == "Worker 2 (parameter server)"
+    shown = {
+        name: [(one["label"], one["mean"]) for one in chart(data, name, Window())]
+        for name in titles
+        if not name.startswith("parts")
+    }
+    assert shown == {
+        "throughput": [("all workers", [640.0, 640.0])],
+        "duration": [("a step", [0.05, 0.05])],
+        "rate": [("worker 0 (chief)", [20.0, 20.0]), ("worker 1", [10.0, 10.0])],
+        "updates": [("worker 2 (parameter server)", [18.0, 18.0])],
+        "staleness": [("worker 1", [0.1, 0.2])],
+        "largest_staleness": [("worker 1", [9.0, 18.0])],
+    }
+
+
+def test_steps_whose_examples_are_not_known_have_a_rate_of_steps(tmp_path: Path) -> None:
+    measured = [steps(at + 1.0, 0, 10 * at, examples=0, call="steps 1") for at in (1, 2)]
+    data = read(make_run(tmp_path / "run", measured=measured))
+    found = parts(data, active=True)
+    assert (found["summary"]["rate"], found["summary"]["rate_unit"]) == (pytest.approx(10.0), "steps/s")
+    assert [one["id"] for one in found["charts"]] == ["duration", "parts:0"]
+
+
 @given(
     values=st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300),
     points=st.integers(1, 100),

@@ -22,6 +22,7 @@ VIEW = Overview(
     trained=5,
     metrics={},
     examples_per_second=None,
+    steps_per_second=None,
     idle=None,
     workers=(*ROWS, WorkerRow(7, "box", "lost", ended=True)),
     wanted=3,

@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -109,6 +110,28 @@ def test_time_is_added_up_by_worker_and_part() -> None:
     expected |= {("1", part): (at + 1) / 8 for at, part in enumerate(STEP_PARTS)}
     assert found["lockstep_step_seconds_total"] == expected
     assert found["lockstep_steps_total"] == {(): 10}
+
+
+def test_a_job_with_parameter_servers_has_staleness_and_updates() -> None:
+    def stale(trained: int, count: int, staleness: int, largest: int) -> StepsMeasured:
+        measured = steps(trained, count, 64 * count)
+        return msgspec.structs.replace(measured, staleness=staleness, largest_staleness=largest)
+
+    def updates(count: int) -> StepsMeasured:
+        return steps(count, count, call="updates within fit 1")
+
+    found = folded(
+        *((0, steps(1, 1, 64)), (1, stale(1, 1, 9, 9)), (3, updates(1)), (2, stale(7, 3, 6, 4))),
+        *((1, stale(8, 4, 2, 1)), (3, updates(7)), (0, steps(8, 7, 448))),
+    )
+    assert found["lockstep_staleness_total"] == {("1",): 11, ("2",): 6}
+    assert found["lockstep_largest_staleness"] == {("1",): 1, ("2",): 4}
+    assert found["lockstep_server_updates_total"] == {("3",): 8}
+    expected = {("3", part): (at + 1) / 4 for at, part in enumerate(STEP_PARTS)}
+    assert found["lockstep_server_seconds_total"] == expected
+    # The chief counts the steps of the job, and their examples.
+    assert found["lockstep_worker_steps_total"] == {("0",): 8, ("1",): 5, ("2",): 3}
+    assert (found["lockstep_steps_total"], found["lockstep_examples_total"]) == ({(): 8}, {(): 512})
 
 
 def test_metrics_have_their_last_values_under_any_name() -> None:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from lockstep.observability.events import STEP_PARTS, StepsMeasured
+from lockstep.observability.events import STEP_PARTS, LoadMeasured, StepsMeasured, WorkerLoad
 from lockstep.observability.step_parts import CallTimes, WorkerTimes, advise, describe, scores
 
 
@@ -228,6 +228,57 @@ def test_a_prediction_in_a_callback_is_blamed() -> None:
 
 def test_a_call_of_one_step_has_no_line() -> None:
     assert describe("fit 1", {0: times(measured(number=1, count=0, nested=9.0))}) == ""
+
+
+def test_scheduled_functions_are_counted_by_the_chief() -> None:
+    call = CallTimes()
+    for worker in (1, 2):
+        call.measured(worker, measured("functions 1", count=25, compute=1.5, exchange=0.5))
+    call.measured(0, measured("functions 1", replicas=0, wait=2.0))
+    # A server updates for other functions, but computes none.
+    call.measured(3, measured("updates within functions 1", replicas=0, update=2.0))
+    for worker in (0, 1, 2):
+        assert call.ended("functions 1", worker, (0, 1, 2, 3)) == ""
+    assert call.ended("functions 1", 3, (0, 1, 2, 3)) == (
+        "functions 1: 25 functions/s with a chief and 2 workers; input 0 %, compute 75 %, wait 0 %, "
+        "exchange 25 %, update 0 %"
+    )
+
+
+def loaded(busy: float, delayed: float, cores: float = 0.5) -> LoadMeasured:
+    workers = tuple(
+        WorkerLoad(worker=one, cores=cores, delayed=delayed, memory=0, faults=0.0) for one in (0, 1)
+    )
+    figures = {"memory_used": 0, "memory_total": 0, "swapping": 0.0, "throttled": 0.0}
+    return LoadMeasured(host="box", cores=2, busy=busy, workers=workers, **figures)
+
+
+@pytest.mark.parametrize(
+    ("loads", "told"),
+    [
+        ([loaded(0.5, 0.0), loaded(1.8, 0.4), loaded(2.0, 0.8)], True),
+        # The job itself uses the cores; no thread waits; nothing but what began before the call.
+        ([loaded(0.5, 0.0), loaded(2.0, 0.6, cores=0.9)], False),
+        ([loaded(0.5, 0.0), loaded(2.0, 0.1)], False),
+        ([loaded(2.0, 0.8)], False),
+    ],
+)
+def test_a_host_that_other_programs_overload_is_named(loads: list[LoadMeasured], told: bool) -> None:
+    call = CallTimes()
+    call.loaded(loaded(2.0, 9.0))
+    call.measured(0, measured(compute=2.0))
+    for load in loads:
+        call.loaded(load)
+    line = call.ended("fit 1", 0, (0,))
+    text = (
+        "; box: other processes use 0.9 of 2 cores: each second, the threads of a worker together wait up to "
+        "0.6 s for a core"
+    )
+    assert line.partition("update 0 %")[2] == (text if told else "")
+    # A call without a line says nothing of its hosts.
+    for load in loads:
+        call.loaded(load)
+    assert call.ended("fit 2", 0, (0,)) == ""
 
 
 def test_batches_of_new_shapes_are_counted_where_compiling_takes_long() -> None:

@@ -32,7 +32,13 @@ class Recorded:
         self.trained = 0
 
     def step(
-        self, call: str, number: int, seconds: float = 0.25, compiled: bool = False, **logs: Any
+        self,
+        call: str,
+        number: int,
+        seconds: float = 0.25,
+        compiled: bool = False,
+        staleness: int | None = None,
+        **logs: Any,
     ) -> None:
         """Take a step whose time is all for reading and, a quarter of it, for computing."""
         self.clock.advance(seconds)
@@ -48,6 +54,7 @@ class Recorded:
                 seconds=seconds,
                 logs=logs or None,
                 compiled=compiled,
+                staleness=staleness,
                 **parts,
             )
         )
@@ -109,6 +116,17 @@ def test_compiled_steps_are_counted_with_the_seconds_of_their_computing() -> Non
     recorded.bus.publish(CallEnded("fit 1"))
     assert [(one.count, one.compiled, one.compiling) for one in recorded.steps] == [
         *((1, 1, 0.0625), (4, 2, 0.125), (2, 0, 0.0))
+    ]
+
+
+def test_the_staleness_of_steps_is_added_up_and_the_largest_is_kept() -> None:
+    recorded = Recorded()
+    for number, staleness in enumerate((9, 2, 0, 5, 1, 3, 4), 1):
+        recorded.step("fit 1", number, staleness=staleness)
+    recorded.bus.publish(CallEnded("fit 1"))
+    recorded.step("evaluate 1", 1)
+    assert [(one.count, one.staleness, one.largest_staleness) for one in recorded.steps] == [
+        *((1, 9, 9), (4, 8, 5), (2, 7, 4), (1, None, None))
     ]
 
 

@@ -105,7 +105,7 @@ def test_epochs_of_each_call_are_runs_of_their_own(points: Callable[..., object]
     assert points(metrics("train_on_batch", None, 91, loss=0.5)) == [("train", "batch_loss", 91, 0.5)]
 
 
-def test_steps_are_shown_by_worker_with_the_shares_of_their_parts(points: Callable[..., object]) -> None:
+def test_steps_are_shown_by_worker_with_the_shares_of_their_parts(points: Callable[..., list[Any]]) -> None:
     assert points(steps(8)) == [
         ("worker-0", "steps/seconds_per_step", 8, 0.5),
         ("worker-0", "steps/examples_per_second", 8, 32.0),
@@ -116,6 +116,16 @@ def test_steps_are_shown_by_worker_with_the_shares_of_their_parts(points: Callab
         ("worker-0", "share/update", 8, 0.075),
         ("worker-0", "share/other", 8, 0.025),
         ("worker-0", "share/nested", 8, 0.0),
+    ]
+    stale = msgspec.structs.replace(steps(8), staleness=6, largest_staleness=3)
+    assert {point for point in points(stale) if "stale" in point[1]} == {
+        ("worker-0", "steps/staleness", 8, 1.5),
+        ("worker-0", "steps/largest_staleness", 8, 3.0),
+    }
+    served = msgspec.structs.replace(steps(8, call="updates within fit 1"), examples=0)
+    assert points(served)[:2] == [
+        ("worker-0", "updates/seconds_per_update", 8, 0.5),
+        ("worker-0", "share/input", 8, 0.05),
     ]
     # Time after the last step of a call is that of no step.
     assert points(msgspec.structs.replace(steps(8), count=0)) == []

@@ -39,13 +39,21 @@ def test_one_step_at_a_time_is_plain_keras(
                 assert found[0][name][key] == pytest.approx(values, rel=2e-3, abs=2e-4), (name, key)
     # All processes have the state of the chief's callbacks.
     assert [run.marked(worker, "callbacks ") for worker in range(3)] == [[shown]] * 3
-    # The worker computes all steps that the chief takes; the server computes none.
+    # The worker computes all steps that the chief takes; the server computes none, and updates after each.
     measured = map(json.loads, (run.folder / "measurements.jsonl").read_text().splitlines())
-    steps = Counter[int]()
+    steps, compiled = Counter[tuple[int, str]](), Counter[str]()
     for event in measured:
-        if event["event"] == "steps" and event["call"].startswith("fit"):
-            steps[event["worker"]] += event["count"]
-    assert dict(steps) == {0: steps[0], 1: steps[0]}
+        if event["event"] == "steps" and event["call"].startswith(("fit", "updates")):
+            worker, call = event["worker"], event["call"]
+            steps[worker, call.partition(" ")[0]] += event["count"]
+            compiled[call] += event["compiled"]
+            # None of several steps is in work with another one.
+            assert event["staleness"] == event["largest_staleness"] == (0 if worker == 1 else None)
+    taken = steps[0, "fit"]
+    assert dict(steps) == {(0, "fit"): taken, (1, "fit"): taken, (2, "updates"): taken}
+    # The last batches of these are smaller.
+    smaller = {f"fit {number}": 1 for number in (2, 3, 4, 7)} if quicker_backend == "jax" else {}
+    assert {call: count for call, count in compiled.items() if count} == smaller
     # The script draws the same after `fit` in all processes.
     assert len({one["again"]["drawn"] for one in found}) == 1
 

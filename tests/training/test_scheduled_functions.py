@@ -1,11 +1,16 @@
 """Jobs whose program schedules functions: one at a time is one process, and any run can be repeated."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lockstep.monitoring.overview import overview
+from lockstep.monitoring.run_data import RunFolder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Launch = Callable[..., Any]
@@ -118,3 +123,26 @@ def test_an_example_learns(launch: Launch, name: str) -> None:
     accuracy, digest = sorted(shown)
     assert [len(accuracy), len(digest)] == [1, 1]
     assert float(accuracy[0].split()[-1]) >= 0.95
+    check_measured_staleness(run)
+
+
+def check_measured_staleness(run: Any) -> None:
+    """Check that measurements of workers, which top shows, have the staleness of the note of the chief."""
+    note = re.search(r"(\w+ 1): staleness (\S+) on average, at most (\d+), over (\d+) ", run.stderr)
+    assert note is not None
+    data = RunFolder(run.folder)
+    data.update()
+    rows = overview(data.data, "a", data.data.last, averages=True).workers
+    assert [row.task for row in rows] == ["chief", "worker", "worker", "worker", "ps", "ps"]
+    assert [row.staleness is None for row in rows] == [row.task != "worker" for row in rows]
+    assert max(row.largest_staleness or 0 for row in rows) == int(note[3])
+    measured = map(json.loads, (run.folder / "measurements.jsonl").read_text().splitlines())
+    steps, staleness = Counter[str](), 0
+    for line in measured:
+        if line["event"] == "steps" and line["call"] in (note[1], f"updates within {note[1]}"):
+            steps[rows[line["worker"]].task] += line["count"]
+            staleness += line["staleness"] or 0
+    assert steps["chief"] == steps["worker"] == int(note[4])
+    assert f"{staleness / steps['worker']:.1f}" == note[2]
+    # Both examples train for 125 steps, on two servers; functions that evaluate do not update.
+    assert steps["ps"] == 2 * 125

@@ -15,7 +15,8 @@ def test_a_subscriber_receives_each_step_with_its_parts(
     run = launch("-n 2 --replicas 4 --tee all", "timed_steps.py", backend=thorough_backend)
     assert run.status == 0, run.stderr
     counted = {"call", "number", "trained", "examples", "replicas"}
-    assert set(StepEnded.__struct_fields__) == {*counted, "seconds", *PARTS, "calls", "compiled", "logs"}
+    others = {"seconds", "calls", "compiled", "staleness", "logs"}
+    assert set(StepEnded.__struct_fields__) == {*counted, *PARTS, *others}
     steps_of = {}
     for worker in (0, 1):
         (without,), (digest,) = run.marked(worker, "without "), run.marked(worker, "with ")
@@ -40,7 +41,13 @@ def test_a_subscriber_receives_each_step_with_its_parts(
             first = (step["call"], step["number"]) in (("fit 2", 1), ("validation 1 within fit 2", 1))
             assert step["compiled"] == (first and thorough_backend != "torch"), step
             assert set(step["calls"]) <= {"validation"}, step
+            assert step["staleness"] is None
         steps_of[worker] = steps
+        # The examples of a loop get another shape in its third step.
+        loop = [json.loads(step.removeprefix("loop ")) for step in run.marked(worker, "loop ")]
+        assert [(step["call"], step["number"]) for step in loop] == [("steps 1", n) for n in (1, 2, 3, 4)]
+        compiled = [thorough_backend != "torch", False] * 2
+        assert [step["compiled"] for step in loop] == compiled, loop
     assert [step["loss"] for step in steps_of[0]] == [step["loss"] for step in steps_of[1]]
     waiting, holding = steps_of[0][2], steps_of[1][2]
     assert waiting["wait"] >= 0.2, waiting

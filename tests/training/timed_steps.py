@@ -1,6 +1,7 @@
 """Training with a subscriber to its steps: prints the digest without and with a subscriber, and the steps.
 
-Worker 1 delays worker 0 after a step of the first epoch until the event log says that worker 0 waits.
+Worker 1 delays worker 0 after a step of the first epoch until the event log says that worker 0 waits. A loop
+of `strategy.steps` follows, whose examples get another shape after two steps.
 """
 
 import dataclasses
@@ -61,12 +62,28 @@ def train(strategy: lockstep.Strategy) -> str:
     return lockstep.digest(model)
 
 
+def loop(strategy: lockstep.Strategy) -> None:
+    with strategy.scope():
+        layer = keras.layers.Dense(3)
+        layer.build((None, 6))
+
+    def replica(rows: Any) -> Any:
+        return keras.ops.sum(layer(rows))
+
+    batches = iter(
+        strategy.experimental_distribute_dataset([*X[:16].reshape(2, 8, 6), *X[:32].reshape(2, 8, 2, 6)])
+    )
+    for _ in strategy.steps(4, {"layer": layer}):
+        strategy.run(replica, args=(next(batches),))
+
+
 strategy = lockstep.MultiWorkerMirroredStrategy()
 CALLBACKS: list[Any] = []
 print("without", train(strategy))
 feed = OWN.events.feed(StepEnded)
 CALLBACKS.append(Hold())
 print("with", train(strategy))
+loop(strategy)
 feed.close()
 events, lost = feed.take(0)
 print("lost", lost)
@@ -75,5 +92,7 @@ for published in events:
     assert isinstance(step, StepEnded)
     assert published.worker == OWN.worker
     fields = {name: getattr(step, name) for name in step.__struct_fields__ if name != "logs"}
-    loss = float(keras.ops.convert_to_numpy((step.logs or {})["loss"]))
-    print("step", json.dumps({**fields, "loss": loss}))
+    if step.logs is None:
+        print("loop", json.dumps(fields))
+    else:
+        print("step", json.dumps({**fields, "loss": float(keras.ops.convert_to_numpy(step.logs["loss"]))}))

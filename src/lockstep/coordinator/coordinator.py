@@ -679,6 +679,7 @@ class Coordinator:
                 pass
             case LoadReport(load):
                 self.events.publish(load)
+                self._call_times.loaded(load)
             case StackTaken(worker, frames, problem):
                 for pending in self._stack_requests.pop(worker, ()):
                     pending.send(StackReply(worker, frames, problem))

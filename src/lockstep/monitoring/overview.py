@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.monitoring.run_data import Columns, Happening, HostInfo, RunData, WorkerInfo
-from lockstep.monitoring.stragglers import WorkerUse, causes, is_delayed
+from lockstep.monitoring.stragglers import WorkerUse, causes
 from lockstep.observability.events import STEP_PARTS, GpuLoad
+from lockstep.observability.overload import is_delayed, tell_of_overload
 from lockstep.observability.step_parts import SHORTEST, WorkerTimes, advise, scores, tell_of_slow
+from lockstep.observability.step_recorder import serves, trains
 from lockstep.protocol.admin import Status
 from lockstep.system.prose import name_workers
 
@@ -27,12 +30,13 @@ _TOLD = frozenset(
     }
 )
 """The kinds of events that are shown."""
-_STATES = {"validation": "validating", "evaluate": "evaluating", "predict": "predicting"}
+_STATES = {
+    "validation": "validating",
+    "evaluate": "evaluating",
+    "predict": "predicting",
+    "updates": "serving",
+}
 """What a worker does in a call of these methods."""
-_OTHERS = 0.5
-"""The cores in use by other processes from which they are worth a word, if workers wait for cores."""
-_FULL = 0.9
-"""The share of the cores in use from which a host counts as busy."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,13 @@ class WorkerRow:
         worker: its id.
         host: the name of its host; empty if unknown.
         state: what it does.
+        task: `chief`, `worker` or `ps` in a job with parameter servers; else empty.
         replicas: that it executes.
-        steps_per_second: of training.
+        steps_per_second: of training; of a parameter server, updates.
         parts: the share of each part of its steps in their time, from 0 to 1; empty without steps.
         score: its pace compared with the fastest worker, which has 1.0.
+        staleness: the mean of its steps, with parameter servers.
+        largest_staleness: of its steps, with parameter servers.
         cores: in use.
         delayed: seconds per second in which its threads waited for a core.
         memory: resident bytes.
@@ -62,10 +69,13 @@ class WorkerRow:
     worker: int
     host: str
     state: str
+    task: str = ""
     replicas: int | None = None
     steps_per_second: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     score: float | None = None
+    staleness: float | None = None
+    largest_staleness: int | None = None
     cores: float | None = None
     delayed: float | None = None
     memory: int | None = None
@@ -110,7 +120,8 @@ class Overview:
         epoch: the epoch in progress, from 1; None if the call has none.
         trained: training steps of all calls.
         metrics: the newest, by name.
-        examples_per_second: in the training.
+        examples_per_second: in the training; None if the size of batches is not known.
+        steps_per_second: in the training.
         idle: seconds since the last measured step; None before the first.
         workers: the running ones, and the last ones that have ended.
         wanted: the number of workers that the job should have; None if unknown.
@@ -132,6 +143,7 @@ class Overview:
     trained: int
     metrics: Mapping[str, float]
     examples_per_second: float | None
+    steps_per_second: float | None
     idle: float | None
     workers: tuple[WorkerRow, ...]
     wanted: int | None
@@ -167,8 +179,10 @@ def overview(
     infos = _shown_workers(data)
     window = max(_WINDOW, (now - data.began) * _INTERVALS)
     since = 0.0 if averages else now - window
-    times = {one.worker: _times(data, one, since) for one in infos}
-    times = {worker: found for worker, found in times.items() if found.steps}
+    taken = {one.worker: _times(data, one, since) for one in infos}
+    taken = {worker: found for worker, found in taken.items() if found.steps}
+    # Those of servers are updates.
+    times = {worker: found for worker, found in taken.items() if data.task(worker) != "ps"}
     loads = {one.worker: _mean(one.load, 0.0 if averages else now - window) for one in infos}
     uses = {one.worker: _use(data, one, loads[one.worker], since) for one in infos if loads[one.worker]}
     paces, why = scores(times), causes(times, uses)
@@ -176,7 +190,8 @@ def overview(
         _row(
             data,
             one,
-            times.get(one.worker),
+            taken.get(one.worker),
+            _staleness(data, one, since),
             loads[one.worker],
             paces.get(one.worker),
             why.get(one.worker, ""),
@@ -199,7 +214,8 @@ def overview(
         epoch=_epoch(data, call),
         trained=data.trained,
         metrics=_metrics(data),
-        examples_per_second=leader.examples / leader.seconds if leader and leader.seconds else None,
+        examples_per_second=leader.examples / leader.seconds if leader and leader.examples else None,
+        steps_per_second=leader.steps / leader.seconds if leader and leader.seconds else None,
         idle=None if last is None else max(0.0, now - last),
         workers=rows,
         wanted=status.wanted if status else None,
@@ -223,19 +239,16 @@ def _shown_workers(data: RunData) -> list[WorkerInfo]:
     return [*sorted(living, key=lambda one: one.worker), *ended[-_ENDED:]]
 
 
-def _trains(call: str) -> bool:
-    return call.startswith(("fit", "train_on_batch"))
-
-
 def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
-    """Return the times of the training steps of a worker since then, without first steps, which compile."""
+    """Return the times of the training steps of a worker, or of the updates of a server, since then.
+
+    First steps, which compile, do not count.
+    """
     steps, times = info.steps, WorkerTimes()
     if not len(steps):
         return times
-    training = np.array([_trains(call.name) for call in data.calls])
     counts, numbers = steps.column("count"), steps.column("number")
-    chosen = (steps.column("time") > since) & training[steps.column("call").astype(int)]
-    chosen &= ~((counts == 1) & (numbers == 1))
+    chosen = _recent(data, info, since) & ~((counts == 1) & (numbers == 1))
     times.steps = int(counts[chosen].sum())
     times.examples = int(steps.column("examples")[chosen].sum())
     times.compiled = int(steps.column("compiled")[chosen].sum())
@@ -245,6 +258,26 @@ def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
     for part in STEP_PARTS:
         times.parts[part] = float(steps.column(part)[chosen].sum())
     return times
+
+
+def _recent(data: RunData, info: WorkerInfo, since: float) -> npt.NDArray[np.bool_]:
+    """Return which measurements of a worker since then are of training steps, or of updates."""
+    training = np.array([trains(call.name) or serves(call.name) for call in data.calls], bool)
+    recent: npt.NDArray[np.bool_] = training[info.steps.column("call").astype(int)]
+    recent &= info.steps.column("time") > since
+    return recent
+
+
+def _staleness(data: RunData, info: WorkerInfo, since: float) -> tuple[float, int] | None:
+    """Return the mean and the largest staleness of the steps of a worker since then; None for none."""
+    if not len(info.steps):
+        return None
+    chosen = _recent(data, info, since) & ~np.isnan(info.steps.column("staleness"))
+    counts = float(info.steps.column("count")[chosen].sum())
+    if not counts:
+        return None
+    largest = int(info.steps.column("largest_staleness")[chosen].max())
+    return float(info.steps.column("staleness")[chosen].sum()) / counts, largest
 
 
 def _mean(load: Columns, since: float) -> dict[str, float]:
@@ -284,6 +317,7 @@ def _row(
     data: RunData,
     info: WorkerInfo,
     times: WorkerTimes | None,
+    staleness: tuple[float, int] | None,
     load: Mapping[str, float],
     score: float | None,
     cause: str,
@@ -296,10 +330,13 @@ def _row(
         worker=info.worker,
         host=info.host or _only_host(data),
         state=_state(data, info, joining),
+        task=data.task(info.worker),
         replicas=int(_last(info.steps, "replicas")) if len(info.steps) else None,
         steps_per_second=times.steps / seconds if times is not None and seconds else None,
         parts={part: own / seconds for part, own in times.parts.items()} if times and seconds else {},
         score=score,
+        staleness=None if staleness is None else staleness[0],
+        largest_staleness=None if staleness is None else staleness[1],
         cores=load.get("cores"),
         delayed=load.get("delayed"),
         memory=int(load["memory"]) if load else None,
@@ -342,7 +379,7 @@ def _state(data: RunData, info: WorkerInfo, joining: Sequence[int]) -> str:
 
 def _training_call(data: RunData) -> int | None:
     """Return the index of the last call that trains; None before one."""
-    return max((at for at, call in enumerate(data.calls) if _trains(call.name)), default=None)
+    return max((at for at, call in enumerate(data.calls) if trains(call.name)), default=None)
 
 
 def _step(data: RunData, call: int | None) -> int | None:
@@ -399,16 +436,11 @@ def _overload(
     """Return on which hosts workers wait for cores that other processes use, slow workers apart."""
     found = []
     for host in hosts:
-        others = host.busy - (host.used or 0.0)
-        own = [row.worker for row in rows if row.host == host.host and not row.ended and row.worker in uses]
-        waits = [worker for worker in own if is_delayed(uses[worker]) and worker not in told]
-        if waits and others >= _OTHERS and host.busy >= _FULL * host.cores:
-            most = max(uses[worker].delayed for worker in waits)
-            found.append(
-                f"{host.host}: other processes use {others:.1f} of {host.cores} cores: each second, the "
-                f"threads of a worker together wait up to {most:.2g} s for a core"
-            )
-    return found
+        own = [row.worker for row in rows if row.host == host.host and not row.ended]
+        known = [uses[worker] for worker in own if worker in uses and worker not in told]
+        delays = [use.delayed for use in known if is_delayed(use.cores, use.delayed)]
+        found.append(tell_of_overload(host.host, host.cores, host.busy, host.used or 0.0, delays))
+    return list(filter(None, found))
 
 
 def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from lockstep.monitoring.run_data import Columns, Happening, RunData, WorkerInfo
 from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.step_recorder import serves, trains
 
 MOST_POINTS = 2000
 """The largest number of points of a series."""
@@ -83,6 +84,7 @@ def parts(data: RunData, *, active: bool) -> dict[str, Any]:
 
 
 _CHECKPOINT = ("path", "step", "seconds")
+_TITLES = {"": "", "worker": "", "chief": " (chief)", "ps": " (parameter server)"}
 
 
 def state(data: RunData, *, active: bool) -> str:
@@ -115,7 +117,7 @@ def _summary(data: RunData, active: bool) -> dict[str, Any]:
         "steps": max(data.trained, int(finished.get("steps") or 0)),
         "epochs": max((int(columns.last().get("epoch", 0)) for columns in data.metrics.values()), default=0),
         "call": _text(_current_call(data)),
-        "rate": _rate(data, whole=end is not None),
+        **_rate(data, whole=end is not None),
         "lost": sum(one.event == "lost" for one in data.events),
         "joined": sum(one.event == "joined" for one in data.events),
         "pauses": sum(view.pause or 0.0 for view in data.views),
@@ -134,18 +136,23 @@ def _summary(data: RunData, active: bool) -> dict[str, Any]:
 
 
 def _current_call(data: RunData) -> str:
-    last = data.calls[-1] if data.calls else None
+    last = next((call for call in reversed(data.calls) if not serves(call.name)), None)
     return last.name if last is not None and last.ended is None and data.finished is None else ""
 
 
-def _rate(data: RunData, *, whole: bool) -> float | None:
-    """Return the examples per second in training: of the whole run, with the rest of calls, or at its end."""
+def _rate(data: RunData, *, whole: bool) -> dict[str, Any]:
+    """Return the speed of the training: of the whole run, with the rest of calls, or at its end.
+
+    It is in examples if the size of batches is known, otherwise in steps.
+    """
     for rows in _training(data, _without_first_steps if whole else _without_first):
         seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
         since = 0 if whole else -1
         if (duration := float(seconds[since:].sum())) > 0:
-            return _number(float(rows["examples"][since:].sum()) / duration)
-    return None
+            examples, steps = (float(rows[name][since:].sum()) for name in ("examples", "count"))
+            unit = "examples/s" if examples else "steps/s"
+            return {"rate": _number((examples or steps) / duration), "rate_unit": unit}
+    return {"rate": None, "rate_unit": ""}
 
 
 def _lives(data: RunData, worker: int) -> bool:
@@ -175,6 +182,7 @@ def _worker(data: RunData, info: WorkerInfo) -> dict[str, Any]:
     last, load = info.steps.last(), info.load.last()
     return {
         "worker": info.worker,
+        "task": data.task(info.worker),
         "phase": info.phase,
         "pid": info.pid,
         "host": _text(info.host),
@@ -261,10 +269,17 @@ def _charts(data: RunData) -> list[dict[str, Any]]:
         version = sum(len(columns) for columns, _, _ in _columns_of(data, name))
         add("metrics", f"metric:{name}", _text(name), version)
     steps = sum(len(info.steps) for info in data.workers.values())
-    add("throughput", "throughput", "Throughput", steps, "examples/s")
+    known = any(info.steps.column("examples").any() for info in data.workers.values())
+    add("throughput", "throughput", "Throughput", steps * known, "examples/s")
     add("throughput", "duration", "Duration of a step", steps, "s")
+    if any(data.task(worker) for worker in data.workers):
+        add("throughput", "rate", "Steps of each worker", steps, "steps/s")
+        add("throughput", "updates", "Updates of each parameter server", steps, "updates/s")
+        add("throughput", "staleness", "Staleness of the steps of each worker", steps)
+        add("throughput", "largest_staleness", "Largest staleness of each worker", steps)
     for worker, info in sorted(data.workers.items()):
-        add("parts", f"parts:{worker}", f"Worker {worker}", len(info.steps), "s", "stack")
+        title = f"Worker {worker}{_TITLES[data.task(worker)]}"
+        add("parts", f"parts:{worker}", title, len(info.steps), "s", "stack")
     loads = sum(len(info.load) for info in data.workers.values())
     add("load", "load:cores", "Cores in use by each worker", loads)
     add("load", "load:delayed", "Threads that wait for a core", loads)
@@ -309,6 +324,8 @@ def _series(data: RunData, name: str, axis: str) -> Iterator[_Series]:
             for rows in _training(data):
                 seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
                 yield _Series("a step", "", _rows_axis(data, rows, axis), seconds, rows["count"])
+        case "rate" | "updates" | "staleness" | "largest_staleness" if not rest:
+            yield from _of_tasks(data, kind, axis)
         case "parts" if rest.lstrip("-").isdigit() and int(rest) in data.workers:
             rows = _without_first(data.workers[int(rest)].steps)
             for part in STEP_PARTS:
@@ -375,15 +392,15 @@ def _without_first(steps: Columns) -> dict[str, Numbers]:
 def _training(
     data: RunData, chosen: Callable[[Columns], dict[str, Numbers]] = _without_first
 ) -> Iterator[dict[str, Numbers]]:
-    """Yield the steps of calls that train, each step from one worker: another one's after a worker ended."""
-    calls = {
-        number
-        for number, call in enumerate(data.calls)
-        if not call.name.startswith(("validation", "evaluate", "predict", "test"))
-    }
+    """Yield the steps of calls that train, each step from one worker: another one's after a worker ended.
+
+    With parameter servers, the chief takes all steps.
+    """
+    calls = {number for number, call in enumerate(data.calls) if trains(call.name)}
     until = -math.inf
     found: list[dict[str, Numbers]] = []
-    for info in sorted(data.workers.values(), key=lambda info: (info.began, info.worker)):
+    taking = [info for info in data.workers.values() if data.task(info.worker) in ("", "chief")]
+    for info in sorted(taking, key=lambda info: (info.began, info.worker)):
         rows = chosen(info.steps)
         keep = np.isin(rows["call"], list(calls)) & (rows["began"] >= until)
         if keep.any():
@@ -399,6 +416,31 @@ def _throughput(data: RunData, axis: str = "time") -> Iterator[_Series]:
         keep = seconds > 0
         x = _rows_axis(data, rows, axis)[keep]
         yield _Series("all workers", "", x, rows["examples"][keep], seconds[keep])
+
+
+def _of_tasks(data: RunData, kind: str, axis: str) -> Iterator[_Series]:
+    """Yield series of the processes of a job with parameter servers: rates, or the staleness of steps."""
+    for worker, info in sorted(data.workers.items()):
+        rows, task = _without_first(info.steps), data.task(worker)
+        if not task or (task == "ps") != (kind == "updates"):
+            continue
+        keep = np.array([serves(call.name) or trains(call.name) for call in data.calls], bool)
+        chosen = keep[rows["call"].astype(int)]
+        label = f"worker {worker}{_TITLES[task]}"
+        x = _rows_axis(data, rows, axis)
+        match kind:
+            case "rate" | "updates":
+                seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(x)))
+                chosen &= seconds > 0
+                y, weight = rows["count"], seconds
+            case "staleness":
+                chosen &= ~np.isnan(rows["staleness"])
+                y, weight = rows["staleness"], rows["count"]
+            case _:
+                y, weight = rows["largest_staleness"], np.ones(len(x))
+                chosen &= ~np.isnan(y)
+        if chosen.any():
+            yield _Series(label, "", x[chosen], y[chosen], weight[chosen])
 
 
 def _decimated(series: _Series, window: Window) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from lockstep.observability.events import (
     MetricsRecorded,
     StepsMeasured,
 )
+from lockstep.parameter_server.tasks import Tasks
 from lockstep.system.paths import RunPaths
 
 _CHUNK = 4 * 1024 * 1024
@@ -57,10 +58,13 @@ _STEP_SUMS = (
     "replicas",
     "compiled",
     "compiling",
+    "staleness",
+    "largest_staleness",
     *STEP_PARTS,
 )
 STEP_COLUMNS = ("time", "call", *_STEP_SUMS)
-"""Of `WorkerInfo.steps`: `call` is the index in `RunData.calls`, the others are those of `StepsMeasured`."""
+"""Of `WorkerInfo.steps`: `call` is the index in `RunData.calls`, the others are those of `StepsMeasured`; NaN
+for what is None there."""
 
 LOAD_COLUMNS = ("time", "cores", "delayed", "memory", "faults")
 """Of `WorkerInfo.load`, as in `WorkerLoad`."""
@@ -227,10 +231,19 @@ class RunData:
         """The workers of the newest view, the longest-serving first; as started before a second view."""
         return self.views[-1].workers if self.views else tuple(range(int(self.job.get("workers", 0))))
 
+    def task(self, worker: int) -> str:
+        """Return `chief`, `worker` or `ps` in a job with parameter servers; empty in another one."""
+        processes, servers = int(self.job.get("workers", 0)), int(self.job.get("parameter_servers", 0))
+        if not servers:
+            return ""
+        # Others take the place of workers only.
+        return Tasks(processes, servers).of(worker)[0] if 0 <= worker < processes else "worker"
+
     @property
     def trained(self) -> int:
-        """The number of training steps so far, as measured."""
-        return max((int(info.steps.last().get("trained", 0)) for info in self.workers.values()), default=0)
+        """The number of training steps so far, as measured; with parameter servers, by the chief."""
+        taking = [info for info in self.workers.values() if self.task(info.worker) in ("", "chief")]
+        return max((int(info.steps.last().get("trained", 0)) for info in taking), default=0)
 
     def add_event(self, happening: Happening) -> None:
         """Take in a line of `events.jsonl`."""
@@ -271,7 +284,8 @@ class RunData:
         for method, seconds in steps.calls.items():
             info.nested[method] = info.nested.get(method, 0.0) + seconds
         call = self._call(steps.call, steps.began)
-        info.steps.add(time, call, *(getattr(steps, name) for name in _STEP_SUMS))
+        found = (getattr(steps, name) for name in _STEP_SUMS)
+        info.steps.add(time, call, *(math.nan if value is None else value for value in found))
 
     def _add_metrics(self, time: float, metrics: MetricsRecorded) -> None:
         epoch = metrics.epoch

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.observability.overload import is_delayed
 from lockstep.observability.step_parts import WorkerTimes, scores, slow_workers
 
 _FAULTS = 10.0
 """Page faults per second that read from the disk."""
 _STOPPED = 0.1
 """Seconds per second in which a CPU quota stops processes."""
-_DELAYED = 0.2
-"""Seconds per second that a thread waits for a core, for each core in use."""
 _MORE = 1.5
 """A cause must be so many times stronger than on the fastest worker."""
 _MIB = 2**20
@@ -52,11 +51,6 @@ def causes(times: Mapping[int, WorkerTimes], uses: Mapping[int, WorkerUse]) -> d
     }
 
 
-def is_delayed(use: WorkerUse) -> bool:
-    """Whether the threads of a worker wait notably long for a core."""
-    return use.delayed > _DELAYED * max(1.0, use.cores)
-
-
 def _explain(slow: WorkerUse, fast: WorkerUse) -> str:
     """Return what explains the difference, the strongest evidence first; empty if nothing does."""
     if slow.faults > max(_FAULTS, _MORE * fast.faults):
@@ -66,7 +60,7 @@ def _explain(slow: WorkerUse, fast: WorkerUse) -> str:
         return f"; throttled: {', '.join(slow.throttled)}"
     if slow.stopped > max(_STOPPED, _MORE * fast.stopped):
         return f"; throttled: a CPU quota stops processes of its host {slow.stopped:.2g} s per second"
-    if is_delayed(slow) and slow.delayed > _MORE * fast.delayed:
+    if is_delayed(slow.cores, slow.delayed) and slow.delayed > _MORE * fast.delayed:
         return (
             "; other processes use its cores: each second, its threads together wait "
             f"{slow.delayed:.2g} s for a core"

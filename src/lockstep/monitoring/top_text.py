@@ -35,10 +35,13 @@ def _part(name: str) -> Callable[[WorkerRow], str]:
 _COLUMNS = (
     _Column("WORKER", lambda row: str(row.worker)),
     _Column("HOST", lambda row: row.host, 2),
+    _Column("TASK", lambda row: row.task, 2),
     _Column("STATE", lambda row: row.state),
     _Column("REPL", lambda row: _number(row.replicas), 4),
     _Column("STEPS/S", lambda row: _number(row.steps_per_second)),
     _Column("SCORE", lambda row: "-" if row.score is None else f"{row.score:.2f}"),
+    _Column("STALE", lambda row: "" if row.staleness is None else f"{row.staleness:.1f}", 1),
+    _Column("MAX", lambda row: "" if row.largest_staleness is None else str(row.largest_staleness), 1),
     _Column("INPUT", _part("input"), 1),
     _Column("COMP", _part("compute"), 1),
     _Column("WAIT", _part("wait"), 1),
@@ -71,6 +74,9 @@ def heading(view: Overview) -> list[str]:
         doing += [f"{view.trained:,} training steps"]
         if view.examples_per_second is not None:
             doing.append(f"{view.examples_per_second:,.0f} examples/s")
+        elif view.steps_per_second is not None:
+            unit = "functions" if view.call.startswith("functions") else "steps"
+            doing.append(f"{view.steps_per_second:,.0f} {unit}/s")
         if view.idle is not None and view.idle >= _IDLE and not (view.end or view.averages):
             doing.append(f"last step {view.idle:.0f} s ago")
         lines.append(", ".join(doing))
@@ -179,7 +185,7 @@ def as_json(view: Overview) -> str:
 _CSV = (
     *("time", "job", "call", "epoch", "step", "worker", "host", "state", "replicas", "steps_per_second"),
     *("score", *STEP_PARTS, "cores", "delayed", "memory", "faults", "gpus", "gpu_memory"),
-    *("gpu_utilization", "gpu_temperature", "cause"),
+    *("gpu_utilization", "gpu_temperature", "cause", "task", "staleness", "largest_staleness"),
 )
 _OF_VIEW = ("time", "job", "call", "epoch", "step")
 

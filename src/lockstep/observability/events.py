@@ -425,7 +425,9 @@ class CallEnded(_Event, frozen=True, tag="call ended"):
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """A worker completed a step of `fit`, `evaluate`, `train_on_batch` or `strategy.steps`.
 
-    Several replicas compute it: Keras's own function takes the steps of a job with one replica.
+    Several replicas compute it: Keras's own function takes the steps of a job with one replica. In a job with
+    parameter servers, the steps of `fit` are those that the chief has taken, or that a worker has computed;
+    those of `functions 1` are scheduled functions, those of `updates within fit 1` the updates of a server.
 
     The parts are seconds of the worker's main thread; they do not overlap, and add up to `seconds`. A backend
     may return from an update before it is computed: the remaining time counts for the part that waits for the
@@ -441,12 +443,14 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         input: reading the batch and this worker's rows.
         compute: forward and backward passes of the replicas of this worker.
         wait: waiting for other workers, in the reduce and for a new view.
-        exchange: publishing and summing in the reduce, without waiting.
+        exchange: publishing and summing in the reduce, without waiting; with parameter servers, reading
+            weights and sending gradients, or answering on a server.
         update: applying the total.
         other: callbacks, the loop of Keras or of the script, comparing states and copying checkpoints.
         nested: distributed calls within this one, such as a validation, or `predict` in a callback.
         calls: the seconds of `nested` by method.
         compiled: whether the backend has compiled the step: none before had examples of these shapes.
+        staleness: of the step, in a worker of a job with parameter servers; None elsewhere.
         logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
 
@@ -465,6 +469,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     nested: float = 0.0
     calls: Mapping[str, float] = {}
     compiled: bool = False
+    staleness: int | None = None
     logs: Mapping[str, Any] | None = None
 
 
@@ -503,6 +508,9 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
         calls: the seconds of `nested` by method, such as `predict`.
         compiled: how many of the steps the backend has compiled, because of new shapes of examples.
         compiling: the seconds of `compute` in these steps.
+        staleness: sum over the steps of their staleness, in a worker of a job with parameter servers; None
+            elsewhere.
+        largest_staleness: the largest of them; None likewise.
     """
 
     call: str
@@ -524,6 +532,8 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
     calls: Mapping[str, float] = {}
     compiled: int = 0
     compiling: float = 0.0
+    staleness: int | None = None
+    largest_staleness: int | None = None
 
 
 STEP_PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested")

@@ -21,7 +21,7 @@ from lockstep.observability.events import (
     WorkerLoad,
     WorkerLost,
 )
-from lockstep.observability.step_recorder import trains
+from lockstep.observability.step_recorder import serves, trains
 
 KINDS: tuple[type[Event], ...] = (
     *(CheckpointWritten, LoadMeasured, MetricsRecorded, StepsMeasured, TrainingResumed),
@@ -73,6 +73,10 @@ class JobMetrics:
         self._counted = 0
         self._reached: dict[int, tuple[int, int]] = {}
         self._steps: dict[int, int] = {}
+        self._staleness: dict[int, int] = {}
+        self._stalest: dict[int, int] = {}
+        self._updates: dict[int, int] = {}
+        self._serving: dict[tuple[int, str], float] = {}
         self._seconds: dict[tuple[int, str], float] = {}
         self._values: dict[str, float] = {}
         self._hosts: dict[str, LoadMeasured] = {}
@@ -85,6 +89,9 @@ class JobMetrics:
             match event := published.event:
                 case StepsMeasured() if published.worker is not None and trains(event.call):
                     self._add_steps(published.worker, event)
+                case StepsMeasured() if published.worker is not None and serves(event.call):
+                    self._updates[published.worker] = self._updates.get(published.worker, 0) + event.count
+                    _add_parts(self._serving, published.worker, event)
                 case MetricsRecorded(trained=trained, values=values):
                     self._reach(trained)
                     self._values |= {name: math.nan if one is None else one for name, one in values.items()}
@@ -116,9 +123,12 @@ class JobMetrics:
     def _add_steps(self, worker: int, steps: StepsMeasured) -> None:
         self._reach(steps.trained)
         self._steps[worker] = self._steps.get(worker, 0) + steps.count
-        for part in STEP_PARTS:
-            key = (worker, part)
-            self._seconds[key] = self._seconds.get(key, 0.0) + getattr(steps, part)
+        _add_parts(self._seconds, worker, steps)
+        if steps.staleness is not None and steps.largest_staleness is not None:
+            self._staleness[worker] = self._staleness.get(worker, 0) + steps.staleness
+            self._stalest[worker] = steps.largest_staleness
+            # The chief takes all steps.
+            return
         # All workers measure the same examples, each in its own pieces. The one that is ahead counts.
         before = steps.trained - steps.count
         if self._first is None:
@@ -132,14 +142,33 @@ class JobMetrics:
         if steps.trained > self._counted:
             self._counted, self._examples = steps.trained, max(self._examples, examples + steps.examples)
 
+    def _families_of_servers(self) -> list[Family]:
+        """Return the families of a job with parameter servers."""
+        staleness, largest, updates = (
+            [LabelledValue(of_worker(worker), value) for worker, value in values.items()]
+            for values in (self._staleness, self._stalest, self._updates)
+        )
+        return [
+            Family("lockstep_staleness", "counter", "Sum of the staleness of steps of a worker.", staleness),
+            Family(
+                "lockstep_largest_staleness", "gauge", "Largest staleness in the last measurement.", largest
+            ),
+            Family("lockstep_server_updates", "counter", "Updates of a parameter server.", updates),
+            Family(
+                "lockstep_server_seconds",
+                "counter",
+                "Time of a parameter server, by part.",
+                _of_parts(self._serving),
+                "seconds",
+            ),
+        ]
+
     def _families(self) -> list[Family]:
         joined, left, lost = (single(self._changes[name]) for name in ("joined", "left", "lost"))
         steps = [LabelledValue(of_worker(worker), count) for worker, count in self._steps.items()]
-        seconds = [
-            LabelledValue({**of_worker(worker), "part": part}, value)
-            for (worker, part), value in self._seconds.items()
-        ]
+        seconds = _of_parts(self._seconds)
         metrics = [LabelledValue({"name": name}, value) for name, value in self._values.items()]
+        of_servers = self._families_of_servers() if self._staleness or self._updates else []
         # Unknown values have no sample: a counter that falls to zero would count anew.
         trained = [] if self._trained is None else single(self._trained)
         saved = [] if self._saved is None else single(self._saved)
@@ -164,6 +193,7 @@ class JobMetrics:
                 seconds,
                 "seconds",
             ),
+            *of_servers,
             Family("lockstep_metric", "gauge", "The last value of a metric of fit.", metrics),
             Family(
                 "lockstep_checkpoints", "counter", "Checkpoints that were written.", single(self._checkpoints)
@@ -171,6 +201,11 @@ class JobMetrics:
             Family("lockstep_checkpoint_step", "gauge", "Training steps in the last checkpoint.", saved),
             *load_families([self._hosts[name] for name in self._hosts]),
         ]
+
+
+def _add_parts(sums: dict[tuple[int, str], float], worker: int, steps: StepsMeasured) -> None:
+    for part in STEP_PARTS:
+        sums[worker, part] = sums.get((worker, part), 0.0) + getattr(steps, part)
 
 
 def load_families(hosts: Sequence[LoadMeasured]) -> list[Family]:
@@ -213,6 +248,12 @@ def load_families(hosts: Sequence[LoadMeasured]) -> list[Family]:
         of_gpus("memory_bytes", "Memory of a GPU.", "memory_total", "bytes"),
         of_gpus("temperature_celsius", "Temperature of a GPU.", "temperature", "celsius"),
         of_gpus("power_watts", "Power of a GPU.", "power", "watts"),
+    ]
+
+
+def _of_parts(seconds: Mapping[tuple[int, str], float]) -> list[LabelledValue]:
+    return [
+        LabelledValue({**of_worker(worker), "part": part}, value) for (worker, part), value in seconds.items()
     ]
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from lockstep.observability.events import STEP_PARTS, StepsMeasured
+from lockstep.observability.events import STEP_PARTS, LoadMeasured, StepsMeasured
+from lockstep.observability.overload import HostLoads
 from lockstep.system.prose import count
 
 SHORTEST = 1.0
@@ -108,7 +109,7 @@ def scores(workers: Mapping[int, WorkerTimes]) -> dict[int, float]:
 
 @dataclass
 class CallTimes:
-    """The times of the call in progress, on all workers.
+    """The times of the call in progress, on all workers, and the load of their hosts meanwhile.
 
     A line about a call is due when all members have ended it.
     """
@@ -116,13 +117,19 @@ class CallTimes:
     _call: str = ""
     _workers: dict[int, WorkerTimes] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
+    _hosts: dict[str, HostLoads] = field(default_factory=dict)
 
     def measured(self, worker: int, measured: StepsMeasured) -> None:
         """Add a measurement of a worker."""
-        if measured.call.startswith(("fit", "steps")):
+        if measured.call.startswith(("fit", "steps", "functions")):
             self._begin(measured.call)
             if not is_first(measured):
                 self._workers.setdefault(worker, WorkerTimes()).add(measured)
+
+    def loaded(self, load: LoadMeasured) -> None:
+        """Add a measurement of a host."""
+        if self._call:
+            self._hosts.setdefault(load.host, HostLoads()).add(load)
 
     def ended(self, call: str, worker: int, members: Iterable[int]) -> str:
         """Note that a worker has ended a call; return the line about it if it is due, or an empty text."""
@@ -132,12 +139,13 @@ class CallTimes:
         if not self._ended.issuperset(members):
             return ""
         line = describe(call, {one: self._workers[one] for one in members if one in self._workers})
+        overloaded = [text for name, one in self._hosts.items() if line and (text := one.overload(name))]
         self._begin("")
-        return line
+        return "; ".join([line, *overloaded])
 
     def _begin(self, call: str) -> None:
         if call != self._call:
-            self._call, self._workers, self._ended = call, {}, set()
+            self._call, self._workers, self._ended, self._hosts = call, {}, set(), {}
 
 
 def slow_workers(workers: Mapping[int, WorkerTimes]) -> dict[int, str]:
@@ -175,7 +183,8 @@ def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
 
     The time is that of the call without its first step, with nested calls such as a validation. The line is
     empty if the steps of the slowest worker took less than a second. With parameter servers, the rate is that
-    of the chief, which takes all steps, and the parts are those of the workers, for which it waits.
+    of the chief, which takes all steps, or for which all scheduled functions are completed, and the parts are
+    those of the workers, for which it waits.
     """
     longest = max(workers.values(), key=lambda times: times.seconds, default=WorkerTimes())
     if longest.seconds < SHORTEST or not longest.steps:
@@ -183,8 +192,8 @@ def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
     computing, chiefs = _by_role(workers)
     if chiefs:
         longest = next(iter(chiefs.values()))
-    unit = "examples" if longest.examples else "steps"
-    rate = (longest.examples or longest.steps) / longest.seconds
+    unit = "functions" if call.startswith("functions") else "examples" if longest.examples else "steps"
+    rate = (longest.examples if unit == "examples" else longest.steps) / longest.seconds
     with_ = ("a chief and " if chiefs else "") + count(len(computing), "worker")
     found = shares(computing.values())
     listed = [

@@ -116,6 +116,7 @@ class _Sums:
         self._within: dict[str, float] = {}
         self._compiled = 0
         self._compiling = 0.0
+        self._staleness: list[int] = []
 
     def add(self, step: StepEnded, ended: float) -> None:
         """Add a step that ended at this time, in seconds since 1970."""
@@ -128,6 +129,8 @@ class _Sums:
         if step.compiled:
             self._compiled += 1
             self._compiling += step.compute
+        if step.staleness is not None:
+            self._staleness.append(step.staleness)
         if self.trains and is_single(step.number):
             start = ended - step.seconds - self._began
             self.singles.append((step.number, *(round(part * _MICRO) for part in (start, *parts))))
@@ -165,6 +168,8 @@ class _Sums:
             calls={method: round(seconds, 6) for method, seconds in self._within.items()},
             compiled=self._compiled,
             compiling=round(self._compiling, 6),
+            staleness=sum(self._staleness) if self._staleness else None,
+            largest_staleness=max(self._staleness, default=None),
             **parts,
         )
         self._clear()
@@ -189,7 +194,12 @@ def finite_values(logs: Mapping[str, Any]) -> dict[str, float | None]:
 
 def trains(call: str) -> bool:
     """Whether the steps of a call are training steps."""
-    return call.startswith(("fit", "train_on_batch", "steps"))
+    return call.startswith(("fit", "train_on_batch", "steps", "functions"))
+
+
+def serves(call: str) -> bool:
+    """Whether the steps of a call are the updates of a parameter server."""
+    return call.startswith("updates")
 
 
 def _without_number(call: str) -> str:

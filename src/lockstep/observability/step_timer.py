@@ -123,6 +123,7 @@ class StepTimer:
         examples: int = 0,
         replicas: int = 0,
         compiled: bool = False,
+        staleness: int | None = None,
     ) -> None:
         """Publish step `number` of the call; the time since the previous lap counts for `other`.
 
@@ -133,6 +134,7 @@ class StepTimer:
             examples: number of examples of the global batch.
             replicas: number of replicas that this worker executes.
             compiled: whether the backend has compiled the step.
+            staleness: of the step, with parameter servers.
         """
         if self._call is None:
             return
@@ -148,6 +150,7 @@ class StepTimer:
                 logs=logs,
                 calls=self._calls,
                 compiled=compiled,
+                staleness=staleness,
                 **self._parts,
             )
         )

@@ -29,7 +29,7 @@ from lockstep.observability.events import (
     TrainingResumed,
     ViewStarted,
 )
-from lockstep.observability.step_recorder import trains
+from lockstep.observability.step_recorder import serves, trains
 from lockstep.system.files import FOLDER_MODE
 from lockstep.system.prose import count, name_workers
 
@@ -80,7 +80,7 @@ class Points:
             case MetricsRecorded():
                 self._reached(event.trained)
                 points = _metrics(event, time)
-            case StepsMeasured() if trains(event.call):
+            case StepsMeasured() if trains(event.call) or serves(event.call):
                 self._reached(event.trained)
                 points = _steps(f"worker-{published.worker}", event, time)
             case TrainingResumed():
@@ -147,7 +147,15 @@ def _metrics(event: MetricsRecorded, time: float) -> list[Point]:
 def _steps(run: str, event: StepsMeasured, time: float) -> list[Point]:
     if not event.count:
         return []
-    values = {"steps/seconds_per_step": event.seconds / event.count}
+    served = serves(event.call)
+    values = {
+        "updates/seconds_per_update" if served else "steps/seconds_per_step": event.seconds / event.count
+    }
+    if event.staleness is not None and event.largest_staleness is not None:
+        values |= {
+            "steps/staleness": event.staleness / event.count,
+            "steps/largest_staleness": float(event.largest_staleness),
+        }
     if event.seconds and event.examples:
         values["steps/examples_per_second"] = event.examples / event.seconds
     if event.seconds:

@@ -131,6 +131,7 @@ class ParameterServerStrategy(Strategy):
                     self._options,
                     self._methods.number_functions,
                     self._methods.functions_changed,
+                    self._methods.steps_taken,
                 )
             )
         return self._calls

@@ -28,7 +28,8 @@ from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patch_registry import PATCHES
 from lockstep.worker.private_modules import JAX_CACHE
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""JAX's event after it has compiled a function, or has read one from its cache."""
 _LONGEST_WAIT = 60.0
 _LOOK_EVERY = 0.005
 _MOST_BYTES = 2**30
@@ -80,7 +81,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
         return (cache, path) if path == str(folder) else theirs(path)
 
     def leave_when_compiled(event: str, seconds: float, **details: Any) -> None:
-        if event == _COMPILED:
+        if event == COMPILED:
             cache.leave()
 
     PATCHES.put(__name__, module, "get_file_cache", get_file_cache)

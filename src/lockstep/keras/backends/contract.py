@@ -185,6 +185,12 @@ class Backend(Protocol):
         A variable without a gradient gets None.
         """
 
+    def compilations(self) -> int:
+        """Return how many functions the backend has compiled since the first call; 0 if it compiles none.
+
+        On TensorFlow, these are the traced functions of replicas.
+        """
+
     def settle(self) -> None:
         """Wait until no started `apply` reads its totals."""
 

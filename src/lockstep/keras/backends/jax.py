@@ -5,12 +5,14 @@ The only file that uses the private parts of Keras's JAX trainer. `train_step` i
 two, the gradients are in Python.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NoReturn
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -35,6 +37,7 @@ from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
+from lockstep.worker.jax_cache import COMPILED
 
 _SHAPE = (
     "on the JAX backend a step updates weights through self.optimizer.stateless_apply, with the gradients of "
@@ -122,6 +125,10 @@ class JaxBackend:
                 variable.assign(value)
 
         return apply
+
+    def compilations(self) -> int:
+        """Return how many functions JAX has compiled, or has read from its cache."""
+        return _compilations()[0]
 
     def settle(self) -> None:
         """Wait for started updates, which read their totals in place."""
@@ -504,6 +511,18 @@ def _zeros(variables: list[Any]) -> list[Any]:
 def _gradients(total: Mapping[str, Any]) -> list[Any]:
     count = sum(name.startswith("gradient/") for name in total)
     return [total[f"gradient/{i}"] for i in range(count)]
+
+
+@functools.cache
+def _compilations() -> list[int]:
+    """Return the number of functions that JAX compiles from now on, which grows."""
+    counted = [0]
+
+    def add(event: str, _: float, **details: Any) -> None:
+        counted[0] += event == COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    return counted
 
 
 class JaxEagerBackend:

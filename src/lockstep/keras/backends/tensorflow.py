@@ -55,6 +55,7 @@ from lockstep.keras.backends.tf_graphs import (
     scaled,
     seeds_of,
     traced,
+    traces,
     with_custom_gradient,
 )
 from lockstep.keras.private.common import stored_value
@@ -146,6 +147,10 @@ class TensorFlowBackend:
             functions[present](*tensors)
 
         return apply
+
+    def compilations(self) -> int:
+        """Return how many functions of replicas have been traced."""
+        return traces()
 
     def settle(self) -> None:
         """Wait for started updates, which read their totals in place."""

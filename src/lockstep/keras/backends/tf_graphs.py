@@ -357,8 +357,17 @@ def _captures(graph: Any, variables: Iterable[tf.Variable]) -> dict[int, str]:
     return {id(inside): names[id(handle)] for handle, inside in graph.captures if id(handle) in names}
 
 
+_traces = [0]
+
+
+def traces() -> int:
+    """Return how often `traced` was called."""
+    return _traces[0]
+
+
 def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
     """Return `function`, traced for arguments like these; the result has a `graph`."""
+    _traces[0] += 1
     specs = keras.tree.map_structure(
         lambda one: tf.TensorSpec(one.shape, one.dtype) if isinstance(one, tf.Tensor) else one, like
     )

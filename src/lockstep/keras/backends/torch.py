@@ -109,6 +109,10 @@ class TorchBackend:
 
         return apply
 
+    def compilations(self) -> int:
+        """Return 0: PyTorch compiles no functions."""
+        return 0
+
     def settle(self) -> None:
         """Do nothing, because `apply` has read its totals when it returns."""
 

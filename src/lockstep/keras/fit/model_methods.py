@@ -181,6 +181,10 @@ class ModelMethods:
             self._digests.begin_call(call.name, self._steps, {"the seeds of the script": f"{call.seed:x}"})
             return call
 
+    def steps_taken(self) -> int:
+        """Return the number of training steps in all calls that have ended."""
+        return self._steps
+
     def functions_changed(self, what: str, functions: int, variables: Mapping[str, Any]) -> None:
         """Record the variables after a call of a `ClusterCoordinator`.
 
@@ -197,6 +201,7 @@ class ModelMethods:
         """Note that functions are complete, and that no more follow under this name."""
         self._calls.taken += functions
         self._digests.end_call()
+        self._job.timer.stop()
         self._job.events.publish(CallEnded(name))
 
     @contextmanager

@@ -72,10 +72,12 @@ class Dispatcher(ABC):
     Attributes:
         staleness: of the completed steps, in their order.
         end: answers the workers.
+        when_completed: called by a thread that waits when steps were completed.
     """
 
     def __init__(self, call: DispatchedCall, unit: str) -> None:
         self.staleness: list[int] = []
+        self.when_completed: Callable[[], object] = lambda: None
         self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
         self._assignments = Assignments(call.max_staleness)
@@ -103,6 +105,11 @@ class Dispatcher(ABC):
         with self._changed:
             self._layers = {**(self._layers or {}), **layers}
             self._pump()
+
+    @property
+    def completed(self) -> int:
+        """The number of completed steps."""
+        return self._assignments.completed
 
     @property
     def layers(self) -> Mapping[str, Array]:
@@ -152,6 +159,7 @@ class Dispatcher(ABC):
                 if self._assignments.completed > before:
                     before = self._assignments.completed
                     begun = reported = time.monotonic()
+                    self.when_completed()
                 now = time.monotonic()
                 if leaving and now - begun > self._timeout:
                     raise PeerStuckError(

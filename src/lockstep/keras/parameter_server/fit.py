@@ -68,7 +68,7 @@ def fit_on_servers(
         # One step at a time is plain Keras.
         plain = served.options.max_staleness == 0
         variables = partial(ServedVariables, served.backend, plain=plain)
-        with ServerProcess(served.job, served.call, variables) as server:
+        with ServerProcess(served.job, served.call, variables, served.trained) as server:
             # Only this process has its rows of the tables that are on servers only.
             server.standbys = not server_layers(served.model)
             server.open()

@@ -96,6 +96,7 @@ class ScheduleContext:
         options: of the strategy.
         number: numbers a call of the program.
         ended: takes what a call has found: its name, the number of functions so far, and the variables.
+        trained: returns the number of training steps of the job before these calls.
     """
 
     job: Job
@@ -103,6 +104,7 @@ class ScheduleContext:
     options: ServerOptions
     number: Callable[[], NumberedCall]
     ended: Callable[[str, int, Mapping[str, Any]], None]
+    trained: Callable[[], int]
 
 
 class FunctionCalls(ABC):
@@ -117,6 +119,8 @@ class FunctionCalls(ABC):
     def __init__(self, program: ScheduleContext) -> None:
         self._program, self._job = program, program.job
         self._call = program.number()
+        self._trained = program.trained()
+        self._measured = 0
         self._eager = adapter().functions()
         self._backend = adapter().steps()
         options = program.options
@@ -198,6 +202,8 @@ class FunctionCalls(ABC):
             Exception: of a function.
         """
         self._leave()
+        # What the script has done since its last call belongs to no function.
+        self._job.timer.stop()
         if self._opened:
             with observed_by(None):
                 passed, arrays = self._make("close")
@@ -276,6 +282,8 @@ class FunctionCalls(ABC):
 
     def _introduce(self, scheduled: Scheduled) -> None:
         """Try a function out in all processes, and place the variables that it trains."""
+        # The trial is no part of any function.
+        self._job.timer.stop()
         known = len(self._runner.updates)
         seed = seed_of(self._call.seed, "trial", self._calls)
 
@@ -397,6 +405,7 @@ class ChiefCalls(FunctionCalls):
     def _open(self) -> None:
         process = self._process
         self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
+        self._dispatcher.when_completed = self._measure_completed
         addresses = process.addresses(self._dispatcher.end)
         self._dispatcher.keep(addresses)
         self._servers = process.connect_servers(addresses, ())
@@ -424,6 +433,8 @@ class ChiefCalls(FunctionCalls):
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         dispatcher = self._dispatcher
         assert dispatcher is not None
+        self._job.timer.lap("other")
+        self._job.timer.begin(self._call.name)
         self._job.admit_none(_NO_JOINERS)
         if self._tables is not None:
             assert self._servers is not None
@@ -441,6 +452,7 @@ class ChiefCalls(FunctionCalls):
         match kind:
             case "schedule":
                 if (failure := dispatcher.schedule(number)) is None:
+                    self._measure_completed()
                     return Passed(number + 1), []
             case "join":
                 failure = dispatcher.join(number)
@@ -454,8 +466,10 @@ class ChiefCalls(FunctionCalls):
                 done, failure = dispatcher.done(number)
             case "fetch":
                 results, failure = dispatcher.results(number, steps)
+        self._measure_completed()
         shows = kind != "done" or done or failure is not None
         positions, arrays = self._state(number) if shows else ((), [])
+        self._job.timer.lap("exchange")
         passed = Passed(
             number + 1,
             kind,
@@ -470,6 +484,14 @@ class ChiefCalls(FunctionCalls):
         arrays = [*arrays, *(array for _, own in results for array in own)]
         dispatcher.publish(number, passed, arrays)
         return passed, arrays
+
+    def _measure_completed(self) -> None:
+        """Measure the functions that were completed since the last time; the chief waits for them."""
+        assert self._dispatcher is not None
+        self._job.timer.lap("wait")
+        while self._measured < self._dispatcher.completed:
+            self._measured += 1
+            self._job.timer.end(self._measured, trained=self._trained + self._measured)
 
     def _state(self, number: int) -> tuple[tuple[int, ...], list[Array]]:
         """Return the variables as they are now: the positions of those of the chief, and the arrays of
@@ -575,6 +597,7 @@ class WorkerCalls(FunctionCalls):
 
     def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
+        self._job.timer.lap("other")
         if kind != "schedule" or assignments.count() != self._assigned:
             self._note_changes()
         if number < self._until:
@@ -584,6 +607,7 @@ class WorkerCalls(FunctionCalls):
         given: Sequence[Array] = ()
         while True:
             answer, arrays = self._chief.ask(question, given)
+            self._job.timer.lap("wait")
             if isinstance(answer, Passed):
                 break
             assert isinstance(answer, Assigned)
@@ -616,6 +640,8 @@ class WorkerCalls(FunctionCalls):
     ) -> tuple[FunctionReturned, list[Array]]:
         """Run a function; return what the chief gets."""
         assert self._servers is not None
+        timer = self._job.timer
+        timer.begin(self._call.name)
         servers, step = self._servers, assigned.step
         complete = [k for k in self._kept if k < step and k not in assigned.incomplete]
         for k in complete:
@@ -630,6 +656,7 @@ class WorkerCalls(FunctionCalls):
             if id(variable) not in self._shown:
                 self._shown[id(variable)] = variable, self._eager.saved_value(variable)
         self._runner.transfers.assign(changed, given)
+        timer.lap("exchange")
 
         lost: list[PeerError] = []
         staleness, part, lookups = 0, 0, itertools.count()
@@ -639,13 +666,16 @@ class WorkerCalls(FunctionCalls):
 
         def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
             nonlocal staleness, part
+            timer.lap("compute")
             first = self._runner.first_of(number)
             whole = {first + position: gradient for position, gradient in gradients.items()}
             try:
                 found = servers.push(step, whole, (number,), part)
                 part += 1
                 staleness = max(staleness, found)
-                return self._pulled(step, part)
+                pulled = self._pulled(step, part)
+                timer.lap("exchange")
+                return pulled
             except PeerError as error:
                 # TensorFlow raises another error for it.
                 lost.append(error)
@@ -657,6 +687,7 @@ class WorkerCalls(FunctionCalls):
 
         seed = seed_of(self._call.seed, "function", step)
         self._runner.pull_rows = pull_rows
+        compilations = self._compilations(scheduled.function)
         try:
             ran = self._runner.run(scheduled.function, run, step, seed, exchange)
             kept, named = _packed(ran.result)
@@ -671,8 +702,18 @@ class WorkerCalls(FunctionCalls):
                 call, self._scheduled, step, failure=_described(error, step, self._job.worker)
             ), []
         self._job.note_step()
+        timer.lap("compute")
         if ran.updates:
             staleness = servers.push(step, ran.gradients, ran.updates, rows=ran.rows)
+            timer.lap("exchange")
+        self._measured += 1
+        timer.end(
+            self._measured,
+            trained=self._trained + step + 1,
+            replicas=1,
+            compiled=self._compilations(scheduled.function) != compilations,
+            staleness=staleness,
+        )
         result = FunctionResult(kept, tuple(named))
         changes = ran.changes.values()
         return FunctionReturned(call, self._scheduled, step, tuple(ran.changes), staleness, result), [
@@ -680,6 +721,14 @@ class WorkerCalls(FunctionCalls):
             *(end for _, end in changes),
             *named.values(),
         ]
+
+    def _compilations(self, function: Any) -> int:
+        """Return how many functions were compiled for a scheduled function so far, as far as that is known.
+
+        On TensorFlow, these are the graphs of a `tf.function`, without those of functions that it calls.
+        """
+        graphs = getattr(function, "experimental_get_tracing_count", None)
+        return self._backend.compilations() if graphs is None else graphs()
 
     def _pulled(self, step: int, part: int) -> list[Array]:
         """Return the values of the variables that a function reads from the servers."""
@@ -695,7 +744,9 @@ class ServerCalls(FunctionCalls):
 
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
-        self._process = ServerProcess(self._job, self._call, lambda: ServedVariables(self._backend, own=True))
+        self._process = ServerProcess(
+            self._job, self._call, lambda: ServedVariables(self._backend, own=True), self._trained
+        )
         self._chief: AskingChannel | None = None
         self._until = 0
         self._added: Sequence[Shard] = ()

@@ -69,6 +69,7 @@ class ServerShards:
     Attributes:
         ended: whether the chief has ended the call.
         closed: whether the chief has also received the answer.
+        pushed: the steps of the updates that are not measured yet.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ServerShards:
         self._variables, self._writer, self._standby = variables, writer, standby
         self._arrivals = OrderedArrivals(writer, recorded)
         self.ended = self.closed = False
+        self.pushed: list[int] = []
         self._version = 0
         self._pulled: dict[int, int] = {}
         self._applied = StepSet()
@@ -92,6 +94,7 @@ class ServerShards:
             self._variables.restore(kept.state)
         for process, message, arrays in kept.messages:
             self._process(process, message, arrays)
+        self.pushed.clear()
         self._version, self._applied = 0, kept.pushed
         for record in kept.records:
             self._writer.add(*record)
@@ -195,6 +198,7 @@ class ServerShards:
                 self._applied.add(message.step, message.part)
                 staleness = self._version - self._pulled.pop(process, self._version)
                 self._version += 1
+                self.pushed.append(message.step)
                 return Applied(staleness), []
             case Read():
                 changed, of_tables = self._variables.changes(again=again)
@@ -215,11 +219,15 @@ class ServerProcess(TaskProcess):
         job: of the process.
         call: the call of `fit`, or the calls of a `ClusterCoordinator`.
         make: returns variables for the shards of one server.
+        trained: number of training steps of the job before the call.
     """
 
-    def __init__(self, job: Job, call: NumberedCall, make: Callable[[], ServedVariables]) -> None:
+    def __init__(
+        self, job: Job, call: NumberedCall, make: Callable[[], ServedVariables], trained: int
+    ) -> None:
         super().__init__(job, call, "")
-        self._make = make
+        self._make, self._trained = make, trained
+        self._updates = 0
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._end = AnsweringEnd(self._put, job.membership.accept)
         self._variables: dict[int, ServedVariables] = {}
@@ -267,9 +275,14 @@ class ServerProcess(TaskProcess):
             PeerStuckError: what comes next in the recorded order has not arrived in time, or the standby has
                 not answered.
         """
+        timer = self.job.timer
+        timer.lap("other")
+        timer.begin(f"updates within {self.call.name}")
         # A standby serves until the chief has ended the call on all servers: one may be lost meanwhile.
         while not all(shards.closed for shards in self._served.values()):
-            if (asked := self._next()) is None:
+            asked = self._next()
+            timer.lap("wait")
+            if asked is None:
                 return
             match asked.message:
                 case None:
@@ -277,7 +290,7 @@ class ServerProcess(TaskProcess):
                 case EndCall():
                     self._shards(asked).end_call(asked)
                 case _:
-                    self._shards(asked).arrive(asked)
+                    self._answer(self._shards(asked), asked)
 
     def close(self) -> None:
         """Close all connections."""
@@ -305,6 +318,14 @@ class ServerProcess(TaskProcess):
         except PeerLostError as error:
             confirm(error)
             return None
+
+    def _answer(self, shards: ServerShards, asked: Asked) -> None:
+        shards.arrive(asked)
+        self.job.timer.lap("update" if shards.pushed else "exchange")
+        for step in shards.pushed:
+            self._updates += 1
+            self.job.timer.end(self._updates, trained=self._trained + step + 1)
+        shards.pushed.clear()
 
     def _put(self, asked: Asked) -> None:
         if isinstance(asked.message, Keep | KeepState):

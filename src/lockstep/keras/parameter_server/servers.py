@@ -202,7 +202,8 @@ class Servers:
             ]
             channel.send(Push(step, tuple(own), updates, part, tuple(found)), [*given, *found.values()])
         answers = [channel.receive()[0] for channel in self._channels]
-        return max((answer.staleness for answer in answers), default=0)
+        # A server that has applied the push before answers with -1.
+        return max([0, *(int(answer.staleness) for answer in answers)])
 
     def read(
         self,

@@ -127,8 +127,9 @@ class WorkerProcess(FitProcess):
         data = self.read(batch)
         program, rows = self._program, self._rows.look_up(lambda: _inputs(data))
         timer.lap("input")
+        traced = 0 if program is None else program.traced
         if program is None or self._rows.make_room():
-            program = self._prepare(step, data)
+            program, traced = self._prepare(step, data), 0
             timer.lap("compute")
         weights = self._rows.placed(self._servers.pull(step, rows))
         timer.lap("exchange")
@@ -150,7 +151,14 @@ class WorkerProcess(FitProcess):
         timer.lap("exchange")
         self._measured += 1
         trained = self.served.trained + step + 1
-        timer.end(self._measured, trained=trained, examples=data.examples, replicas=1)
+        timer.end(
+            self._measured,
+            trained=trained,
+            examples=data.examples,
+            replicas=1,
+            compiled=program.traced != traced,
+            staleness=staleness,
+        )
         return Done(step, tuple(found), staleness, data.check()), list(found.values())
 
     def _ask(self, question: Next | Done, arrays: Sequence[Array] = ()) -> None:

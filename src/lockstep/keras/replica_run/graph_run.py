@@ -98,6 +98,8 @@ class GraphRun:
         with tf.control_dependencies(self._applied(totals)):
             handle = call_python(self._finish, [], tf.int64)
         handle.set_shape(())
+        # What traces the function belongs to what computes it.
+        self._job.timer.lap("compute")
         return packed(self._result, symbolic(handle, self._scheduler.store, self._outputs))
 
     def _finish(self) -> int:

@@ -99,12 +99,13 @@ class StepLoops:
                         self._compare(f"the beginning of {call.name}", loop, settings)
                     while call.steps < count:
                         self._job.timer.begin(call.name)
+                        compilations = self._backend.compilations()
                         taken = self._calls.taken + 1
                         self._digests.begin_loop_step(taken, call.name, call.steps + 1, loop)
                         self._verifications.begin(taken, first=call.steps == 0)
                         yield call.steps
                         self._verifications.begin(0)
-                        self._end_step(call, loop, count)
+                        self._end_step(call, loop, count, compilations)
             except GeneratorExit:
                 self._resumable.finish(None)
                 raise
@@ -130,7 +131,7 @@ class StepLoops:
             self._resumable.replay()
             loop.skip_to(past["positions"])
 
-    def _end_step(self, call: NumberedCall, loop: "LoopState", count: int) -> None:
+    def _end_step(self, call: NumberedCall, loop: "LoopState", count: int, compilations: int) -> None:
         # A graph of TensorFlow updates after the last total; other functions have returned long ago.
         self._job.timer.lap("update" if keras.backend.backend() == "tensorflow" else "other")
         self._digests.end_loop_step(loop)
@@ -147,6 +148,7 @@ class StepLoops:
             call.steps,
             trained=self._calls.taken,
             replicas=len(self._job.view.replicas_of(self._job.worker)),
+            compiled=self._backend.compilations() != compilations,
         )
         if self._digests.ends_after(self._calls.taken):
             sys.exit(0)

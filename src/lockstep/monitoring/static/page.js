@@ -816,7 +816,7 @@ function drawRuns() {
 
 function drawSummary(summary) {
   const facts = [["State", summary.state], ["Steps", count(summary.steps)], ["Epochs", count(summary.epochs)],
-    [summary.seconds === null ? "Speed now" : "Mean speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} examples/s` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
+    [summary.seconds === null ? "Speed now" : "Mean speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} ${summary.rate_unit}` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
     ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
     ["Lost", count(summary.lost)], ["Joined", count(summary.joined)], ["Pauses", duration(summary.pauses)], ["Backend", summary.backend],
     ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Script", summary.script, true],
@@ -846,7 +846,8 @@ function announce(summary) {
 }
 
 const TABLES = {
-  workers: (rows) => fillTable(byId("workers-table"), [["Worker", (row) => String(row.worker), true], ["Phase", (row) => row.phase], ["Host", (row) => row.host],
+  workers: (rows) => fillTable(byId("workers-table"), [["Worker", (row) => String(row.worker), true],
+    ...(rows.some((row) => row.task) ? [["Task", (row) => row.task]] : []), ["Phase", (row) => row.phase], ["Host", (row) => row.host],
     ["Process", (row) => String(row.pid ?? ""), true], ["Step", (row) => count(row.step), true], ["Replicas", (row) => count(row.replicas), true],
     ["Cores", (row) => (row.cores === null ? "" : figures(row.cores)), true], ["Memory", (row) => bytes(row.memory), true],
     ["Started", (row) => (row.began === null ? "" : clock(row.began)), true], ["Ended", (row) => (row.ended === null ? "" : clock(row.ended)), true],

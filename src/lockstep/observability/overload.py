@@ -1,0 +1,78 @@
+"""Whether other programs overload a host of the job, in words. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lockstep.observability.events import LoadMeasured
+
+_DELAYED = 0.2
+"""Seconds per second that a thread waits for a core, for each core in use."""
+_OTHERS = 0.5
+"""The cores in use by other processes from which they are worth a word, if workers wait for cores."""
+_FULL = 0.9
+"""The share of the cores in use from which a host counts as busy."""
+
+
+def is_delayed(cores: float, delayed: float) -> bool:
+    """Whether the threads of a worker, which use these cores, wait notably long for a core."""
+    return delayed > _DELAYED * max(1.0, cores)
+
+
+def tell_of_overload(host: str, cores: int, busy: float, used: float, delays: Iterable[float]) -> str:
+    """Return a line about a host whose cores other processes use; empty if there is no such host.
+
+    Args:
+        host: its name.
+        cores: number of cores that the job may use.
+        busy: cores in use by all processes.
+        used: cores in use by the workers.
+        delays: of the workers that wait notably long for a core, in seconds per second.
+    """
+    others, most = busy - used, max(delays, default=0.0)
+    if not most or others < _OTHERS or busy < _FULL * cores:
+        return ""
+    return (
+        f"{host}: other processes use {others:.1f} of {cores} cores: each second, the threads of a worker "
+        f"together wait up to {most:.2g} s for a core"
+    )
+
+
+@dataclass
+class _WorkerSums:
+    """Sums over measurements of a worker."""
+
+    count: int = 0
+    cores: float = 0.0
+    delayed: float = 0.0
+
+
+@dataclass
+class HostLoads:
+    """Sums over the measurements of a host, without the first one, which covers an earlier time, too."""
+
+    cores: int = 0
+    _count: int = -1
+    _busy: float = 0.0
+    _workers: dict[int, _WorkerSums] = field(default_factory=dict)
+
+    def add(self, load: LoadMeasured) -> None:
+        """Add a measurement."""
+        self.cores = load.cores
+        self._count += 1
+        if not self._count:
+            return
+        self._busy += load.busy
+        for one in load.workers:
+            sums = self._workers.setdefault(one.worker, _WorkerSums())
+            sums.count += 1
+            sums.cores += one.cores
+            sums.delayed += one.delayed
+
+    def overload(self, host: str) -> str:
+        """Return the line about the host on average; see `tell_of_overload`."""
+        if self._count < 1:
+            return ""
+        means = [(sums.cores / sums.count, sums.delayed / sums.count) for sums in self._workers.values()]
+        delays = [delayed for cores, delayed in means if is_delayed(cores, delayed)]
+        used = sum(sums.cores for sums in self._workers.values()) / self._count
+        return tell_of_overload(host, self.cores, self._busy / self._count, used, delays)
