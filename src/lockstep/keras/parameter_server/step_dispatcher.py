@@ -61,6 +61,9 @@ class StepDispatcher(Dispatcher):
     def _handle(self, asked: Asked) -> None:
         match asked.message:
             case Done(step):
+                followed = self._followed.get(asked.process)
+                if followed is not None and followed[0].step == step:
+                    del self._followed[asked.process]
                 self._receive(asked, step)
             case EpochDone() if not self._is_ahead(asked.process):
                 self._assignments.give_back(asked.process)
@@ -70,9 +73,9 @@ class StepDispatcher(Dispatcher):
         """Whether a worker that follows a recorded order keeps a step of an epoch that it has not begun.
 
         There, it was one that had replaced a lost worker, and was further. It has computed the step, or was
-        lost with it; otherwise, it has got another one later.
+        lost with it; otherwise, it has got another one later. Others may already have computed it here.
         """
-        if self._recorded is None or process not in self._assignments.in_work().values():
+        if self._recorded is None or process not in self._followed:
             return False
         following = self._recorded.next_of(process)
         return following is None or following.kind is not Kind.ASSIGN
