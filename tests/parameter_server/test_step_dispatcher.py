@@ -422,6 +422,24 @@ def test_following_repeats_the_loss_of_a_worker_that_lives(make: Make, enter: An
     coordinator.drain()
 
 
+def test_following_keeps_a_step_for_a_worker_that_is_epochs_behind(make: Make, enter: Any) -> None:
+    """The recorded worker had joined later; it was lost with the step, which another has computed."""
+    recorded = [Record(Kind.ASSIGN, 2, 5), Record(Kind.ASSIGN, 1, 5), Record(Kind.DONE, 1, 5)]
+    coordinator, (one, two, _) = begun(make, enter, recorded=recorded)
+    assert two.ask(Next()).step == 5
+    assert one.ask(Next()).step == 5
+    one.send(*done(5))
+    coordinator.result()
+    coordinator.open(1)
+    coordinator.open(2)
+    for epoch in (0, 1):
+        assert two.ask(EpochDone(epoch, 2 * (epoch + 1))) == Opened(2)
+        assert two.ask(Next()).step == 5
+    two.send(*done(5))
+    until(coordinator, lambda: 2 in coordinator._parked)
+    assert 2 not in coordinator._followed
+
+
 def test_draining_waits_for_the_end_of_the_recorded_order(make: Make, enter: Any) -> None:
     recorded = [Record(Kind.ASSIGN, 1, 0), Record(Kind.DONE, 1, 0)]
     coordinator, (one, *_) = begun(make, enter, recorded=recorded)
