@@ -136,6 +136,19 @@ def main(turns: int = TURNS) -> None:
             for kind, (speeds, memory) in kinds.items():
                 print_row(f"{kind}", speeds, "batches/s")
                 print_row(f"{kind}, memory of a worker", memory, "MB")
+        for rows_of_table in TABLES[1:]:
+            model, found = f"table-{rows_of_table}", {"Embedding": [], SERVER: [], "tf_keras": []}
+            for turn in range(turns):
+                for kind in list(found)[:: 1 if turn % 2 else -1]:
+                    if kind != "tf_keras":
+                        option = ["server-table"] if kind == SERVER else []
+                        found[kind].append(lockstep("-n 2 --ps 1", "tensorflow", model, "loop", *option))
+                    elif rows_of_table <= LARGEST_OF_TF_KERAS:
+                        found[kind].append(tf_keras(model, 2, 1, "tf_keras_loop"))
+            print(f"custom loop, table of {rows_of_table:,} rows, 2 workers and 1 server, {turns} jobs each")
+            for kind, speeds in found.items():
+                if speeds:
+                    print_row(kind, speeds, "functions/s")
         for model, kind in (("mlp", "servers"), ("table-100000", "servers"), ("embedding", "loop")):
             kept, alone = [], []
             for turn in range(turns):

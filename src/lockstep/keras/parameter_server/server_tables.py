@@ -265,10 +265,16 @@ class ServerTable:
             blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
 
         Raises:
-            ModelError: functions are scheduled.
+            ModelError: functions are scheduled; or in `fit`, the optimizer has no such slot.
         """
         self._tables.refuse_load(self)
+        known = (VALUES, *self.slots()) if self._tables.is_within else None
         for slot, numbers, read in blocks:
+            if known is not None and slot not in known:
+                raise ModelError(
+                    f"the saved weights of layer {self.name!r} have variables of another optimizer than that "
+                    "of this fit: load them before fit"
+                )
             self._tables.write(self, slot, numbers, read)
         if not self._tables.is_within:
             if self.own is not None:
