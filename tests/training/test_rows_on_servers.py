@@ -256,6 +256,23 @@ def test_each_optimizer_has_slots_of_its_own() -> None:
     assert train(third, 2, begun=False) == 1
 
 
+def test_slots_of_another_optimizer_are_not_loaded_within_fit() -> None:
+    written: list[int] = []
+    tables: Any = SimpleNamespace(
+        servers=2,
+        is_within=True,
+        add=lambda table: 1,
+        refuse_load=lambda table: None,
+        slots=lambda table: (0,),
+        write=lambda table, slot, *_: written.append(slot),
+    )
+    table = server_tables.ServerTable(tables, "table", (4, 2), "float32", lambda *_: np.zeros((2, 2)))
+    blocks = [(slot, np.arange(4), lambda: np.zeros((4, 2))) for slot in (VALUES, 0, 1)]
+    with pytest.raises(ModelError, match="'table' have variables of another optimizer than that of this fit"):
+        table.load(blocks)
+    assert written == [VALUES, 0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_each_bit_and_each_place_of_a_row_changes_the_digest(dtype: str) -> None:
     rows, numbers = np.random.default_rng(1).normal(size=(6, 3)).astype(dtype), np.arange(6)
