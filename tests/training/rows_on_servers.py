@@ -1,10 +1,13 @@
 """Trains tables whose rows are on parameter servers only; prints exact results and rounded ones.
 
-    rows_on_servers.py serial | saved FOLDER | free | misused
+    rows_on_servers.py serial | saved FOLDER | free [SERVER CALL KIND NUMBER WHEN] |
+        lost FOLDER [SERVER CALL KIND NUMBER WHEN | SERVER between] | misused
 
 `serial` lets one step be in work at a time; without Lockstep, it prints what plain Keras computes. `saved`
 trains on after saving, and again after loading, also by `BackupAndRestore`. In `free`, a worker ends between
-its pushes to two servers, unless it follows a recorded order. `misused` prints errors.
+its pushes to two servers, and a server at the given point (see `losing_servers.py`), unless they follow a
+recorded order. `lost` lets one step be in work at a time, and a server ends at the given point, or between
+the calls of `fit`. `misused` prints errors.
 """
 
 import json
@@ -18,6 +21,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from losing_servers import lose_servers
 
 import lockstep
 from lockstep.errors import LockstepError
@@ -138,11 +142,50 @@ def free() -> None:
 
     if job.current().worker == 2 and job.current().context.order is None:
         AskingChannel.send = sent  # type: ignore[method-assign]
+    lose_servers(sys.argv[2:])
     model = build(keras.optimizers.Adam(0.05))
     fit(model, 4, callbacks=[Reads()], validation_data=(X, Y))
     show("losses", model.history.history)
     show("evaluated", model.evaluate(X, Y, 30, verbose=0))
     fit(model, 2)
+    print("digest", lockstep.digest(model), flush=True)
+
+
+class Loads(keras.callbacks.Callback):
+    """At the beginning of the second epoch, loads weights."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model.load_weights(self.file)
+
+
+def lost(folder: str, *point: str) -> None:
+    file = f"{folder}/model.weights.h5"
+    lose_servers([] if point[1:] == ("between",) else point)
+    optimizers = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.05, 0.9)
+    model = build(optimizers[0])
+    fit(model, 2, callbacks=[Reads()], validation_data=(X, Y))
+    show("first", model.history.history)
+    show("evaluated", [model.evaluate(X, Y, 30, verbose=0), model.predict(X, 50, verbose=0).tolist()])
+    model.save_weights(file)
+    here = job.current()
+    assert here.context.tasks is not None
+    if point[1:] == ("between",) and here.process == here.context.tasks.id_of_server(int(point[0])):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with lockstep.ParameterServerStrategy(max_staleness=0).scope():
+        model.compile(optimizers[1], "mse")
+    fit(model, 3, callbacks=[Reads(), Loads(file)])
+    show("second", model.history.history)
+    model.load_weights(file)
+    show("loaded", model.evaluate(X, Y, 30, verbose=0))
+    for optimizer in optimizers:
+        with lockstep.ParameterServerStrategy(max_staleness=0).scope():
+            model.compile(optimizer, "mse")
+        show("further", fit(model))
     print("digest", lockstep.digest(model), flush=True)
 
 
@@ -183,5 +226,7 @@ match KIND:
         saved(sys.argv[2])
     case "free":
         free()
+    case "lost":
+        lost(*sys.argv[2:])
     case "misused":
         misused()

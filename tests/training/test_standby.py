@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server import standby
+from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
-from lockstep.keras.parameter_server.servers import ServerChannel
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink, TakenOverError
 from lockstep.parameter_server import order
 from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record
@@ -382,10 +382,10 @@ def test_what_was_kept_before_a_state_is_dropped() -> None:
         link.confirm()
     assert [message for _, message, _ in kept.messages] == [Push(0, (0,)), Push(1, (0,))]
     link.send_state([gradient])
-    assert kept.messages == []
+    assert not kept.messages
     assert kept.state is not None
     link.send(1, Pull(2), [gradient])
     link.confirm()
-    assert kept.messages == []
+    assert not kept.messages
     assert list(kept.records) == [Record(Kind.PUSH, 1, 0), Record(Kind.PUSH, 1, 1), Record(Kind.PULL, 1, 2)]
     assert isinstance(link._asked, Keep)

@@ -86,6 +86,37 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
     slots: tuple[tuple[int, int], ...]
 
 
+class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
+    """A process asks a server for rows of a table that only servers have; the answer is `ServedValues`.
+
+    The numbers of the rows, in the whole table, are in the arrays. The answer has these rows, and names all
+    slots of the table.
+
+    Attributes:
+        table: its number.
+        slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
+        loads: how often the process has loaded rows of the table, outside of `fit`.
+    """
+
+    table: int
+    slot: int = -1
+    loads: int = 0
+
+
+class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):
+    """The chief replaces rows of a table that only servers have; the answer is `Applied`.
+
+    The numbers of the rows, and the rows, are in the arrays.
+
+    Attributes:
+        table: its number.
+        slot: as in `ReadRows`.
+    """
+
+    table: int
+    slot: int = -1
+
+
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """A server has another one keep a message that it processes; the answer is `Applied`.
 
@@ -97,7 +128,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """
 
     process: int
-    question: Pull | Push | Read | Write
+    question: Pull | Push | Read | Write | WriteRows
 
 
 class KeepState(msgspec.Struct, frozen=True, tag="keep state"):
@@ -219,37 +250,6 @@ class FunctionResult(msgspec.Struct, frozen=True):
 
     packed: bytes
     names: tuple[str, ...]
-
-
-class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
-    """A process asks a server for rows of a table that only servers have; the answer is `ServedValues`.
-
-    The numbers of the rows, in the whole table, are in the arrays. The answer has these rows, and names all
-    slots of the table.
-
-    Attributes:
-        table: its number.
-        slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
-        loads: how often the process has loaded rows of the table, outside of `fit`.
-    """
-
-    table: int
-    slot: int = -1
-    loads: int = 0
-
-
-class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):
-    """The chief replaces rows of a table that only servers have; the answer is `Applied`.
-
-    The numbers of the rows, and the rows, are in the arrays.
-
-    Attributes:
-        table: its number.
-        slot: as in `ReadRows`.
-    """
-
-    table: int
-    slot: int = -1
 
 
 class ServedValues(msgspec.Struct, frozen=True, tag="values"):

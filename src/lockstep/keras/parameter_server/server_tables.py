@@ -1,17 +1,16 @@
 """Embedding tables whose rows are on the parameter servers only.
 
-No process has a whole table, also between the calls of `fit`: each server creates and keeps a range of rows.
-In `fit`, workers read rows as of any table. Outside of it, and for validations and callbacks of the chief,
-a thread of each server answers reads of rows. A digest of all rows is a variable of the layer, so whatever
-compares the states of models compares the tables, too.
+No process has a whole table, also between the calls of `fit`: each server creates and keeps a range of rows,
+and so does its standby, which makes the same changes. In `fit`, workers read rows as of any table. Outside of
+it, a thread of each server answers reads of rows. A digest of all rows is a variable of the layer, so
+whatever compares the states of models compares the tables, too.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,8 +23,10 @@ from lockstep.errors import (
     ModelError,
     PeerLostError,
 )
+from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.parameter_server.row_digest import digest_of_rows
-from lockstep.protocol.parameter_server import Applied, Question, ReadRows, ServedValues, WriteRows
+from lockstep.parameter_server.tasks import ServerPlace
+from lockstep.protocol.parameter_server import Answer, Applied, ReadRows, ServedValues, WriteRows
 from lockstep.topology import split_evenly
 from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
 from lockstep.worker.job import Job
@@ -35,12 +36,9 @@ Array = npt.NDArray[Any]
 VALUES = -1
 """In place of the number of a slot: the rows themselves."""
 
-
-class Asks(Protocol):
-    """A connection to a server."""
-
-    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
-        """Ask, and wait for the answer."""
+_Met = tuple[int, bytes, list[int], list[dict[int, bytes]], list[tuple[int, int]]]
+"""What a process tells the others in `ServerTables.meet`: its id, its address, the servers whose rows it has,
+the digests of these rows for each table, and the numbers of the tables with their loads."""
 
 
 class TableRows:
@@ -164,6 +162,7 @@ class ServerTable:
         shape: number of rows, and of columns.
         dtype: of the rows.
         create: returns the initial values of a range of rows, given the first one and the one after the last.
+        standbys: whether the standby of each server has its rows, too.
 
     Attributes:
         number: of the table, in the order in which the script builds them.
@@ -173,6 +172,7 @@ class ServerTable:
         dtype: likewise.
         ranges: the first row of each server, and the row after its last one.
         loads: how often the script has loaded weights.
+        standbys: likewise.
     """
 
     def __init__(
@@ -182,23 +182,32 @@ class ServerTable:
         shape: tuple[int, int],
         dtype: Any,
         create: Callable[[int, int], Array],
+        standbys: bool,
     ) -> None:
-        self._tables, self._create = tables, create
+        self._tables, self._create, self.standbys = tables, create, standbys
+        self._rows: dict[int, TableRows] = {}
         self.number = tables.add(self)
         self.name, (self.rows, self.width), self.dtype = name, shape, np.dtype(dtype)
         self.ranges = ranges_of(self.rows, tables.servers)
         self.loads = 0
 
-    @cached_property
-    def own(self) -> TableRows | None:
-        """The rows that this process has, which it creates when they are first needed: a layer may be built
-        while a backend traces a function. None if it is no server, or one without rows.
+    def rows_of(self, server: int) -> TableRows | None:
+        """Return the rows of a server, if this process has them, and if there are any.
+
+        It creates them when they are first needed: a layer may be built while a backend traces a function.
         """
-        server = self._tables.server
-        if server is None or server >= len(self.ranges):
+        if server not in self._tables.held[: None if self.standbys else 1] or server >= len(self.ranges):
             return None
-        start, stop = self.ranges[server]
-        return TableRows(start, self._create(start, stop))
+        if server not in self._rows:
+            start, stop = self.ranges[server]
+            self._rows.setdefault(server, TableRows(start, self._create(start, stop)))
+        return self._rows[server]
+
+    @property
+    def held(self) -> dict[int, TableRows]:
+        """All rows that this process has, by their servers."""
+        found = {server: self.rows_of(server) for server in self._tables.held}
+        return {server: rows for server, rows in found.items() if rows is not None}
 
     def look_up(self, ids: Array) -> Array:
         """Return the rows of ids of any shape; negative ones count from the end.
@@ -222,8 +231,8 @@ class ServerTable:
     def load(self, blocks: Iterable[tuple[int, Array, Callable[[], Array]]]) -> None:
         """Replace rows and their slots.
 
-        In `fit`, the chief does it for all servers. Otherwise all processes call this, and a server loads its
-        own rows.
+        In `fit`, the chief does it for all servers. Otherwise all processes call this, and a server loads the
+        rows that it has.
 
         Args:
             blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
@@ -231,8 +240,8 @@ class ServerTable:
         for slot, numbers, read in blocks:
             self._tables.write(self, slot, numbers, read)
         if not self._tables.is_within:
-            if self.own is not None:
-                self.own.note_load()
+            for rows in self.held.values():
+                rows.note_load()
             self._tables.note_load(self)
 
     def slots(self) -> tuple[int, ...]:
@@ -247,8 +256,8 @@ class ServerTables:
         job: of the process.
 
     Attributes:
-        server: the index of this server; None in other processes.
-        servers: their number.
+        servers: the number of servers.
+        held: those whose rows this process has: itself, if it is one, and then those whose standby it is.
         closed: what would read rows that servers change meanwhile; empty if rows can be read.
         failure: the error of a lookup.
     """
@@ -261,16 +270,18 @@ class ServerTables:
         self._count = 0
         self._lock = threading.Lock()
         self._progress = threading.Condition()
-        self._within: Sequence[Asks] | None = None
-        self._channels: list[AskingChannel] | None = None
-        self._workers: tuple[int, ...] = ()
+        self._within: Sequence[ServerChannel] | None = None
+        self._channels: list[ServerChannel] | None = None
+        self._connected_to: list[list[int]] = []
+        self._holders: list[list[int]] = []
         self._end: AnsweringEnd | None = None
         self.closed = ""
         self.failure: LockstepError | None = None
         task, index = self._tasks.of(job.process)
-        self.server = index if task == "ps" else None
         self.servers = self._tasks.servers
-        if self.server is not None:
+        self.held: tuple[int, ...] = ()
+        if task == "ps":
+            self.held = index, *self._kept_for(job, index)
             self._end = AnsweringEnd(self._put, job.membership.accept)
         # Others may read rows, for example to save a model, until their scripts end.
         job.at_completion(lambda: job.exchange(lambda _, one: one.barrier(what="the end of the script")))
@@ -299,43 +310,78 @@ class ServerTables:
 
         Raises:
             PeerLostError: a server has ended.
-            DisagreementError: only some processes have loaded weights.
+            DisagreementError: only some processes have loaded weights, or a standby has other rows than its
+                server.
+            ModelError: only some of the tables have standbys.
         """
         if self._end is not None and self._end.entrance:
             self._job.membership.answers_at(self._end.entrance)
         address = b"" if self._end is None else self._end.address
-        digests = [b"" if one.own is None else one.own.digest().tobytes() for one in tables]
+        standbys = {one.standbys for one in tables}
+        if len(standbys) > 1:
+            raise ModelError(
+                f"{what}: only some ServerEmbedding layers of the model have standbys: give all of them the "
+                "same argument standbys"
+            )
+        digests = [{k: rows.digest().tobytes() for k, rows in one.held.items()} for one in tables]
         given = msgspec.msgpack.encode(
-            (self._job.process, address, digests, [(one.number, one.loads) for one in tables])
+            (self._job.process, address, self.held, digests, [(one.number, one.loads) for one in tables])
         )
         gathered = self._job.exchange(
             lambda view, communicator: dict(
                 zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
             )
         )
-        found = {
-            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[tuple[int, int]]])
-            for worker, one in gathered.items()
-        }
+        found = {worker: msgspec.msgpack.decode(one, type=_Met) for worker, one in gathered.items()}
         for position, table in enumerate(tables):
-            if len({known[position][0] for _, _, _, known in found.values()}) > 1:
+            if len({known[position][0] for *_, known in found.values()}) > 1:
                 raise DisagreementError(
                     f"{what}: some processes have built more ServerEmbedding layers before layer "
                     f"{table.name!r} than others: build and load models in all processes"
                 )
-            loads = {known[position][1]: process for process, _, _, known in found.values()}
+            loads = {known[position][1]: process for process, *_, known in found.values()}
             if len(loads) > 1:
                 least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
                 raise DisagreementError(
                     f"{what}: {most} has loaded the weights of layer {table.name!r} more often than {least}: "
                     "load them in all processes"
                 )
-        self._connect({process: (worker, at) for worker, (process, at, _, _) in found.items()}, what)
-        sums = np.zeros((len(tables), 2), np.uint64)
-        for _, _, of_process, _ in found.values():
-            for position, digest in enumerate(of_process):
-                sums[position] += np.frombuffer(digest or bytes(16), np.uint64)
-        return list(sums)
+        held = {process: servers for process, _, servers, *_ in found.values()}
+        holders = [self._holders_of(server, held) for server in range(self.servers)]
+        self._holders = (
+            holders
+            if True in standbys
+            else [
+                [process for process in of_server if process == self._tasks.id_of_server(server)]
+                for server, of_server in enumerate(holders)
+            ]
+        )
+        for server, of_server in enumerate(self._holders):
+            if not of_server:
+                raise self._lost(server, what)
+        self._connect({process: (worker, at) for worker, (process, at, *_) in found.items()}, holders)
+        return [
+            self._digest(table, [digests[k] for _, _, _, digests, _ in found.values()], what)
+            for k, table in enumerate(tables)
+        ]
+
+    def places(self, left: Collection[int], what: str) -> tuple[ServerPlace, ...]:
+        """Return where the shards of each server are in a call: where the rows of the tables are.
+
+        Args:
+            left: the ids of the processes that are left since `meet`.
+            what: names the call.
+
+        Raises:
+            PeerLostError: rows are lost.
+        """
+        found = []
+        for server, holders in enumerate(self._holders):
+            process, standby, *_ = *(one for one in holders if one in left), None, None
+            if process is None:
+                raise self._lost(server, what)
+            found.append(ServerPlace(process, standby))
+        return tuple(found)
 
     @property
     def is_within(self) -> bool:
@@ -343,7 +389,7 @@ class ServerTables:
         return self._within is not None
 
     @contextmanager
-    def within(self, servers: Sequence[Asks]) -> Iterator[None]:
+    def within(self, servers: Sequence[ServerChannel]) -> Iterator[None]:
         """Within the block, a call of `fit` on the chief, use its connections."""
         self._within = servers
         try:
@@ -367,11 +413,12 @@ class ServerTables:
                     asked.append((server, numbers[first:last]))
             parts = []
             for server, some in asked:
-                if server == self.server:
-                    assert table.own is not None
-                    parts.append(table.own.read(slot, some))
+                if (own := table.rows_of(server)) is not None:
+                    parts.append(own.read(slot, some))
                 else:
                     (found,) = channels[server].ask(ReadRows(table.number, slot, table.loads), [some])[1]
+                    if len(found) != len(some) and not table.standbys:
+                        raise self._lost(server, f"a read of layer {table.name!r}")
                     if len(found) != len(some):
                         raise DisagreementError(
                             f"parameter server {server} no longer has the rows of layer {table.name!r} that "
@@ -387,32 +434,31 @@ class ServerTables:
             if last > first and self._within is not None:
                 message = WriteRows(table.number, slot)
                 self._within[server].ask(message, [numbers[first:last], read()[first:last]])
-            elif last > first and server == self.server:
-                assert table.own is not None
-                table.own.write(slot, numbers[first:last], read()[first:last])
+            elif last > first and (own := table.rows_of(server)) is not None:
+                own.write(slot, numbers[first:last], read()[first:last])
 
     def slots(self, table: ServerTable) -> tuple[int, ...]:
         """Return the numbers of the slots of a table."""
-        if table.own is not None:
-            return table.own.slots
+        if (own := table.rows_of(0)) is not None:
+            return own.slots
         with self._lock:
             question = ReadRows(table.number, VALUES, table.loads)
             values, _ = self._connected(table)[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
 
-    def answer(self, asked: Asked) -> None:
-        """Answer a `ReadRows` or `WriteRows`."""
-        message: Any = asked.message
+    def answer(
+        self, server: int, message: ReadRows | WriteRows, arrays: Sequence[Array]
+    ) -> tuple[Answer, Sequence[Array]]:
+        """Read or write rows of a server; return the answer."""
         table = self._known.get(message.table)
-        own = None if table is None else table.own
-        if own is None:
-            asked.answer(ServedValues(), [np.zeros(0)])
-        elif isinstance(message, WriteRows):
-            own.write(message.slot, *asked.arrays)
-            asked.answer(Applied())
-        else:
-            slots = tuple((message.table, nth) for nth in own.slots)
-            asked.answer(ServedValues(slots), [own.read(message.slot, *asked.arrays)])
+        rows = None if table is None else table.rows_of(server)
+        if rows is None:
+            return ServedValues(), [np.zeros(0)]
+        if isinstance(message, WriteRows):
+            rows.write(message.slot, *arrays)
+            return Applied(), []
+        slots = tuple((message.table, nth) for nth in rows.slots)
+        return ServedValues(slots), [rows.read(message.slot, *arrays)]
 
     def _put(self, asked: Asked) -> None:
         message: Any = asked.message
@@ -429,26 +475,60 @@ class ServerTables:
             table = self._known.get(message.table)
             is_same = table is not None and table.loads == message.loads
         if is_same:
-            self.answer(asked)
+            asked.answer(*self.answer(asked.server, message, asked.arrays))
         else:
             asked.answer(ServedValues(), [np.zeros(0)])
 
-    def _connect(self, known: Mapping[int, tuple[int, bytes]], what: str) -> None:
-        """Connect to the servers, given the worker ids and addresses of all processes."""
-        processes = [self._tasks.id_of_server(index) for index in range(self.servers)]
-        for process in processes:
-            if process not in known:
-                raise PeerLostError(
-                    f"{what}: {self._tasks.name(process)} has ended, and no other process has its rows of "
-                    "embedding tables: start the job again from saved weights"
-                )
-        workers = tuple(known[process][0] for process in processes)
-        if workers == self._workers:
-            return
-        self._workers = workers
-        self._channels = [self._channel(process, *known[process]) for process in processes]
+    def _kept_for(self, job: Job, index: int) -> list[int]:
+        """Return the servers whose standby a server is, as long as the job lasts."""
+        if job.context.order is not None:
+            # A replay loses no server.
+            return []
+        own = self._tasks.id_of_server(index)
+        places = self._tasks.places(job.view.hosts)
+        return [server for server, place in enumerate(places) if own in place and server != index]
 
-    def _channel(self, process: int, worker: int, address: bytes) -> AskingChannel:
+    def _holders_of(self, server: int, held: Mapping[int, Collection[int]]) -> list[int]:
+        """Return the processes that have rows of a server: its own first, if it is left."""
+        circle = (self._tasks.id_of_server((server + k) % self.servers) for k in range(self.servers))
+        return [process for process in circle if server in held.get(process, ())]
+
+    def _digest(self, table: ServerTable, found: Sequence[Mapping[int, bytes]], what: str) -> Array:
+        """Return the digest of a table, given those of its ranges, by servers, that processes have."""
+        total = np.zeros(2, np.uint64)
+        for server in range(len(table.ranges)):
+            digests = {one[server] for one in found if server in one}
+            if len(digests) > 1:
+                raise DisagreementError(
+                    f"{what}: parameter server {server} and its standby have different rows of layer "
+                    f"{table.name!r}: build and load models with the same seeds and files in all processes"
+                )
+            total += np.frombuffer(digests.pop(), np.uint64)
+        return total
+
+    def _lost(self, server: int, what: str) -> PeerLostError:
+        return PeerLostError(
+            f"{what}: parameter server {server} has ended, and no other process has its rows of embedding "
+            "tables: start the job again from saved weights"
+        )
+
+    def _connect(self, known: Mapping[int, tuple[int, bytes]], holders: list[list[int]]) -> None:
+        """Connect to the processes that have rows, given the worker ids and addresses of all processes."""
+        if self._connected_to == holders:
+            return
+        for channel in self._channels or ():
+            channel.close()
+
+        def connects(process: int, server: int) -> Callable[[], AskingChannel]:
+            return lambda: self._channel(process, server, *known[process])
+
+        self._connected_to = holders
+        self._channels = [
+            ServerChannel([connects(process, server) for process in of_server])
+            for server, of_server in enumerate(holders)
+        ]
+
+    def _channel(self, process: int, server: int, worker: int, address: bytes) -> AskingChannel:
         membership = self._job.membership
 
         def is_lost() -> bool:
@@ -460,12 +540,12 @@ class ServerTables:
             self._tasks.name(process),
             self._job.policy.timeout,
             membership.dial(worker),
-            self._tasks.of(process)[1],
+            server,
             is_lost if self._job.context.over_hosts else None,
             self._job.worker,
         )
 
-    def _connected(self, table: ServerTable) -> Sequence[Asks]:
+    def _connected(self, table: ServerTable) -> Sequence[ServerChannel]:
         found = self._within if self._within is not None else self._channels
         if found is None:
             raise ModelError(
