@@ -138,8 +138,8 @@ def keep_nothing() -> None:
 
     places = Tasks.places
 
-    def alone(self: Any, hosts: Any) -> Any:
-        return tuple(ServerPlace(place.process, None) for place in places(self, hosts))
+    def alone(self: Any, *given: Any) -> Any:
+        return tuple(ServerPlace(place.process, None) for place in places(self, *given))
 
     Tasks.places = alone  # type: ignore[method-assign]
 

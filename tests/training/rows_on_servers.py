@@ -1,13 +1,13 @@
 """Trains tables whose rows are on parameter servers only; prints exact results and rounded ones.
 
     rows_on_servers.py serial | saved FOLDER | free [SERVER CALL KIND NUMBER WHEN] |
-        lost FOLDER [SERVER CALL KIND NUMBER WHEN | SERVER between] | misused
+        lost FOLDER [SERVER CALL KIND NUMBER WHEN | SERVER between] [+ ...] | misused
 
 `serial` lets one step be in work at a time; without Lockstep, it prints what plain Keras computes. `saved`
 trains on after saving, and again after loading, also by `BackupAndRestore`. In `free`, a worker ends between
 its pushes to two servers, and a server at the given point (see `losing_servers.py`), unless they follow a
-recorded order. `lost` lets one step be in work at a time, and a server ends at the given point, or between
-the calls of `fit`. `misused` prints errors.
+recorded order. `lost` lets one step be in work at a time, and servers end at the given points, or between the
+calls of `fit`. `misused` prints errors.
 """
 
 import json
@@ -165,7 +165,9 @@ class Loads(keras.callbacks.Callback):
 
 def lost(folder: str, *point: str) -> None:
     file = f"{folder}/model.weights.h5"
-    lose_servers([] if point[1:] == ("between",) else point)
+    points = [one.split() for one in " ".join(point).split("+")]
+    for one in points:
+        lose_servers([] if "between" in one else one)
     optimizers = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.05, 0.9)
     model = build(optimizers[0])
     fit(model, 2, callbacks=[Reads()], validation_data=(X, Y))
@@ -173,9 +175,9 @@ def lost(folder: str, *point: str) -> None:
     show("evaluated", [model.evaluate(X, Y, 30, verbose=0), model.predict(X, 50, verbose=0).tolist()])
     model.save_weights(file)
     here = job.current()
-    assert here.context.tasks is not None
-    if point[1:] == ("between",) and here.process == here.context.tasks.id_of_server(int(point[0])):
-        os.kill(os.getpid(), signal.SIGKILL)
+    for server in (one[0] for one in points if "between" in one):
+        if here.context.tasks is not None and here.worker == here.context.tasks.id_of_server(int(server)):
+            os.kill(os.getpid(), signal.SIGKILL)
     with lockstep.ParameterServerStrategy(max_staleness=0).scope():
         model.compile(optimizers[1], "mse")
     fit(model, 3, callbacks=[Reads(), Loads(file)])

@@ -117,6 +117,20 @@ class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):
     slot: int = -1
 
 
+class CopyRows(msgspec.Struct, frozen=True, tag="copy_rows"):
+    """The new standby of a server asks for rows that only servers have; the answer is `CopiedRows`.
+
+    The numbers of the rows, in the whole table, are in the arrays.
+
+    Attributes:
+        table: its number.
+        loads: as in `ReadRows`.
+    """
+
+    table: int
+    loads: int
+
+
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """A server has another one keep a message that it processes; the answer is `Applied`.
 
@@ -269,6 +283,21 @@ class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     digests: tuple[int, ...] = ()
 
 
+class CopiedRows(msgspec.Struct, frozen=True, tag="copied_rows"):
+    """Rows of a table, and all their slots, in the arrays.
+
+    Attributes:
+        slots: for each array after the first one the number of the optimizer, and that of the slot. The
+            optimizer -1 is the one that has trained the rows last, or whose slots were loaded.
+        optimizer: the number of the one that has trained the rows last; -1 if there is none.
+        loaded: whether rows were loaded since.
+    """
+
+    slots: tuple[tuple[int, int], ...]
+    optimizer: int
+    loaded: bool
+
+
 class Applied(msgspec.Struct, frozen=True, tag="applied"):
     """A server has processed a message.
 
@@ -360,5 +389,6 @@ Question = (
     | FunctionReturned
     | ReadRows
     | WriteRows
+    | CopyRows
 )
-Answer = ServedValues | Applied | Begin | Assigned | Opened | Passed | Ended
+Answer = ServedValues | CopiedRows | Applied | Begin | Assigned | Opened | Passed | Ended

@@ -268,6 +268,8 @@ class ServerProcess(TaskProcess):
             tables: the variables of which workers read and update rows.
         """
         placed = list(shards)
+        if self.tables is not None:
+            self.tables.note_optimizer(update.optimizer)
         for server, variables in self._variables.items():
             variables.add(update, [one for one in placed if one.server == server], tables)
 

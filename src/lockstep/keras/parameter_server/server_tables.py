@@ -26,7 +26,16 @@ from lockstep.errors import (
 from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.parameter_server.tasks import ServerPlace
-from lockstep.protocol.parameter_server import Answer, Applied, ReadRows, ServedValues, WriteRows
+from lockstep.protocol.parameter_server import (
+    Answer,
+    Applied,
+    CopiedRows,
+    CopyRows,
+    ReadRows,
+    ServedValues,
+    WriteRows,
+)
+from lockstep.system.notes import note
 from lockstep.topology import split_evenly
 from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
 from lockstep.worker.job import Job
@@ -35,6 +44,9 @@ Array = npt.NDArray[Any]
 
 VALUES = -1
 """In place of the number of a slot: the rows themselves."""
+
+_COPIED = 1 << 16
+"""Rows that a new standby asks for at a time."""
 
 _Met = tuple[int, bytes, list[int], list[dict[int, bytes]], list[tuple[int, int]]]
 """What a process tells the others in `ServerTables.meet`: its id, its address, the servers whose rows it has,
@@ -91,6 +103,36 @@ class TableRows:
         self._slots, self._optimizer, self._loaded = found, weakref.ref(optimizer), False
         return self._slots
 
+    def copied(self, numbers: Array, number_of: Mapping[Any, int]) -> tuple[CopiedRows, list[Array]]:
+        """Return rows with all their slots, given the numbers of the optimizers; see `paste`."""
+        kept = {-1: self._slots} | {number_of[one]: slots for one, slots in self._of_others.items()}
+        last = None if self._optimizer is None else self._optimizer()
+        positions = numbers - self.start
+        found = {(of, nth): slot[positions] for of, slots in kept.items() for nth, slot in slots.items()}
+        answer = CopiedRows(tuple(found), -1 if last is None else number_of[last], self._loaded)
+        return answer, [self.values[positions], *found.values()]
+
+    def paste(
+        self, numbers: Array, given: CopiedRows, arrays: Sequence[Array], number_of: Mapping[Any, int]
+    ) -> None:
+        """Take over rows, with all their slots, from another process that has them."""
+        optimizers = {number: one for one, number in number_of.items()}
+        last = optimizers.get(given.optimizer)
+        self._optimizer, self._loaded = None if last is None else weakref.ref(last), given.loaded
+        self.write(VALUES, numbers, arrays[0])
+        for (of, nth), rows in zip(given.slots, arrays[1:], strict=True):
+            if of != -1 and of not in optimizers:
+                continue
+            slots = self._slots if of == -1 else self._of_others.setdefault(optimizers[of], {})
+            # Zeros take no memory before they change.
+            is_zero = nth in slots and not rows.view(np.uint8).any()
+            if of == -1 and not is_zero:
+                self.write(nth, numbers, rows)
+            elif not is_zero:
+                if nth not in slots:
+                    slots[nth] = self._filled(np.zeros_like(rows[:1]))
+                slots[nth][numbers - self.start] = rows
+
     def note_load(self) -> None:
         """Note that rows were loaded, perhaps with slots: of the optimizer of the next call of `fit`."""
         self._loaded = True
@@ -113,7 +155,8 @@ class TableRows:
     def write(self, slot: int, numbers: Array, rows: Array) -> None:
         """Replace rows, or their slots."""
         if slot not in self._slots and slot != VALUES:
-            self._slots[slot] = np.zeros((len(self.values), *rows.shape[1:]), rows.dtype)
+            self.digest()
+            self._slots[slot] = self._filled(np.zeros_like(rows[:1]))
             self._sums += digest_of_rows(self._numbers, self._slots[slot], 1 + slot)
         positions = numbers - self.start
         self.touch(positions)
@@ -191,6 +234,21 @@ class ServerTable:
         self.ranges = ranges_of(self.rows, tables.servers)
         self.loads = 0
 
+    def copy_rows(self, server: int, ask: Callable[[CopyRows, Array], tuple[Any, list[Array]]]) -> None:
+        """Copy the rows of a server, given what asks a process that has them."""
+        if not self.standbys or server >= len(self.ranges):
+            return
+        start, stop = self.ranges[server]
+        made = TableRows(start, np.zeros((stop - start, self.width), self.dtype))
+        for first in range(start, stop, _COPIED):
+            numbers = np.arange(first, min(first + _COPIED, stop))
+            answer, arrays = ask(CopyRows(self.number, self.loads), numbers)
+            if not isinstance(answer, CopiedRows):
+                # The script has dropped the layer.
+                return
+            made.paste(numbers, answer, arrays, self._tables.optimizers)
+        self._rows[server] = made
+
     def rows_of(self, server: int) -> TableRows | None:
         """Return the rows of a server, if this process has them, and if there are any.
 
@@ -258,6 +316,7 @@ class ServerTables:
     Attributes:
         servers: the number of servers.
         held: those whose rows this process has: itself, if it is one, and then those whose standby it is.
+        optimizers: those that have trained tables, with their numbers, which are the same on all servers.
         closed: what would read rows that servers change meanwhile; empty if rows can be read.
         failure: the error of a lookup.
     """
@@ -277,6 +336,8 @@ class ServerTables:
         self._end: AnsweringEnd | None = None
         self.closed = ""
         self.failure: LockstepError | None = None
+        self.optimizers = weakref.WeakKeyDictionary[Any, int]()
+        self._trained_by = 0
         task, index = self._tasks.of(job.process)
         self.servers = self._tasks.servers
         self.held: tuple[int, ...] = ()
@@ -300,6 +361,12 @@ class ServerTables:
         with self._progress:
             table.loads += 1
             self._progress.notify_all()
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Note that an optimizer is about to train tables; all servers call this."""
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = self._trained_by
+            self._trained_by += 1
 
     def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
         """Connect to the servers, and return the digests of tables; all processes call this.
@@ -327,9 +394,12 @@ class ServerTables:
         given = msgspec.msgpack.encode(
             (self._job.process, address, self.held, digests, [(one.number, one.loads) for one in tables])
         )
-        gathered = self._job.exchange(
-            lambda view, communicator: dict(
-                zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
+        hosts, gathered = self._job.exchange(
+            lambda view, communicator: (
+                view.hosts,
+                dict(
+                    zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
+                ),
             )
         )
         found = {worker: msgspec.msgpack.decode(one, type=_Met) for worker, one in gathered.items()}
@@ -349,7 +419,7 @@ class ServerTables:
         held = {process: servers for process, _, servers, *_ in found.values()}
         holders = [self._holders_of(server, held) for server in range(self.servers)]
         self._holders = (
-            holders
+            list(holders)
             if True in standbys
             else [
                 [process for process in of_server if process == self._tasks.id_of_server(server)]
@@ -359,7 +429,10 @@ class ServerTables:
         for server, of_server in enumerate(self._holders):
             if not of_server:
                 raise self._lost(server, what)
-        self._connect({process: (worker, at) for worker, (process, at, *_) in found.items()}, holders)
+        known = {process: (worker, at) for worker, (process, at, *_) in found.items()}
+        self._connect(known, holders)
+        if self._job.context.order is None and True in standbys and self._complete(hosts):
+            self._connect(known, list(self._holders))
         return [
             self._digest(table, [digests[k] for _, _, _, digests, _ in found.values()], what)
             for k, table in enumerate(tables)
@@ -382,6 +455,34 @@ class ServerTables:
                 raise self._lost(server, what)
             found.append(ServerPlace(process, standby))
         return tuple(found)
+
+    def _complete(self, hosts: Sequence[Collection[int]]) -> bool:
+        """Give servers new standbys in place of lost ones; return whether there are any.
+
+        Args:
+            hosts: the ids of the processes of each host.
+        """
+        new = False
+        for server, place in enumerate(self._tasks.places(hosts, self._holders)):
+            if place.standby is None or place.standby in self._holders[server]:
+                continue
+            if place.standby == self._job.process:
+                self._copy(server, place.process)
+            self._holders[server] = [*self._holders[server], place.standby]
+            new = True
+        return new
+
+    def _copy(self, server: int, process: int) -> None:
+        """Copy the rows of a server that another process has: this process is the new standby."""
+        note(
+            f"{self._tasks.name(process)} has the rows of parameter server {server}; this process, the new "
+            "standby, copies them"
+        )
+        assert self._channels is not None
+        channel = self._channels[server]
+        for table in list(self._known.values()):
+            table.copy_rows(server, lambda message, numbers: channel.ask(message, [numbers]))
+        self.held = *self.held, server
 
     @property
     def is_within(self) -> bool:
@@ -447,7 +548,7 @@ class ServerTables:
         return tuple(nth for _, nth in values.slots)
 
     def answer(
-        self, server: int, message: ReadRows | WriteRows, arrays: Sequence[Array]
+        self, server: int, message: ReadRows | WriteRows | CopyRows, arrays: Sequence[Array]
     ) -> tuple[Answer, Sequence[Array]]:
         """Read or write rows of a server; return the answer."""
         table = self._known.get(message.table)
@@ -457,12 +558,14 @@ class ServerTables:
         if isinstance(message, WriteRows):
             rows.write(message.slot, *arrays)
             return Applied(), []
+        if isinstance(message, CopyRows):
+            return rows.copied(arrays[0], self.optimizers)
         slots = tuple((message.table, nth) for nth in rows.slots)
         return ServedValues(slots), [rows.read(message.slot, *arrays)]
 
     def _put(self, asked: Asked) -> None:
         message: Any = asked.message
-        if not isinstance(message, ReadRows):
+        if not isinstance(message, ReadRows | CopyRows):
             return
 
         def has_arrived() -> bool:
