@@ -1,13 +1,13 @@
 """Trains tables whose rows are on parameter servers only; prints exact results and rounded ones.
 
     rows_on_servers.py serial | saved FOLDER | free [SERVER CALL KIND NUMBER WHEN] |
-        lost FOLDER [SERVER CALL KIND NUMBER WHEN | SERVER between] [+ ...] | misused
+        (lost | lost-for-good) FOLDER [SERVER CALL KIND NUMBER WHEN | SERVER between] [+ ...] | misused
 
 `serial` lets one step be in work at a time; without Lockstep, it prints what plain Keras computes. `saved`
 trains on after saving, and again after loading, also by `BackupAndRestore`. In `free`, a worker ends between
 its pushes to two servers, and a server at the given point (see `losing_servers.py`), unless they follow a
 recorded order. `lost` lets one step be in work at a time, and servers end at the given points, or between the
-calls of `fit`. `misused` prints errors.
+calls of `fit`; in `lost-for-good` tables have no standbys. `misused` prints errors.
 """
 
 import json
@@ -54,8 +54,9 @@ def build(optimizer: Any, **options: Any) -> keras.Model:
             # Keras casts such ids.
             layers.Input((3,), dtype="float32", name="words"),
         )
-        of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, name="of_words")
-        of_users = lockstep.ServerEmbedding(USERS, 4, name="of_users", **options)
+        kept = KIND != "lost-for-good"
+        of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, standbys=kept, name="of_words")
+        of_users = lockstep.ServerEmbedding(USERS, 4, standbys=kept, name="of_users", **options)
         parts = [of_users(user), layers.GlobalAveragePooling1D()(of_words(words)), of_users(user // 2)]
         model = keras.Model({"user": user, "words": words}, layers.Dense(1)(layers.Concatenate()(parts)))
         model.compile(optimizer, "mse")
@@ -228,7 +229,7 @@ match KIND:
         saved(sys.argv[2])
     case "free":
         free()
-    case "lost":
+    case "lost" | "lost-for-good":
         lost(*sys.argv[2:])
     case "misused":
         misused()

@@ -299,7 +299,7 @@ class ServerProcess(TaskProcess):
                     self._repeat(asked.server)
                 case _:
                     self._shards(asked).arrive(asked)
-        for server, kept in self._kept.items():
+        for server, kept in list(self._kept.items()):
             while kept.messages and server in self._repeating:
                 self._repeat(server)
 

@@ -45,8 +45,8 @@ Array = npt.NDArray[Any]
 VALUES = -1
 """In place of the number of a slot: the rows themselves."""
 
-_COPIED = 1 << 16
-"""Rows that a new standby asks for at a time."""
+_BLOCK = 1 << 16
+"""Rows that a new standby copies at a time."""
 
 _Met = tuple[int, bytes, list[int], list[dict[int, bytes]], list[tuple[int, int]]]
 """What a process tells the others in `ServerTables.meet`: its id, its address, the servers whose rows it has,
@@ -71,8 +71,8 @@ class TableRows:
         self._slots: dict[int, Array] = {}
         self._of_others = weakref.WeakKeyDictionary[Any, dict[int, Array]]()
         self._loaded = False
-        self._numbers = np.arange(start, start + len(values))
-        self._sums = digest_of_rows(self._numbers, values)
+        self._all = range(len(values))
+        self._sums = self._digest(self._all, {VALUES: values})
         self._changed = np.zeros(len(values), bool)
 
     def slots_of(self, optimizer: Any, initial: Mapping[int, Array], *, begun: bool) -> dict[int, Array]:
@@ -99,7 +99,7 @@ class TableRows:
         if found is None or found.keys() != initial.keys():
             found = {nth: self._filled(row) for nth, row in initial.items()}
         if found is not self._slots:
-            self._sums += self._digest_of_slots(found) - self._digest_of_slots(self._slots)
+            self._sums += self._digest(self._all, found) - self._digest(self._all, self._slots)
         self._slots, self._optimizer, self._loaded = found, weakref.ref(optimizer), False
         return self._slots
 
@@ -144,12 +144,12 @@ class TableRows:
             positions: of the rows, all different; the first row of the server has position 0.
         """
         first = positions[~self._changed[positions]]
-        self._sums -= self._digest(first)
+        self._sums -= self._digest(first, self._arrays)
         self._changed[first] = True
 
     def read(self, slot: int, numbers: Array) -> Array:
         """Return rows, or their slots, by the numbers of the rows in the whole table."""
-        rows: Array = self._array(slot)[numbers - self.start]
+        rows: Array = self._arrays[slot][numbers - self.start]
         return rows
 
     def write(self, slot: int, numbers: Array, rows: Array) -> None:
@@ -157,10 +157,10 @@ class TableRows:
         if slot not in self._slots and slot != VALUES:
             self.digest()
             self._slots[slot] = self._filled(np.zeros_like(rows[:1]))
-            self._sums += digest_of_rows(self._numbers, self._slots[slot], 1 + slot)
+            self._sums += self._digest(self._all, {slot: self._slots[slot]})
         positions = numbers - self.start
         self.touch(positions)
-        self._array(slot)[positions] = rows
+        self._arrays[slot][positions] = rows
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -170,25 +170,22 @@ class TableRows:
     def digest(self) -> Array:
         """Return the digest of the rows and their slots."""
         (changed,) = np.nonzero(self._changed)
-        self._sums += self._digest(changed)
+        self._sums += self._digest(changed, self._arrays)
         self._changed[:] = False
         return self._sums.copy()
 
-    def _digest(self, positions: Array) -> Array:
-        numbers = self._numbers[positions]
-        total = digest_of_rows(numbers, self.values[positions])
-        for nth, slot in self._slots.items():
-            total += digest_of_rows(numbers, slot[positions], 1 + nth)
+    def _digest(self, positions: Array | range, arrays: Mapping[int, Array]) -> Array:
+        """Return the digest of some rows of arrays, given by their slots."""
+        total = np.zeros(2, np.uint64)
+        for first in range(0, len(positions), _BLOCK):
+            some = np.asarray(positions[first : first + _BLOCK])
+            for slot, array in arrays.items():
+                total += digest_of_rows(self.start + some, array[some], slot - VALUES)
         return total
 
-    def _digest_of_slots(self, slots: Mapping[int, Array]) -> Array:
-        total = np.zeros_like(self._sums)
-        for nth, slot in slots.items():
-            total += digest_of_rows(self._numbers, slot, 1 + nth)
-        return total
-
-    def _array(self, slot: int) -> Array:
-        return self.values if slot == VALUES else self._slots[slot]
+    @property
+    def _arrays(self) -> dict[int, Array]:
+        return {VALUES: self.values, **self._slots}
 
     def _filled(self, row: Array) -> Array:
         """Return the same row for all rows; zeros take no memory before they change."""
@@ -240,8 +237,8 @@ class ServerTable:
             return
         start, stop = self.ranges[server]
         made = TableRows(start, np.zeros((stop - start, self.width), self.dtype))
-        for first in range(start, stop, _COPIED):
-            numbers = np.arange(first, min(first + _COPIED, stop))
+        for first in range(start, stop, _BLOCK):
+            numbers = np.arange(first, min(first + _BLOCK, stop))
             answer, arrays = ask(CopyRows(self.number, self.loads), numbers)
             if not isinstance(answer, CopiedRows):
                 # The script has dropped the layer.
