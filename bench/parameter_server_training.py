@@ -1,6 +1,6 @@
 """A process of a job with parameter servers, or of a synchronous one; the chief prints batches per second.
 
-    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow | no-standby | server-table]
+    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow | no-standby | server-table ...]
     parameter_server_training.py embedding loop | tf_keras_loop [no-standby]
     parameter_server_training.py table-ROWS servers | tf_keras
 
@@ -9,20 +9,21 @@ batches of 2 examples), or `mlp`, batches of 64. With `slow`, the last worker sl
 With `no-standby`, no server keeps what another one processes.
 `embedding` is the custom loop of that tutorial: 7 words with an embedding of 16 values, batches of 32.
 `table-ROWS` looks up 20 rows of 8 values for each of 64 examples in a table, with `server-table` in a
-`ServerEmbedding`; each worker of Lockstep also prints the bytes of the arrays that it exchanges in a step,
-and the memory that it has used at most.
+`ServerEmbedding`; worker 1 of Lockstep also prints the bytes of the arrays that it exchanges in a step, and
+each process the memory that it has used at most.
 """
 
 import os
 import resource
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 MODEL, KIND = sys.argv[1:3]
-SLOW, ALONE, ON_SERVERS = (sys.argv[3:] == [option] for option in ("slow", "no-standby", "server-table"))
+SLOW, ALONE, ON_SERVERS = (option in sys.argv[3:] for option in ("slow", "no-standby", "server-table"))
 STEPS, BATCH = (200, 2) if MODEL == "tutorial" else (200, 64)
 EPOCHS = 6
 SLOWDOWN = 9
@@ -55,7 +56,7 @@ def embedding_of(layers: Any) -> Any:
         return layers.Embedding
     import lockstep
 
-    return lockstep.ServerEmbedding
+    return partial(lockstep.ServerEmbedding, standbys=not ALONE)
 
 
 def examples(count: int) -> tuple[Any, Any]:
@@ -240,6 +241,7 @@ def train_in_lockstep() -> None:
         print("speed", STEPS * replicas * (EPOCHS - 2) / timer.seconds, flush=True)
     elif ROWS and own.worker == 1:
         print("bytes", counted[0] / counted[1], flush=True)
+    if ROWS:
         print("memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, flush=True)
 
 

@@ -381,8 +381,8 @@ class ServerTables:
         if self._end is not None and self._end.entrance:
             self._job.membership.answers_at(self._end.entrance)
         address = b"" if self._end is None else self._end.address
-        standbys = {one.standbys for one in tables}
-        if len(standbys) > 1:
+        standbys = tables[0].standbys
+        if any(one.standbys != standbys for one in tables):
             raise ModelError(
                 f"{what}: only some ServerEmbedding layers of the model have standbys: give all of them the "
                 "same argument standbys"
@@ -413,23 +413,11 @@ class ServerTables:
                     f"{what}: {most} has loaded the weights of layer {table.name!r} more often than {least}: "
                     "load them in all processes"
                 )
-        held = {process: servers for process, _, servers, *_ in found.values()}
-        holders = [self._holders_of(server, held) for server in range(self.servers)]
-        self._holders = (
-            list(holders)
-            if True in standbys
-            else [
-                [process for process in of_server if process == self._tasks.id_of_server(server)]
-                for server, of_server in enumerate(holders)
-            ]
-        )
-        for server, of_server in enumerate(self._holders):
-            if not of_server:
-                raise self._lost(server, what)
         known = {process: (worker, at) for worker, (process, at, *_) in found.items()}
-        self._connect(known, holders)
-        if self._job.context.order is None and True in standbys and self._complete(hosts):
-            self._connect(known, list(self._holders))
+        self._place({process: held for process, _, held, *_ in found.values()}, standbys, what)
+        self._connect(known)
+        if standbys and self._job.context.order is None and self._complete(hosts):
+            self._connect(known)
         return [
             self._digest(table, [digests[k] for _, _, _, digests, _ in found.values()], what)
             for k, table in enumerate(tables)
@@ -588,10 +576,28 @@ class ServerTables:
         places = self._tasks.places(job.view.hosts)
         return [server for server, place in enumerate(places) if own in place and server != index]
 
-    def _holders_of(self, server: int, held: Mapping[int, Collection[int]]) -> list[int]:
-        """Return the processes that have rows of a server: its own first, if it is left."""
-        circle = (self._tasks.id_of_server((server + k) % self.servers) for k in range(self.servers))
-        return [process for process in circle if server in held.get(process, ())]
+    def _place(self, held: Mapping[int, Collection[int]], standbys: bool, what: str) -> None:
+        """Note which processes have the rows of each server: its own first, if it is left.
+
+        Args:
+            held: the servers whose rows each process has.
+            standbys: whether the tables have standbys: of others, only the servers themselves have rows.
+            what: names the call.
+
+        Raises:
+            PeerLostError: rows are lost.
+        """
+        self._holders = []
+        for server in range(self.servers):
+            circle = [self._tasks.id_of_server((server + k) % self.servers) for k in range(self.servers)]
+            some = circle if standbys else circle[:1]
+            # More than two have them only if servers were lost while the others created the tables.
+            holders = [process for process in some if server in held.get(process, ())][:2]
+            if not holders:
+                raise self._lost(server, what)
+            self._holders.append(holders)
+            if standbys and server in self.held and self._job.process not in holders:
+                self.held = tuple(one for one in self.held if one != server)
 
     def _digest(self, table: ServerTable, found: Sequence[Mapping[int, bytes]], what: str) -> Array:
         """Return the digest of a table, given those of its ranges, by servers, that processes have."""
@@ -612,9 +618,9 @@ class ServerTables:
             "tables: start the job again from saved weights"
         )
 
-    def _connect(self, known: Mapping[int, tuple[int, bytes]], holders: list[list[int]]) -> None:
+    def _connect(self, known: Mapping[int, tuple[int, bytes]]) -> None:
         """Connect to the processes that have rows, given the worker ids and addresses of all processes."""
-        if self._connected_to == holders:
+        if self._connected_to == self._holders:
             return
         for channel in self._channels or ():
             channel.close()
@@ -622,10 +628,10 @@ class ServerTables:
         def connects(process: int, server: int) -> Callable[[], AskingChannel]:
             return lambda: self._channel(process, server, *known[process])
 
-        self._connected_to = holders
+        self._connected_to = list(self._holders)
         self._channels = [
             ServerChannel([connects(process, server) for process in of_server])
-            for server, of_server in enumerate(holders)
+            for server, of_server in enumerate(self._holders)
         ]
 
     def _channel(self, process: int, server: int, worker: int, address: bytes) -> AskingChannel:
