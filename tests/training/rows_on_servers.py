@@ -56,7 +56,7 @@ def build(optimizer: Any, **options: Any) -> keras.Model:
         )
         kept = KIND != "lost-for-good"
         of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, standbys=kept, name="of_words")
-        of_users = lockstep.ServerEmbedding(USERS, 4, standbys=kept, name="of_users", **options)
+        of_users = lockstep.ServerEmbedding(USERS, 4, **{"standbys": kept, "name": "of_users", **options})
         parts = [of_users(user), layers.GlobalAveragePooling1D()(of_words(words)), of_users(user // 2)]
         model = keras.Model({"user": user, "words": words}, layers.Dense(1)(layers.Concatenate()(parts)))
         model.compile(optimizer, "mse")
@@ -214,6 +214,7 @@ def misused() -> None:
     )
     attempt(lambda: jax.grad(lambda weights: other.stateless_call(weights, rest, X)[0].sum())(trained))
     attempt(lambda: model.evaluate({**X, "user": np.full(120, USERS)}, Y, verbose=0))
+    attempt(lambda: build("adam", standbys=False).evaluate(X, Y, verbose=0))
     if lockstep.is_chief():
         model.get_layer("of_users").load_own_variables(dict.fromkeys(f"rows-{k}" for k in range(4)))
     attempt(lambda: model.predict(X, verbose=0))

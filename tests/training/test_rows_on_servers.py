@@ -77,8 +77,8 @@ def test_saved_rows_and_slots_continue_the_training(
                 "1 fit-1 read 2 confirmed",
                 "0 fit-1 push 8 repeated",
                 "1 others read-rows 2 received",
-                "1 fit-3 push 5 answered",
-                "0 fit-3 end 1 received",
+                "1 fit-2 push 5 answered",
+                "0 fit-2 end 1 received",
             )
         ),
     ],
@@ -160,6 +160,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "layer 'of_users' is a ServerEmbedding, of which workers read rows only, but it is not trainable",
         "is a ServerEmbedding, whose rows have gradients in fit only; use keras.layers.Embedding in a loop",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
+        "evaluate 3: only some ServerEmbedding layers of the model have standbys: give all of them the same",
         "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
         "predict 2: some processes have built more ServerEmbedding layers before layer 'of_words' than",
     ]
