@@ -141,7 +141,7 @@ def test_lost_servers_change_no_bit(
 @pytest.mark.slow
 def test_tables_without_standbys_end_the_job_with_a_server(launch: Launch, tmp_path: Path) -> None:
     for lost, said in (
-        ("0 fit-1 push 7 sent", "parameter server 0 has ended; its log says why; no standby has its weights"),
+        ("0 fit-1 push 7 received", "server 0 has ended; its log says why; no standby has its weights"),
         ("1 between", "parameter server 1 has ended, and no other process has its rows of embedding tables"),
     ):
         run = launch("-n 1 --ps 2", SCRIPT, "lost-for-good", str(tmp_path), *lost.split())
