@@ -151,19 +151,21 @@ def main(turns: int = TURNS) -> None:
             print_row("none has", alone, "batches/s")
             print_row("with standbys / without", [a / b for a, b in zip(kept, alone, strict=True)], "times")
         for rows_of_table in TABLES[2:]:
-            kept, alone, of_kept, of_alone = [], [], [], []
+            speeds, cores, memory = (
+                {option: list[float]() for option in ("", "no-standby")} for _ in range(3)
+            )
             for turn in range(turns):
                 for option in ("", "no-standby") if turn % 2 else ("no-standby", ""):
                     given = f"table-{rows_of_table}", "servers", "server-table", *option.split()
                     found, logs = lockstep_with_logs("-n 2 --ps 2", "tensorflow", *given)
-                    (alone if option else kept).append(found)
-                    (of_alone if option else of_kept).append(shown(logs[-1], "memory"))
+                    speeds[option].append(found)
+                    cores[option].append(shown(logs[-1], "cores"))
+                    memory[option].append(shown(logs[-1], "memory"))
             print(f"{SERVER}, {rows_of_table:,} rows, tensorflow, 2 workers and 2 servers, {turns} jobs each")
-            print_row("each server has a standby", kept, "batches/s")
-            print_row("none has", alone, "batches/s")
-            print_row("with standbys / without", [a / b for a, b in zip(kept, alone, strict=True)], "times")
-            print_row("memory of a server with standbys", of_kept, "MB")
-            print_row("memory of a server without", of_alone, "MB")
+            for option, name in (("", "each server has a standby"), ("no-standby", "none has")):
+                print_row(name, speeds[option], "batches/s")
+                print_row(f"{name}, time of a server's cores for a step", cores[option], "ms")
+                print_row(f"{name}, memory of a server", memory[option], "MB")
         asynchronous, without, synchronous = [], [], []
         for _ in range(turns):
             asynchronous.append(lockstep("-n 3 --ps 1", "jax", "mlp", "servers", "slow"))
