@@ -7,7 +7,7 @@ its epochs after the first two. No process is pinned; those of Lockstep have one
 same model with the same numbers of workers and servers. In the rows with a slow worker, one of three sleeps
 nine times as long in each step as its fastest step has taken. In those of tables, each step looks up 1,280
 rows of 8 values; the bytes are those of the arrays between a worker, the server and the chief, and the memory
-is the most that a worker has used, with what it shares.
+is the most that a worker, or a server, has used, with what it shares.
 """
 
 import argparse
@@ -37,19 +37,25 @@ LOCKSTEP = [sys.executable, "-m", "lockstep", "run", "--threads-per-worker", "1"
 
 def lockstep(options: str, backend: str, *arguments: str) -> float:
     """Run a job; return the batches per second that its chief prints."""
-    return lockstep_with_log(options, backend, *arguments)[0]
+    return lockstep_with_logs(options, backend, *arguments)[0]
 
 
-def lockstep_with_log(options: str, backend: str, *arguments: str) -> tuple[float, str]:
-    """Run a job; return the batches per second that its chief prints, and the log of worker 1."""
+def lockstep_with_logs(options: str, backend: str, *arguments: str) -> tuple[float, list[str]]:
+    """Run a job; return the batches per second that its chief prints, and the logs of all processes."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         command = [*LOCKSTEP, *options.split(), "--run-dir", str(Path(name) / "run"), SCRIPT, *arguments]
         done = subprocess.run(
             command, env=environment(backend, 1), capture_output=True, text=True, timeout=SECONDS
         )
-        log = Path(name) / "run" / "worker-1.log"
-        text = log.read_text() if log.exists() else ""
-    return speed(done.stdout, done.returncode, done.stderr), text
+        found = speed(done.stdout, done.returncode, done.stderr)
+        logs = sorted((Path(name) / "run").glob("worker-?.log"))
+        return found, [log.read_text() for log in logs]
+
+
+def shown(log: str, mark: str) -> float:
+    """Return the number after a mark in a log."""
+    (line,) = (line for line in log.splitlines() if line.startswith(f"{mark} "))
+    return float(line.split()[1])
 
 
 def speed(output: str, status: int, errors: str) -> float:
@@ -110,10 +116,9 @@ def main(turns: int = TURNS) -> None:
         for rows_of_table in TABLES:
             model, ours, others, sizes = f"table-{rows_of_table}", [], [], []
             for _ in range(turns):
-                found, log = lockstep_with_log("-n 2 --ps 1", "tensorflow", model, "servers")
-                (line,) = (line for line in log.splitlines() if line.startswith("bytes "))
+                found, logs = lockstep_with_logs("-n 2 --ps 1", "tensorflow", model, "servers")
                 ours.append(found)
-                sizes.append(float(line.split()[1]))
+                sizes.append(shown(logs[1], "bytes"))
                 if rows_of_table <= LARGEST_OF_TF_KERAS:
                     others.append(tf_keras(model, 2, 1))
             print(f"table of {rows_of_table:,} rows on tensorflow, 2 workers and 1 server, {turns} jobs each")
@@ -128,10 +133,9 @@ def main(turns: int = TURNS) -> None:
                 for kind in list(kinds)[:: 1 if turn % 2 else -1]:
                     option = ["server-table"] if kind == SERVER else []
                     model = f"table-{rows_of_table}"
-                    found, log = lockstep_with_log("-n 2 --ps 1", "tensorflow", model, "servers", *option)
-                    (line,) = (line for line in log.splitlines() if line.startswith("memory "))
+                    found, logs = lockstep_with_logs("-n 2 --ps 1", "tensorflow", model, "servers", *option)
                     kinds[kind][0].append(found)
-                    kinds[kind][1].append(float(line.split()[1]))
+                    kinds[kind][1].append(shown(logs[1], "memory"))
             print(f"table of {rows_of_table:,} rows on tensorflow, 2 workers and 1 server, {turns} jobs each")
             for kind, (speeds, memory) in kinds.items():
                 print_row(f"{kind}", speeds, "batches/s")
@@ -159,6 +163,22 @@ def main(turns: int = TURNS) -> None:
             print_row("each server has a standby", kept, "batches/s")
             print_row("none has", alone, "batches/s")
             print_row("with standbys / without", [a / b for a, b in zip(kept, alone, strict=True)], "times")
+        for rows_of_table in TABLES[2:]:
+            speeds, cores, memory = (
+                {option: list[float]() for option in ("", "no-standby")} for _ in range(3)
+            )
+            for turn in range(turns):
+                for option in ("", "no-standby") if turn % 2 else ("no-standby", ""):
+                    given = f"table-{rows_of_table}", "servers", "server-table", *option.split()
+                    found, logs = lockstep_with_logs("-n 2 --ps 2", "tensorflow", *given)
+                    speeds[option].append(found)
+                    cores[option].append(shown(logs[-1], "cores"))
+                    memory[option].append(shown(logs[-1], "memory"))
+            print(f"{SERVER}, {rows_of_table:,} rows, tensorflow, 2 workers and 2 servers, {turns} jobs each")
+            for option, name in (("", "each server has a standby"), ("no-standby", "none has")):
+                print_row(name, speeds[option], "batches/s")
+                print_row(f"{name}, time of a server's cores for a step", cores[option], "ms")
+                print_row(f"{name}, memory of a server", memory[option], "MB")
         asynchronous, without, synchronous = [], [], []
         for _ in range(turns):
             asynchronous.append(lockstep("-n 3 --ps 1", "jax", "mlp", "servers", "slow"))

@@ -1,6 +1,6 @@
 """A process of a job with parameter servers, or of a synchronous one; the chief prints batches per second.
 
-    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow | no-standby | server-table]
+    parameter_server_training.py MODEL servers | mirrored | tf_keras [slow | no-standby | server-table ...]
     parameter_server_training.py embedding loop | tf_keras_loop [no-standby]
     parameter_server_training.py table-ROWS servers | loop | tf_keras | tf_keras_loop [server-table]
 
@@ -9,20 +9,22 @@ batches of 2 examples), or `mlp`, batches of 64. With `slow`, the last worker sl
 With `no-standby`, no server keeps what another one processes.
 `embedding` is the custom loop of that tutorial: 7 words with an embedding of 16 values, batches of 32.
 `table-ROWS` looks up 20 rows of 8 values for each of 64 examples in a table, with `server-table` in a
-`ServerEmbedding`, in a custom loop or in `fit`, in which each worker of Lockstep also prints the bytes of the
-arrays that it exchanges in a step, and the memory that it has used at most.
+`ServerEmbedding`, in a custom loop or in `fit`, in which worker 1 of Lockstep also prints the bytes of the
+arrays that it exchanges in a step, and each process the memory that it has used at most, and the seconds of
+its cores in `fit` for each step.
 """
 
 import os
 import resource
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 MODEL, KIND = sys.argv[1:3]
-SLOW, ALONE, ON_SERVERS = (sys.argv[3:] == [option] for option in ("slow", "no-standby", "server-table"))
+SLOW, ALONE, ON_SERVERS = (option in sys.argv[3:] for option in ("slow", "no-standby", "server-table"))
 STEPS, BATCH = (200, 2) if MODEL == "tutorial" else (200, 64)
 EPOCHS = 6
 SLOWDOWN = 9
@@ -55,7 +57,7 @@ def embedding_of(layers: Any) -> Any:
         return layers.Embedding
     import lockstep
 
-    return lockstep.ServerEmbedding
+    return partial(lockstep.ServerEmbedding, standbys=not ALONE)
 
 
 def examples(count: int) -> tuple[Any, Any]:
@@ -138,8 +140,8 @@ def keep_nothing() -> None:
 
     places = Tasks.places
 
-    def alone(self: Any, hosts: Any) -> Any:
-        return tuple(ServerPlace(place.process, None) for place in places(self, hosts))
+    def alone(self: Any, *given: Any) -> Any:
+        return tuple(ServerPlace(place.process, None) for place in places(self, *given))
 
     Tasks.places = alone  # type: ignore[method-assign]
 
@@ -270,11 +272,15 @@ def train_in_lockstep() -> None:
     replicas = strategy.num_replicas_in_sync
     x, y = examples(STEPS * BATCH * replicas)
     timer, counted = callback_of(keras), count_bytes() if ROWS else []
+    begun = time.process_time()
     model.fit(x, y, BATCH * replicas, EPOCHS, verbose=0, callbacks=[timer])
+    used = (time.process_time() - begun) / (STEPS * EPOCHS)
     if lockstep.is_chief():
         print("speed", STEPS * replicas * (EPOCHS - 2) / timer.seconds, flush=True)
     elif ROWS and own.worker == 1:
         print("bytes", counted[0] / counted[1], flush=True)
+    if ROWS:
+        print("cores", used, flush=True)
         print("memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, flush=True)
 
 

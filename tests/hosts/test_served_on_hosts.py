@@ -83,15 +83,17 @@ def test_the_loss_of_a_host(
 
 @pytest.mark.slow
 def test_rows_on_servers_of_several_hosts(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> None:
-    """Validations, evaluations and callbacks read rows from other hosts; a worker is lost."""
+    """Validations, evaluations and callbacks read rows from other hosts; a worker and a server are lost."""
     environment = lean(TRAINING / "together.py", "jax")
     for host in hosts:
         _copy(host, "rows_on_servers.py")
     options = "--backend jax --ps 2 --hosts node1:2,node2:3,node3 --threads-per-worker 1 --run-dir run"
-    job = hosts[3].lockstep("run", *options.split(), "rows_on_servers.py", "free", **environment)
+    script = ["rows_on_servers.py", "free", "0", "fit-1", "read-rows", "5", "received"]
+    job = hosts[3].lockstep("run", *options.split(), *script, **environment)
     assert job.end() == 0, job.err
-    assert "worker 2 was killed by SIGKILL" in job.err
-    logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 4, 5)]
+    for worker in (2, 4):
+        assert f"worker {worker} was killed by SIGKILL" in job.err
+    logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 5)]
     assert len({_digest(log.read_text()) for log in logs}) == 1
     again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
     assert again.end() == 0, again.err

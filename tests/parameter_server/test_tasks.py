@@ -62,3 +62,15 @@ def test_each_server_keeps_what_the_one_before_it_processes() -> None:
     assert Tasks(6, 3).places([range(6)]) == (ServerPlace(3, 4), ServerPlace(4, 5), ServerPlace(5, 3))
     assert Tasks(6, 3).places([(0, 4, 5)]) == (ServerPlace(4, 5), ServerPlace(4, 5), ServerPlace(5, 4))
     assert Tasks(2, 1).places([(0, 1)]) == (ServerPlace(1, None),)
+
+
+def test_only_processes_that_have_the_rows_of_a_lost_server_take_its_place() -> None:
+    tasks, hosts = Tasks(5, 4), [(0, 2), (3, 4)]
+    # Server 0 is lost. If only one process has rows, a server of another host becomes the standby.
+    holders = [(3,), (2, 4), (3, 4), (4, 2)]
+    assert tasks.places(hosts, holders) == (
+        ServerPlace(3, 2),
+        ServerPlace(2, 4),
+        ServerPlace(3, 4),
+        ServerPlace(4, 2),
+    )

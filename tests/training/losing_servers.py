@@ -7,13 +7,20 @@ from typing import Any
 
 from lockstep.keras.parameter_server import standby
 from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
-from lockstep.keras.parameter_server.standby import StandbyLink
-from lockstep.protocol.parameter_server import EndCall, Pull, Push, Read
+from lockstep.keras.parameter_server.server_tables import ServerTables
+from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink
+from lockstep.protocol.parameter_server import EndCall, Pull, Push, Read, ReadRows, WriteRows
 from lockstep.transport.array_channel import Asked
 from lockstep.worker import job
 
-FIRST_SERVER = 4
-KINDS: dict[str, Any] = {"pull": Pull, "push": Push, "read": Read, "end": EndCall}
+KINDS: dict[str, Any] = {
+    "pull": Pull,
+    "push": Push,
+    "read": Read,
+    "end": EndCall,
+    "read-rows": ReadRows,
+    "write-rows": WriteRows,
+}
 
 
 def lose_servers(given: Sequence[str]) -> None:
@@ -28,7 +35,8 @@ def lose_servers(given: Sequence[str]) -> None:
     if here.context.order is not None:
         return
     standby.KEPT_BYTES = 0
-    if given and here.worker == FIRST_SERVER + int(given[0]):
+    assert here.context.tasks is not None
+    if given and here.worker == here.context.tasks.id_of_server(int(given[0])):
         _, call, kind, number, when = given
         lose_this_process(call, kind, int(number), when)
 
@@ -37,13 +45,15 @@ def lose_this_process(call: str, kind: str, number: int, when: str) -> None:
     """End this process, that of a server.
 
     Args:
-        call: the name of the call in which it ends, such as `fit-2`.
+        call: the name of the call in which it ends, such as `fit-2`; `others` for all but `fit`, in which it
+            receives a question for rows.
         kind: of a message.
         number: of the message among those of its kind in the call, from 1.
-        when: once the message is `received`, `sent` to the standby, `confirmed` by it, or `answered`.
+        when: once the message is `received`, `sent` to the standby, `confirmed` by it, `answered`, or
+            `repeated` by this process, which is the standby.
     """
     opened, arrive, end_call = ServerProcess.open, ServerShards.arrive, ServerShards.end_call
-    send, confirm = StandbyLink.send, StandbyLink.confirm
+    send, confirm, repeat, put = StandbyLink.send, StandbyLink.confirm, ServerShards.repeat, ServerTables._put
     active, seen, current = False, 0, ""
 
     def reach(point: str) -> None:
@@ -78,6 +88,25 @@ def lose_this_process(call: str, kind: str, number: int, when: str) -> None:
         confirm(self)
         reach("confirmed")
 
+    def repeated(self: ServerShards, kept: KeptServer) -> None:
+        nonlocal seen, current
+        if active and kept.messages and isinstance(kept.messages[0][1], KINDS[kind]):
+            seen, current = seen + 1, kind
+            reach("repeated")
+        repeat(self, kept)
+
+    def put_(self: ServerTables, asked: Asked) -> None:
+        nonlocal seen, current
+        if call == "others" and isinstance(asked.message, ReadRows):
+            seen, current = seen + 1, kind
+            reach("received")
+        put(self, asked)
+
+    if when == "repeated":
+        ServerShards.repeat = repeated  # type: ignore[method-assign]
+        ServerProcess.open = open_  # type: ignore[method-assign]
+        return
+    ServerTables._put = put_  # type: ignore[method-assign]
     ServerProcess.open = open_  # type: ignore[method-assign]
     ServerShards.arrive, ServerShards.end_call = arrived, ended  # type: ignore[method-assign]
     StandbyLink.send, StandbyLink.confirm = sent, confirmed  # type: ignore[method-assign]

@@ -1,11 +1,14 @@
 """Trains tables whose rows are on parameter servers only; prints exact results and rounded ones.
 
-    rows_on_servers.py serial | saved FOLDER | free | misused | function
+    rows_on_servers.py serial | saved FOLDER | free [SERVER CALL KIND NUMBER WHEN] |
+        (lost | lost-for-good) FOLDER [SERVER CALL KIND NUMBER WHEN | SERVER between] [+ ...] |
+        misused | function
 
 `serial` lets one step be in work at a time; without Lockstep, it prints what plain Keras computes. `saved`
 trains on after saving, and again after loading, also by `BackupAndRestore`. In `free`, a worker ends between
-its pushes to two servers, unless it follows a recorded order. `misused` and `function`
-print errors.
+its pushes to two servers, and a server at the given point (see `losing_servers.py`), unless they follow a
+recorded order. `lost` lets one step be in work at a time, and servers end at the given points, or between the
+calls of `fit`; in `lost-for-good` tables have no standbys. `misused` and `function` print errors.
 """
 
 import json
@@ -19,6 +22,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from losing_servers import lose_servers
 
 import lockstep
 from lockstep.errors import LockstepError
@@ -51,8 +55,9 @@ def build(optimizer: Any, **options: Any) -> keras.Model:
             # Keras casts such ids.
             layers.Input((3,), dtype="float32", name="words"),
         )
-        of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, name="of_words")
-        of_users = lockstep.ServerEmbedding(USERS, 4, name="of_users", **options)
+        kept = KIND != "lost-for-good"
+        of_words = lockstep.ServerEmbedding(WORDS, 2, "ones", True, standbys=kept, name="of_words")
+        of_users = lockstep.ServerEmbedding(USERS, 4, **{"standbys": kept, "name": "of_users", **options})
         parts = [of_users(user), layers.GlobalAveragePooling1D()(of_words(words)), of_users(user // 2)]
         model = keras.Model({"user": user, "words": words}, layers.Dense(1)(layers.Concatenate()(parts)))
         model.compile(optimizer, "mse")
@@ -139,11 +144,52 @@ def free() -> None:
 
     if job.current().worker == 2 and job.current().context.order is None:
         AskingChannel.send = sent  # type: ignore[method-assign]
+    lose_servers(sys.argv[2:])
     model = build(keras.optimizers.Adam(0.05))
     fit(model, 4, callbacks=[Reads()], validation_data=(X, Y))
     show("losses", model.history.history)
     show("evaluated", model.evaluate(X, Y, 30, verbose=0))
     fit(model, 2)
+    print("digest", lockstep.digest(model), flush=True)
+
+
+class Loads(keras.callbacks.Callback):
+    """At the beginning of the second epoch, loads weights."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model.load_weights(self.file)
+
+
+def lost(folder: str, *point: str) -> None:
+    file = f"{folder}/model.weights.h5"
+    points = [one.split() for one in " ".join(point).split("+")]
+    for one in points:
+        lose_servers([] if "between" in one else one)
+    optimizers = keras.optimizers.Adam(0.05), keras.optimizers.SGD(0.05, 0.9)
+    model = build(optimizers[0])
+    fit(model, 2, callbacks=[Reads()], validation_data=(X, Y))
+    show("first", model.history.history)
+    show("evaluated", [model.evaluate(X, Y, 30, verbose=0), model.predict(X, 50, verbose=0).tolist()])
+    model.save_weights(file)
+    here = job.current()
+    for server in (one[0] for one in points if "between" in one):
+        if here.context.tasks is not None and here.worker == here.context.tasks.id_of_server(int(server)):
+            os.kill(os.getpid(), signal.SIGKILL)
+    with lockstep.ParameterServerStrategy(max_staleness=0).scope():
+        model.compile(optimizers[1], "mse")
+    fit(model, 3, callbacks=[Reads(), Loads(file)])
+    show("second", model.history.history)
+    model.load_weights(file)
+    show("loaded", model.evaluate(X, Y, 30, verbose=0))
+    for optimizer in optimizers:
+        with lockstep.ParameterServerStrategy(max_staleness=0).scope():
+            model.compile(optimizer, "mse")
+        show("further", fit(model))
     print("digest", lockstep.digest(model), flush=True)
 
 
@@ -169,6 +215,7 @@ def misused() -> None:
     )
     attempt(lambda: jax.grad(lambda weights: other.stateless_call(weights, rest, X)[0].sum())(trained))
     attempt(lambda: model.evaluate({**X, "user": np.full(120, USERS)}, Y, verbose=0))
+    attempt(lambda: build("adam", standbys=False).evaluate(X, Y, verbose=0))
     if lockstep.is_chief():
         model.get_layer("of_users").load_own_variables(dict.fromkeys(f"rows-{k}" for k in range(4)))
     attempt(lambda: model.predict(X, verbose=0))
@@ -194,6 +241,8 @@ match KIND:
         saved(sys.argv[2])
     case "free":
         free()
+    case "lost" | "lost-for-good":
+        lost(*sys.argv[2:])
     case "misused":
         misused()
     case "function":

@@ -66,15 +66,88 @@ def test_saved_rows_and_slots_continue_the_training(
     assert model.predict(X, 50, verbose=0) == pytest.approx(np.array(one["predicted"]), rel=1e-4)
 
 
-def test_a_run_that_lost_a_worker_can_be_repeated(
-    launch: Launch, repeat: Callable[..., Any], thorough_backend: str
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "0 fit-1 push 14 sent",
+        *(
+            pytest.param(point, marks=pytest.mark.slow)
+            for point in (
+                "1 fit-1 pull 9 sent",
+                "0 fit-1 read-rows 5 received",
+                "1 fit-1 read 2 confirmed",
+                "0 fit-1 push 8 repeated",
+                "1 others read-rows 2 received",
+                "1 fit-2 push 5 answered",
+                "0 fit-2 end 1 received",
+            )
+        ),
+    ],
+)
+def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
+    launch: Launch, repeat: Callable[..., Any], thorough_backend: str, lost: str
 ) -> None:
-    run = launch("-n 3 --ps 2", SCRIPT, "free", backend=thorough_backend)
+    run = launch("-n 3 --ps 2", SCRIPT, "free", *lost.split(), backend=thorough_backend)
     assert run.status == 0, run.stderr
-    assert "worker 2 was killed by SIGKILL" in run.stderr
-    digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
+    server = 4 + int(lost[0])
+    for worker in (2, server):
+        assert f"worker {worker} was killed by SIGKILL" in run.stderr
+    left = {0, 1, 3, 4, 5} - {server}
+    assert [len(run.marked(worker, "digest ")) for worker in left] == [1] * 4
+    digests = {line for worker in left for line in run.marked(worker, "digest ")}
     assert len(digests) == 1
     assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("servers", "lost"),
+    [
+        (2, "0 fit-1 push 1 received"),
+        (2, "1 fit-1 push 7 confirmed"),
+        (2, "0 fit-1 read 1 sent"),
+        (2, "1 fit-1 read-rows 1 received"),
+        (2, "0 fit-2 write-rows 1 sent"),
+        (2, "1 fit-2 write-rows 3 confirmed"),
+        (2, "0 fit-2 push 12 answered"),
+        (2, "1 fit-2 write-rows 2 repeated"),
+        (2, "0 fit-1 end 1 received"),
+        (2, "1 others read-rows 9 received"),
+        (2, "0 between"),
+        (2, "1 fit-4 push 6 sent"),
+        (3, "0 fit-1 push 7 sent + 1 fit-2 push 3 sent"),
+        (3, "2 between + 0 fit-4 push 2 received"),
+        (3, "2 fit-1 push 7 sent + 0 others read-rows 3 received"),
+    ],
+)
+def test_lost_servers_change_no_bit(
+    launch: Launch,
+    undisturbed_run: Launch,
+    tmp_path: Path,
+    backend: str,
+    servers: int,
+    lost: str,
+) -> None:
+    """Two optimizers train the tables in turn, and rows are saved and loaded, also within `fit`."""
+    options = f"-n 1 --ps {servers}"
+    expected = undisturbed_run(options, SCRIPT, "lost", "{folder}", backend=backend)
+    run = launch(options, SCRIPT, "lost", str(tmp_path), *lost.split(), backend=backend)
+    assert run.status == 0, run.stderr
+    gone = [2 + int(one.split()[0]) for one in lost.split("+")]
+    for worker in set(range(2 + servers)).difference(gone):
+        for mark in ("result ", "digest "):
+            assert run.marked(worker, mark) == expected.marked(0, mark) != []
+
+
+@pytest.mark.slow
+def test_tables_without_standbys_end_the_job_with_a_server(launch: Launch, tmp_path: Path) -> None:
+    for lost, said in (
+        ("0 fit-1 push 7 received", "server 0 has ended; its log says why; no standby has its weights"),
+        ("1 between", "parameter server 1 has ended, and no other process has its rows of embedding tables"),
+    ):
+        run = launch("-n 1 --ps 2", SCRIPT, "lost-for-good", str(tmp_path), *lost.split())
+        assert run.status == 1
+        assert said in run.stderr
 
 
 def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
@@ -88,6 +161,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "layer 'of_users' is a ServerEmbedding, of which workers read rows only, but it is not trainable",
         "is a ServerEmbedding, whose rows have gradients in fit and in scheduled functions only",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
+        "evaluate 3: only some ServerEmbedding layers of the model have standbys: give all of them the same",
         "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
         "predict 2: some processes have built more ServerEmbedding layers before layer 'of_words' than",
     ]
@@ -271,6 +345,42 @@ def test_slots_of_another_optimizer_are_not_loaded_within_fit() -> None:
     with pytest.raises(ModelError, match="'table' have variables of another optimizer than that of this fit"):
         table.load(blocks)
     assert written == [VALUES, 0]
+
+
+def test_a_digest_is_that_of_loaded_rows_and_slots() -> None:
+    made, values = TableRows(3, np.zeros((4, 2), "float32")), np.arange(8, dtype="float32").reshape(4, 2)
+    numbers = np.arange(3, 7)
+    for kind in (VALUES, 0, 1):
+        for some in (slice(0, 2), slice(2, 4)):
+            made.write(kind, numbers[some], values[some] + kind)
+    expected = [digest_of_rows(numbers, values + kind, 1 + kind) for kind in (VALUES, 0, 1)]
+    assert np.array_equal(made.digest(), sum(expected))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_copied_rows_are_those_of_the_other_process(loaded: bool) -> None:
+    """With the slots of all optimizers, but for those that this process no longer has."""
+    one, other, gone = optimizers = [type("Optimizer", (), {})() for _ in range(3)]
+    rows = TableRows(5, np.arange(8, dtype="float32").reshape(4, 2))
+    initial = {0: np.zeros((1, 2), "float32"), 1: np.ones((1, 1), "float32")}
+    for optimizer in (gone, one, other):
+        slots = rows.slots_of(optimizer, initial, begun=False)
+        rows.touch(np.array([2, 3]))
+        slots[0][2] = optimizers.index(optimizer) + 1
+        slots[1][3] = -0.0
+    if loaded:
+        rows.write(0, np.array([6]), np.full((1, 2), 7, "float32"))
+        rows.note_load()
+    made, known = TableRows(5, np.zeros((4, 2), "float32")), {one: 0, other: 1, gone: 2}
+    for numbers in np.split(np.arange(5, 9), 2):
+        made.paste(numbers, *rows.copied(numbers, known), {one: 0, other: 1})
+    assert np.array_equal(made.digest(), rows.digest())
+    for optimizer in (one, other, one):
+        pairs = [each.slots_of(optimizer, initial, begun=True) for each in (made, rows)]
+        for nth in initial:
+            assert pairs[0][nth].tobytes() == pairs[1][nth].tobytes()
+        assert np.array_equal(made.digest(), rows.digest())
+    assert np.array_equal(made.slots_of(gone, initial, begun=True)[0], np.zeros((4, 2)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server import standby
+from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
-from lockstep.keras.parameter_server.servers import ServerChannel
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink, TakenOverError
 from lockstep.parameter_server import order
 from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record
@@ -122,13 +122,23 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def linked(channel: Link, confirm: Callable[[PeerLostError], object] = fail) -> StandbyLink:
+def linked(
+    channel: Link, confirm: Callable[[PeerLostError], object] = fail, *, repeats: bool = False
+) -> StandbyLink:
     """Return the connection to a standby."""
-    return StandbyLink(channel, "parameter server 1", confirm)  # type: ignore[arg-type]
+    return StandbyLink(channel, "parameter server 1", confirm, repeats=repeats)  # type: ignore[arg-type]
 
 
-def run(path: Any, seed: int, lose_at: int | None) -> tuple[list[Client], list[Record], Variables, bool]:
+def run(
+    path: Any, seed: int, lose_at: int | None, *, repeats: bool = False
+) -> tuple[list[Client], list[Record], Variables, bool]:
     """Serve clients in a random order; the server is lost at a point.
+
+    Args:
+        path: of the order.
+        seed: of the order of arrivals.
+        lose_at: the number of the point; None for no loss.
+        repeats: whether the standby repeats messages before it takes over, some later than others.
 
     Returns:
         The clients, the recorded order, the variables, and whether the server was lost.
@@ -144,8 +154,11 @@ def run(path: Any, seed: int, lose_at: int | None) -> tuple[list[Client], list[R
     kept = KeptServer()
     writer = OrderWriter(OrderFile(path).write)
     writer.add(Kind.CALL, 0, 1)
-    variables = Variables()
-    shards = ServerShards(variables, writer, None, linked(Link(kept, lose)))  # type: ignore[arg-type]
+    variables, twin = Variables(), Variables()
+    link = linked(Link(kept, lose), repeats=repeats)
+    shards = ServerShards(variables, writer, None, link)  # type: ignore[arg-type]
+    standby = ServerShards(twin, OrderWriter(None), None, None)  # type: ignore[arg-type]
+    behind = random.Random(seed)
     clients = [Client(process) for process in range(WORKERS + 1)]
     lost = False
     while waiting := [client for client in clients if len(client.answers) < 2 * STEPS]:
@@ -159,11 +172,13 @@ def run(path: Any, seed: int, lose_at: int | None) -> tuple[list[Client], list[R
             kept.take_over()
             writer = OrderWriter(OrderFile(path).write)
             writer.add(Kind.CALL, 0, 1)
-            variables = Variables()
+            variables = twin
             shards = ServerShards(variables, writer, None, None)  # type: ignore[arg-type]
             shards.resume(kept)
             continue
         client.receive()
+        while repeats and not lost and kept.messages and behind.random() < 0.6:
+            standby.repeat(kept)
     writer.end()
     writer.close()
     return clients, order.read_order(path, 1), variables, lost
@@ -182,14 +197,18 @@ def replay(records: Sequence[Record]) -> tuple[list[Client], Variables]:
 
 
 @settings(deadline=None, max_examples=200)
-@given(seed=st.integers(0, 10_000), lose_at=st.integers(1, 220), small=st.booleans())
+@given(
+    seed=st.integers(0, 10_000),
+    lose_at=st.integers(1, 220),
+    kind=st.sampled_from(["keeps few", "keeps many", "repeats"]),
+)
 def test_a_run_that_lost_a_server_is_a_function_of_its_order(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, lose_at: int, small: bool
+    tmp_path_factory: pytest.TempPathFactory, seed: int, lose_at: int, kind: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standby, "KEPT_BYTES", 0 if small else 1 << 20)
+        patch.setattr(standby, "KEPT_BYTES", 1 << 20 if kind == "keeps many" else 0)
         path = tmp_path_factory.mktemp("order") / "ps-0"
-        clients, records, variables, _ = run(path, seed, lose_at)
+        clients, records, variables, _ = run(path, seed, lose_at, repeats=kind == "repeats")
     twins, twin = replay(records)
     assert [client.answers for client in twins] == [client.answers for client in clients]
     # The rows of an answer that did not arrive are given again, perhaps with some that did.
@@ -382,10 +401,10 @@ def test_what_was_kept_before_a_state_is_dropped() -> None:
         link.confirm()
     assert [message for _, message, _ in kept.messages] == [Push(0, (0,)), Push(1, (0,))]
     link.send_state([gradient])
-    assert kept.messages == []
+    assert not kept.messages
     assert kept.state is not None
     link.send(1, Pull(2), [gradient])
     link.confirm()
-    assert kept.messages == []
+    assert not kept.messages
     assert list(kept.records) == [Record(Kind.PUSH, 1, 0), Record(Kind.PUSH, 1, 1), Record(Kind.PULL, 1, 2)]
     assert isinstance(link._asked, Keep)

@@ -52,20 +52,27 @@ class Tasks:
         first = self.processes - self.servers
         return ("worker", process - 1) if process < first else ("ps", process - first)
 
-    def places(self, hosts: Sequence[Collection[int]]) -> tuple[ServerPlace, ...]:
+    def places(
+        self, hosts: Sequence[Collection[int]], holders: Sequence[Collection[int]] | None = None
+    ) -> tuple[ServerPlace, ...]:
         """Return where the shards of each server are, and who keeps what that process processes.
 
         The next servers in a circle take the place of lost ones. A standby is on another host if it can be.
 
         Args:
             hosts: the ids of the processes that are left, of each host; those of a server at least.
+            holders: the processes that have rows of each server, which no other process can take over: one of
+                them at least is left. A second one is the standby. None if there are no such rows.
         """
         host_of = {process: host for host, there in enumerate(hosts) for process in there}
         found = []
         for index in range(self.servers):
             circle = [self.id_of_server((index + k) % self.servers) for k in range(self.servers)]
-            process, *others = (one for one in circle if one in host_of)
-            others.sort(key=lambda one: host_of[one] == host_of[process])
+            left = [one for one in circle if one in host_of]
+            having = left if holders is None else [one for one in left if one in holders[index]]
+            process = having[0]
+            others = [one for one in left if one != process]
+            others.sort(key=lambda one: (one not in having, host_of[one] == host_of[process]))
             found.append(ServerPlace(process, others[0] if others else None))
         return tuple(found)
 

@@ -102,6 +102,51 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
     slots: tuple[tuple[int, int], ...]
 
 
+class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
+    """A process asks a server for rows of a table that only servers have; the answer is `ServedValues`.
+
+    The numbers of the rows, in the whole table, are in the arrays. The answer has these rows, and names all
+    slots of the table.
+
+    Attributes:
+        table: its number.
+        slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
+        loads: how often the process has loaded rows of the table, outside of `fit`.
+    """
+
+    table: int
+    slot: int = -1
+    loads: int = 0
+
+
+class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):
+    """The chief replaces rows of a table that only servers have; the answer is `Applied`.
+
+    The numbers of the rows, and the rows, are in the arrays.
+
+    Attributes:
+        table: its number.
+        slot: as in `ReadRows`.
+    """
+
+    table: int
+    slot: int = -1
+
+
+class CopyRows(msgspec.Struct, frozen=True, tag="copy_rows"):
+    """The new standby of a server asks for rows that only servers have; the answer is `CopiedRows`.
+
+    The numbers of the rows, in the whole table, are in the arrays.
+
+    Attributes:
+        table: its number.
+        loads: as in `ReadRows`.
+    """
+
+    table: int
+    loads: int
+
+
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """A server has another one keep a message that it processes; the answer is `Applied`.
 
@@ -113,7 +158,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """
 
     process: int
-    question: Pull | PullRows | Push | Read | Write
+    question: Pull | PullRows | Push | Read | Write | WriteRows
 
 
 class KeepState(msgspec.Struct, frozen=True, tag="keep state"):
@@ -237,37 +282,6 @@ class FunctionResult(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
 
-class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
-    """A process asks a server for rows of a table that only servers have; the answer is `ServedValues`.
-
-    The numbers of the rows, in the whole table, are in the arrays. The answer has these rows, and names all
-    slots of the table.
-
-    Attributes:
-        table: its number.
-        slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
-        loads: how often the process has loaded rows of the table, outside of `fit`.
-    """
-
-    table: int
-    slot: int = -1
-    loads: int = 0
-
-
-class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):
-    """The chief replaces rows of a table that only servers have; the answer is `Applied`.
-
-    The numbers of the rows, and the rows, are in the arrays.
-
-    Attributes:
-        table: its number.
-        slot: as in `ReadRows`.
-    """
-
-    table: int
-    slot: int = -1
-
-
 class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     """The server's shards are in the arrays, and after them the variables of its optimizer, if asked for.
 
@@ -283,6 +297,21 @@ class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     slots: tuple[tuple[int, int], ...] = ()
     tables: tuple[int, ...] = ()
     digests: tuple[int, ...] = ()
+
+
+class CopiedRows(msgspec.Struct, frozen=True, tag="copied_rows"):
+    """Rows of a table, and all their slots, in the arrays.
+
+    Attributes:
+        slots: for each array after the first one the number of the optimizer, and that of the slot. The
+            optimizer -1 is the one that has trained the rows last, or whose slots were loaded.
+        optimizer: the number of the one that has trained the rows last; -1 if there is none.
+        loaded: whether rows were loaded since.
+    """
+
+    slots: tuple[tuple[int, int], ...]
+    optimizer: int
+    loaded: bool
 
 
 class Applied(msgspec.Struct, frozen=True, tag="applied"):
@@ -377,5 +406,6 @@ Question = (
     | FunctionReturned
     | ReadRows
     | WriteRows
+    | CopyRows
 )
-Answer = ServedValues | Applied | Begin | Assigned | Opened | Passed | Ended
+Answer = ServedValues | CopiedRows | Applied | Begin | Assigned | Opened | Passed | Ended

@@ -14,7 +14,6 @@ from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
-from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
 from lockstep.keras.private.common import embedding_table, given_rate
 from lockstep.keras.randomness import random_states, set_random_states
@@ -42,7 +41,6 @@ class ChiefProcess(FitProcess):
         self._known_others: list[Array] = []
         self._dispatcher: StepDispatcher | None = None
         self._server_layers = server_layers(self.model)
-        self._tables = tables_of_job(self.job) if self._server_layers else None
 
     def train(
         self,
@@ -69,7 +67,7 @@ class ChiefProcess(FitProcess):
         with self.job.apart():
             self._servers = self.connect_servers(addresses, self.served.shards)
             self.served.install(self._take)
-            reading = None if self._tables is None else self._tables.within(self._servers.channels)
+            reading = None if self.tables is None else self.tables.within(self._servers.channels)
             with reading or nullcontext():
                 keras_fit([*callbacks, _ChiefEnd(self)])
             # Workers may have been assigned steps beyond the last one: these are part of the order, too.
@@ -167,8 +165,8 @@ class ChiefProcess(FitProcess):
         step, self._steps = self._steps, self._steps + 1
         timer = self.job.timer
         timer.begin(self.call.name)
-        if self._tables is not None:
-            self._tables.closed = f"call the model at the end of an epoch of {self.call.name}"
+        if self.tables is not None:
+            self.tables.closed = f"call the model at the end of an epoch of {self.call.name}"
         if step == 0:
             with with_zero_rows(self.model):
                 self.computed(self._program, state, step, batch)
@@ -281,9 +279,9 @@ class ChiefProcess(FitProcess):
         """Read the weights and the optimizer's variables from the servers, while no step is in work."""
         assert self._dispatcher is not None
         self._known = self._servers.read(self._steps, self._slots, self._known)
-        if self._tables is not None:
+        if self.tables is not None:
             self._dispatcher.set_layers(self._digests())
-            self._tables.closed = ""
+            self.tables.closed = ""
         return self._known
 
     def _digests(self) -> dict[str, Array]:

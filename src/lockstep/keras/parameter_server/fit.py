@@ -27,6 +27,7 @@ from lockstep.keras.parameter_server.served_variables import (
 )
 from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import callback_states, listeners, set_callback_states
@@ -69,8 +70,7 @@ def fit_on_servers(
         plain = served.options.max_staleness == 0
         variables = partial(ServedVariables, served.backend, plain=plain)
         with ServerProcess(served.job, served.call, variables, served.trained) as server:
-            # Only this process has its rows of the tables that are on servers only.
-            server.standbys = not server_layers(served.model)
+            server.tables = tables_of_job(served.job) if server_layers(served.model) else None
             server.open()
             server.add(served.update, served.shards, served.tables.variables)
             with served.job.apart():

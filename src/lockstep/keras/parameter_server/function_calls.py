@@ -40,6 +40,7 @@ from lockstep.keras.parameter_server.served_variables import (
 )
 from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.keras.parameter_server.server_tables import (
+    ServerTable,
     ServerTables,
     server_table,
     tables_of_job,
@@ -129,6 +130,7 @@ class FunctionCalls(ABC):
         self._shards: tuple[Shard, ...] = ()
         self._opened = False
         self._tables: ServerTables | None = None
+        self._met: frozenset[ServerTable] = frozenset()
         self._kept_results: dict[int, Any] | None = None
         self._kept_failures: dict[int, FunctionFailure] = {}
 
@@ -306,12 +308,11 @@ class FunctionCalls(ABC):
         agree(self._job, what, facts | state_facts(self._eager.to_numpy, state))
         tasks = self._job.context.tasks
         assert tasks is not None
-        self._meet(new, what)
         if not self._opened:
             self._opened = True
-            # Only one server has its rows of the tables that are on servers only.
-            self._process.standbys = all(server_table(one) is None for one in self._program.scope.variables)
+            self._meet(what)
             self._open()
+        self._refuse_late(new)
         placed = place_weights(self._runner.updates, tasks.servers, self._program.options.partitioner)
         added, self._shards = placed[len(self._shards) :], placed
         for number, update in enumerate(new, known):
@@ -320,20 +321,26 @@ class FunctionCalls(ABC):
             self._add_shards(own)
             self._add(update, number)
 
-    def _meet(self, new: Sequence[Update], what: str) -> None:
-        """Compare the tables that only servers have, which further optimizers train, with other processes."""
-        tables = [t for update in new for one in update.variables if (t := server_table(one)) is not None]
+    def _meet(self, what: str) -> None:
+        """Compare the tables that only servers have, and connect to these."""
+        tables = [t for one in self._program.scope.variables if (t := server_table(one)) is not None]
         if not tables:
             return
-        if self._opened and self._process.standbys:
-            raise ModelError(
-                f"{what}: layer {tables[0].name!r} is a ServerEmbedding, whose servers have no standbys, as "
-                "those of earlier functions have: first schedule a function that trains it"
-            )
-        self._tables = tables_of_job(self._job)
+        self._met = frozenset(tables)
+        self._tables = self._process.tables = tables_of_job(self._job)
         for table, digest in zip(tables, self._tables.meet(tables, what), strict=True):
             table.digest_variable.assign(digest.view(np.int32))
         self._tables.scheduling = True
+
+    def _refuse_late(self, new: Sequence[Update]) -> None:
+        """Raise ModelError for a table that was built after the servers have begun."""
+        for update in new:
+            for one in update.variables:
+                if (table := server_table(one)) is not None and table not in self._met:
+                    raise ModelError(
+                        f"layer {table.name!r}, a ServerEmbedding, was built after functions were scheduled: "
+                        "build it before"
+                    )
 
     @abstractmethod
     def _add_shards(self, shards: Sequence[Shard]) -> None:

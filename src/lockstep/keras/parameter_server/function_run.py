@@ -531,7 +531,7 @@ class _Watcher:
         pull = self._runner.pull_rows
         assert pull is not None
         try:
-            return table.rows_of(ids, functools.partial(pull, self._runner.number_of_table(table)))
+            return table.arranged(ids, functools.partial(pull, self._runner.number_of_table(table)))
         except LockstepError as error:
             self._runner.failure = error
             raise

@@ -23,8 +23,10 @@ from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.served_variables import place_weights
+from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.keras.parameter_server.server_embedding import server_layers
-from lockstep.keras.parameter_server.servers import ServerChannel, Servers
+from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
+from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, RecordedOrder, read_order
@@ -138,10 +140,10 @@ class TaskProcess:
         tasks: of the job.
         places: where the shards of each server are.
         workers: the worker ids of the call's processes; another one once a lost worker is replaced.
-        standbys: whether servers have standbys, where there are two or more.
+        tables: those of the job, if some of the call are on servers only.
     """
 
-    standbys = True
+    tables: ServerTables | None = None
 
     def __init__(self, job: Job, call: NumberedCall, order: str) -> None:
         assert job.context.tasks is not None
@@ -220,8 +222,11 @@ class TaskProcess:
                 raise PeerLostError(
                     f"{self.tasks.name(process)} has ended before {self.call.name}; its log says why"
                 )
-        self.places = self.tasks.places([{process_of[one] for one in host} for host in hosts])
-        if not self.standbys or self.job.context.order is not None:
+        if self.tables is not None:
+            self.places = self.tables.places(known, self.call.name)
+        else:
+            self.places = self.tasks.places([{process_of[one] for one in host} for host in hosts])
+        if self.job.context.order is not None:
             # A replay repeats a run, also one that lost a server, without a loss: nothing is kept for one.
             self.places = tuple(ServerPlace(place.process, None) for place in self.places)
         self.live = tuple(sorted(process for process in known if process in self.tasks.workers))
@@ -313,7 +318,7 @@ class FitProcess(TaskProcess):
     def __init__(self, served: ServedCall, order: str) -> None:
         super().__init__(served.job, served.call, order)
         self.served, self.model, self.backend = served, served.model, served.backend
-        self.standbys = not server_layers(served.model)
+        self.tables = tables_of_job(served.job) if server_layers(served.model) else None
 
     def program(self) -> ServedProgram:
         """Prepare a step of the model."""

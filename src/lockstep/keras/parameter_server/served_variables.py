@@ -216,7 +216,7 @@ class LastingTableShard(TableShard):
 
     @property
     def state(self) -> list[Array]:
-        """Nothing: no other server takes it over."""
+        """Nothing: the standby has the rows, too."""
         return []
 
     def _note(self, numbers: Array) -> None:
@@ -331,14 +331,15 @@ class ServedVariables:
             return shard.part_of(self._backend.to_numpy(one.value))
 
         if (table := server_table(variable)) is not None:
-            assert table.own is not None
+            rows = table.rows_of(shard.server)
+            assert rows is not None
             first = {
                 nth: np.array(self._backend.to_numpy(slot.value))
                 for (of, nth), slot in known.items()
                 if of == number
             }
             begun = bool(self._backend.to_numpy(iterations_of(optimizer).value))
-            return LastingTableShard(self._backend, optimizer, make, table.own, first, begun)
+            return LastingTableShard(self._backend, optimizer, make, rows, first, begun)
         slots = {nth: part(slot) for (of, nth), slot in known.items() if of == number}
         return TableShard(self._backend, optimizer, make, part(variable), slots)
 

@@ -55,6 +55,9 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         embeddings_initializer: one of Keras's that draws each row in the same way, such as `"uniform"`. The
             rows are drawn in blocks of 65,536 rows, each with a seed of its own.
         mask_zero: as in Keras.
+        standbys: whether the standby of each server keeps a copy of its rows, so that a lost server does not
+            end the job. The rows and their optimizer variables then take twice the memory of all servers.
+            The layers of one model have the same value.
         **options: `name`, `dtype` and `trainable` as in Keras.
 
     Raises:
@@ -74,8 +77,11 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         output_dim: int,
         embeddings_initializer: Any = "uniform",
         mask_zero: bool = False,
+        *,
+        standbys: bool = True,
         **options: Any,
     ) -> None:
+        self.standbys = standbys
         for name in ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank"):
             if options.pop(name, None) is not None:
                 raise ModelError(f"a ServerEmbedding has no {name}, which is for a whole table")
@@ -114,7 +120,12 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
                 shape=(4,), initializer="zeros", dtype="int32", name="digest", trainable=False
             )
             self._table = ServerTable(
-                tables_of_job(own), self.path, (rows, self.output_dim), self.variable_dtype, self._drawn
+                tables_of_job(own),
+                self.path,
+                (rows, self.output_dim),
+                self.variable_dtype,
+                self._drawn,
+                self.standbys,
             )
             self._table.digest_variable = self.digest_variable
             stand_for(self._embeddings, self._table)
@@ -160,6 +171,10 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         shape = self.input_dim, self.output_dim
         rows = rows_looked_up(table.look_up_in_function, ids, stored_value(self._embeddings), shape)
         return keras.ops.cast(rows, self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the layer."""
+        return {**super().get_config(), "standbys": self.standbys}
 
     def save_own_variables(self, store: Any) -> None:
         """Save the rows in blocks, and the slots of the optimizer that the servers have."""

@@ -8,6 +8,7 @@ depend on the process that has its shards, and a replay needs no loss.
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -17,7 +18,6 @@ from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import ServedVariables
-from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.standby import (
     KeptServer,
     Processed,
@@ -49,6 +49,7 @@ from lockstep.transport.array_channel import AnsweringEnd, Asked
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
+AnswerRows = Callable[[ReadRows | WriteRows, Sequence[Array]], tuple[Answer, Sequence[Array]]]
 
 _LOOK_AGAIN = 0.01
 """Seconds between two looks whether a standby is lost whose connection has ended."""
@@ -65,6 +66,7 @@ class ServerShards:
         writer: of the order of arrivals.
         recorded: the order to follow; None for the order of arrival.
         standby: keeps each message before it is answered; None if no other server is left.
+        answer_rows: answers questions about rows of tables that only servers have; None if there are none.
 
     Attributes:
         ended: whether the chief has ended the call.
@@ -78,8 +80,10 @@ class ServerShards:
         writer: OrderWriter,
         recorded: RecordedOrder | None,
         standby: StandbyLink | None,
+        answer_rows: AnswerRows | None = None,
     ) -> None:
         self._variables, self._writer, self._standby = variables, writer, standby
+        self._answer_rows = answer_rows
         self._arrivals = OrderedArrivals(writer, recorded)
         self.ended = self.closed = False
         self.pushed: list[int] = []
@@ -92,8 +96,8 @@ class ServerShards:
         """Continue where a lost server has ended."""
         if kept.state is not None:
             self._variables.restore(kept.state)
-        for process, message, arrays in kept.messages:
-            self._process(process, message, arrays)
+        while kept.messages:
+            self.repeat(kept)
         self.pushed.clear()
         self._version, self._applied = 0, kept.pushed
         for record in kept.records:
@@ -106,6 +110,11 @@ class ServerShards:
                 self._version += 1
         self._writer.add(Kind.TAKEN, 0, 0)
 
+    def repeat(self, kept: KeptServer) -> None:
+        """Repeat the next message that is kept, if there is one: another server has processed it."""
+        if kept.messages:
+            self._process(*kept.messages.popleft())
+
     def arrive(self, asked: Asked) -> None:
         """Process a message, at its turn.
 
@@ -115,6 +124,10 @@ class ServerShards:
             TakenOverError: the standby has taken over the shards.
         """
         message: Any = asked.message
+        if isinstance(message, ReadRows | WriteRows):
+            # In no order: the chief asks only while no step is in work.
+            asked.answer(*self._kept_and_processed(asked.process, message, asked.arrays, again=False))
+            return
         record = record_of(asked.process, message)
         again = self._unanswered.pop(asked.process, None) == record
         if isinstance(message, Push) and (message.step, message.part) in self._applied:
@@ -153,10 +166,10 @@ class ServerShards:
         self._writer.close()
 
     def _kept_and_processed(
-        self, process: int, message: Processed, arrays: list[Array], again: bool
+        self, process: int, message: Processed | ReadRows, arrays: list[Array], again: bool
     ) -> tuple[Answer, Sequence[Array]]:
         """Process a message, while the standby receives it; return the answer."""
-        if self._standby is None:
+        if self._standby is None or isinstance(message, ReadRows):
             return self._process(process, message, arrays, again)
         standby, lost = self._standby, None
         try:
@@ -181,9 +194,12 @@ class ServerShards:
         return answer
 
     def _process(
-        self, process: int, message: Processed, arrays: list[Array], again: bool = False
+        self, process: int, message: Processed | ReadRows, arrays: list[Array], again: bool = False
     ) -> tuple[Answer, Sequence[Array]]:
         match message:
+            case ReadRows() | WriteRows():
+                assert self._answer_rows is not None
+                return self._answer_rows(message, arrays)
             case Pull():
                 self._pulled[process] = self._version
                 slots, common = self._variables.common() if message.common else ((), [])
@@ -232,6 +248,7 @@ class ServerProcess(TaskProcess):
         self._end = AnsweringEnd(self._put, job.membership.accept)
         self._variables: dict[int, ServedVariables] = {}
         self._served: dict[int, ServerShards] = {}
+        self._repeating: dict[int, ServerShards] = {}
         self._kept: dict[int, KeptServer] = {}
 
     def open(self) -> dict[int, bytes]:
@@ -248,7 +265,9 @@ class ServerProcess(TaskProcess):
             if self.job.process == process:
                 writer, recorded = self.order(f"ps-{server}")
                 link = None if standby is None else self._link(known, standby, server)
-                self._served[server] = ServerShards(self._variables[server], writer, recorded, link)
+                self._served[server] = self._made(server, writer, recorded, link)
+            elif self.tables is not None:
+                self._repeating[server] = self._made(server, OrderWriter(None))
         return known
 
     def add(self, update: Update, shards: Iterable[Shard], tables: frozenset[int] = frozenset()) -> None:
@@ -260,6 +279,8 @@ class ServerProcess(TaskProcess):
             tables: the variables of which workers read and update rows.
         """
         placed = list(shards)
+        if self.tables is not None:
+            self.tables.note_optimizer(update.optimizer)
         for server, variables in self._variables.items():
             variables.add(update, [one for one in placed if one.server == server], tables)
 
@@ -283,14 +304,21 @@ class ServerProcess(TaskProcess):
             asked = self._next()
             timer.lap("wait")
             if asked is None:
-                return
+                break
             match asked.message:
                 case None:
                     self._closed(asked)
                 case EndCall():
                     self._shards(asked).end_call(asked)
+                case Keep():
+                    # One for one, so that the questions to this server wait for few.
+                    self._repeat(asked.server)
                 case _:
                     self._answer(self._shards(asked), asked)
+        # Other processes may read what this standby has until it serves again.
+        for server, kept in list(self._kept.items()):
+            while kept.messages and server in self._repeating:
+                self._repeat(server)
 
     def close(self) -> None:
         """Close all connections."""
@@ -314,10 +342,21 @@ class ServerProcess(TaskProcess):
             note(f"{error}; it was the standby of this server, which has none until the next call")
 
         try:
-            return StandbyLink(self.connect(known, standby, server), name, confirm)
+            channel = self.connect(known, standby, server)
         except PeerLostError as error:
             confirm(error)
             return None
+        return StandbyLink(channel, name, confirm, repeats=self.tables is not None)
+
+    def _made(
+        self,
+        server: int,
+        writer: OrderWriter,
+        recorded: RecordedOrder | None = None,
+        link: StandbyLink | None = None,
+    ) -> ServerShards:
+        answer_rows = None if self.tables is None else partial(self.tables.answer, server)
+        return ServerShards(self._variables[server], writer, recorded, link, answer_rows)
 
     def _answer(self, shards: ServerShards, asked: Asked) -> None:
         shards.arrive(asked)
@@ -330,11 +369,14 @@ class ServerProcess(TaskProcess):
     def _put(self, asked: Asked) -> None:
         if isinstance(asked.message, Keep | KeepState):
             self._kept.setdefault(asked.server, KeptServer()).take(asked)
-        elif isinstance(asked.message, ReadRows | WriteRows):
-            # The chief asks only while no step is in work.
-            tables_of_job(self.job).answer(asked)
-        else:
-            self._inbox.put(asked)
+            if self.tables is None:
+                return
+        self._inbox.put(asked)
+
+    def _repeat(self, server: int) -> None:
+        """Repeat a message of the server whose standby this one is, unless it was taken over."""
+        if server in self._repeating:
+            self._repeating[server].repeat(self._kept[server])
 
     def _closed(self, asked: Asked) -> None:
         """Note that a process has closed its connection."""
@@ -353,8 +395,9 @@ class ServerProcess(TaskProcess):
             kept = self._kept.setdefault(asked.server, KeptServer())
             kept.take_over()
             writer, _ = self.order(f"ps-{asked.server}")
-            shards = ServerShards(self._variables[asked.server], writer, None, None)
+            shards = self._made(asked.server, writer)
             shards.resume(kept)
+            self._repeating.pop(asked.server, None)
             self._served[asked.server] = shards
             note(
                 f"parameter server {asked.server} is lost; this process continues with its weights after "

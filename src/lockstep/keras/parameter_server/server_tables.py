@@ -1,16 +1,15 @@
 """Embedding tables whose rows are on the parameter servers only.
 
-No process has a whole table, also between the calls of `fit`: each server creates and keeps a range of rows.
-In `fit`, workers read rows as of any table. Outside of it, and for validations and callbacks of the chief,
-a thread of each server answers reads of rows. A digest of all rows is a variable of the layer, so whatever
-compares the states of models compares the tables, too.
+No process has a whole table, also between the calls of `fit`: each server creates and keeps a range of rows,
+and so does its standby, which makes the same changes. In `fit`, workers read rows as of any table. Outside of
+it, a thread of each server answers reads of rows. A digest of all rows is a variable of the layer, so
+whatever compares the states of models compares the tables, too.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -24,8 +23,19 @@ from lockstep.errors import (
     ModelError,
     PeerLostError,
 )
+from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.parameter_server.row_digest import digest_of_rows
-from lockstep.protocol.parameter_server import Applied, Question, ReadRows, ServedValues, WriteRows
+from lockstep.parameter_server.tasks import ServerPlace
+from lockstep.protocol.parameter_server import (
+    Answer,
+    Applied,
+    CopiedRows,
+    CopyRows,
+    ReadRows,
+    ServedValues,
+    WriteRows,
+)
+from lockstep.system.notes import note
 from lockstep.topology import split_evenly
 from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
 from lockstep.worker.job import Job
@@ -35,12 +45,12 @@ Array = npt.NDArray[Any]
 VALUES = -1
 """In place of the number of a slot: the rows themselves."""
 
+_BLOCK = 1 << 16
+"""Rows that a new standby copies at a time."""
 
-class Asks(Protocol):
-    """A connection to a server."""
-
-    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
-        """Ask, and wait for the answer."""
+_Met = tuple[int, bytes, list[int], list[dict[int, bytes]], list[tuple[int, int]]]
+"""What a process tells the others in `ServerTables.meet`: its id, its address, the servers whose rows it has,
+the digests of these rows for each table, and the numbers of the tables with their loads."""
 
 
 class LooksUp(Protocol):
@@ -75,8 +85,8 @@ class TableRows:
         self._slots: dict[int, Array] = {}
         self._of_others = weakref.WeakKeyDictionary[Any, dict[int, Array]]()
         self._loaded = False
-        self._numbers = np.arange(start, start + len(values))
-        self._sums = digest_of_rows(self._numbers, values)
+        self._all = range(len(values))
+        self._sums = self._digest(self._all, {VALUES: values})
         self._changed = np.zeros(len(values), bool)
 
     def slots_of(self, optimizer: Any, initial: Mapping[int, Array], *, begun: bool) -> dict[int, Array]:
@@ -103,9 +113,39 @@ class TableRows:
         if found is None or found.keys() != initial.keys():
             found = {nth: self._filled(row) for nth, row in initial.items()}
         if found is not self._slots:
-            self._sums += self._digest_of_slots(found) - self._digest_of_slots(self._slots)
+            self._sums += self._digest(self._all, found) - self._digest(self._all, self._slots)
         self._slots, self._optimizer, self._loaded = found, weakref.ref(optimizer), False
         return self._slots
+
+    def copied(self, numbers: Array, number_of: Mapping[Any, int]) -> tuple[CopiedRows, list[Array]]:
+        """Return rows with all their slots, given the numbers of the optimizers; see `paste`."""
+        kept = {-1: self._slots} | {number_of[one]: slots for one, slots in self._of_others.items()}
+        last = None if self._optimizer is None else self._optimizer()
+        positions = numbers - self.start
+        found = {(of, nth): slot[positions] for of, slots in kept.items() for nth, slot in slots.items()}
+        answer = CopiedRows(tuple(found), -1 if last is None else number_of[last], self._loaded)
+        return answer, [self.values[positions], *found.values()]
+
+    def paste(
+        self, numbers: Array, given: CopiedRows, arrays: Sequence[Array], number_of: Mapping[Any, int]
+    ) -> None:
+        """Take over rows, with all their slots, from another process that has them."""
+        optimizers = {number: one for one, number in number_of.items()}
+        last = optimizers.get(given.optimizer)
+        self._optimizer, self._loaded = None if last is None else weakref.ref(last), given.loaded
+        self.write(VALUES, numbers, arrays[0])
+        for (of, nth), rows in zip(given.slots, arrays[1:], strict=True):
+            if of != -1 and of not in optimizers:
+                continue
+            slots = self._slots if of == -1 else self._of_others.setdefault(optimizers[of], {})
+            # Zeros take no memory before they change.
+            is_zero = nth in slots and not rows.view(np.uint8).any()
+            if of == -1 and not is_zero:
+                self.write(nth, numbers, rows)
+            elif not is_zero:
+                if nth not in slots:
+                    slots[nth] = self._filled(np.zeros_like(rows[:1]))
+                slots[nth][numbers - self.start] = rows
 
     def note_load(self) -> None:
         """Note that rows were loaded, perhaps with slots: of the optimizer of the next call of `fit`."""
@@ -118,22 +158,23 @@ class TableRows:
             positions: of the rows, all different; the first row of the server has position 0.
         """
         first = positions[~self._changed[positions]]
-        self._sums -= self._digest(first)
+        self._sums -= self._digest(first, self._arrays)
         self._changed[first] = True
 
     def read(self, slot: int, numbers: Array) -> Array:
         """Return rows, or their slots, by the numbers of the rows in the whole table."""
-        rows: Array = self._array(slot)[numbers - self.start]
+        rows: Array = self._arrays[slot][numbers - self.start]
         return rows
 
     def write(self, slot: int, numbers: Array, rows: Array) -> None:
         """Replace rows, or their slots."""
         if slot not in self._slots and slot != VALUES:
-            self._slots[slot] = np.zeros((len(self.values), *rows.shape[1:]), rows.dtype)
-            self._sums += digest_of_rows(self._numbers, self._slots[slot], 1 + slot)
+            self.digest()
+            self._slots[slot] = self._filled(np.zeros_like(rows[:1]))
+            self._sums += self._digest(self._all, {slot: self._slots[slot]})
         positions = numbers - self.start
         self.touch(positions)
-        self._array(slot)[positions] = rows
+        self._arrays[slot][positions] = rows
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -143,25 +184,22 @@ class TableRows:
     def digest(self) -> Array:
         """Return the digest of the rows and their slots."""
         (changed,) = np.nonzero(self._changed)
-        self._sums += self._digest(changed)
+        self._sums += self._digest(changed, self._arrays)
         self._changed[:] = False
         return self._sums.copy()
 
-    def _digest(self, positions: Array) -> Array:
-        numbers = self._numbers[positions]
-        total = digest_of_rows(numbers, self.values[positions])
-        for nth, slot in self._slots.items():
-            total += digest_of_rows(numbers, slot[positions], 1 + nth)
+    def _digest(self, positions: Array | range, arrays: Mapping[int, Array]) -> Array:
+        """Return the digest of some rows of arrays, given by their slots."""
+        total = np.zeros(2, np.uint64)
+        for first in range(0, len(positions), _BLOCK):
+            some = np.asarray(positions[first : first + _BLOCK])
+            for slot, array in arrays.items():
+                total += digest_of_rows(self.start + some, array[some], slot - VALUES)
         return total
 
-    def _digest_of_slots(self, slots: Mapping[int, Array]) -> Array:
-        total = np.zeros_like(self._sums)
-        for nth, slot in slots.items():
-            total += digest_of_rows(self._numbers, slot, 1 + nth)
-        return total
-
-    def _array(self, slot: int) -> Array:
-        return self.values if slot == VALUES else self._slots[slot]
+    @property
+    def _arrays(self) -> dict[int, Array]:
+        return {VALUES: self.values, **self._slots}
 
     def _filled(self, row: Array) -> Array:
         """Return the same row for all rows; zeros take no memory before they change."""
@@ -178,6 +216,7 @@ class ServerTable:
         shape: number of rows, and of columns.
         dtype: of the rows.
         create: returns the initial values of a range of rows, given the first one and the one after the last.
+        standbys: whether the standby of each server has its rows, too.
 
     Attributes:
         number: of the table, in the order in which the script builds them.
@@ -188,6 +227,7 @@ class ServerTable:
         ranges: the first row of each server, and the row after its last one.
         loads: how often the script has loaded weights.
         digest_variable: of its layer.
+        standbys: likewise.
     """
 
     digest_variable: Any
@@ -199,23 +239,47 @@ class ServerTable:
         shape: tuple[int, int],
         dtype: Any,
         create: Callable[[int, int], Array],
+        standbys: bool,
     ) -> None:
-        self._tables, self._create = tables, create
+        self._tables, self._create, self.standbys = tables, create, standbys
+        self._rows: dict[int, TableRows] = {}
         self.number = tables.add(self)
         self.name, (self.rows, self.width), self.dtype = name, shape, np.dtype(dtype)
         self.ranges = ranges_of(self.rows, tables.servers)
         self.loads = 0
 
-    @cached_property
-    def own(self) -> TableRows | None:
-        """The rows that this process has, which it creates when they are first needed: a layer may be built
-        while a backend traces a function. None if it is no server, or one without rows.
-        """
-        server = self._tables.server
-        if server is None or server >= len(self.ranges):
-            return None
+    def copy_rows(self, server: int, ask: Callable[[CopyRows, Array], tuple[Any, list[Array]]]) -> None:
+        """Copy the rows of a server, given what asks a process that has them."""
+        if not self.standbys or server >= len(self.ranges):
+            return
         start, stop = self.ranges[server]
-        return TableRows(start, self._create(start, stop))
+        made = TableRows(start, np.zeros((stop - start, self.width), self.dtype))
+        for first in range(start, stop, _BLOCK):
+            numbers = np.arange(first, min(first + _BLOCK, stop))
+            answer, arrays = ask(CopyRows(self.number, self.loads), numbers)
+            if not isinstance(answer, CopiedRows):
+                # The script has dropped the layer.
+                return
+            made.paste(numbers, answer, arrays, self._tables.optimizers)
+        self._rows[server] = made
+
+    def rows_of(self, server: int) -> TableRows | None:
+        """Return the rows of a server, if this process has them, and if there are any.
+
+        It creates them when they are first needed: a layer may be built while a backend traces a function.
+        """
+        if server not in self._tables.held[: None if self.standbys else 1] or server >= len(self.ranges):
+            return None
+        if server not in self._rows:
+            start, stop = self.ranges[server]
+            self._rows.setdefault(server, TableRows(start, self._create(start, stop)))
+        return self._rows[server]
+
+    @property
+    def held(self) -> dict[int, TableRows]:
+        """All rows that this process has, by their servers."""
+        found = {server: self.rows_of(server) for server in self._tables.held}
+        return {server: rows for server, rows in found.items() if rows is not None}
 
     def look_up(self, ids: Array) -> Array:
         """Return the rows of ids of any shape; negative ones count from the end.
@@ -225,7 +289,7 @@ class ServerTable:
             PeerLostError: a server has ended.
         """
         try:
-            return self.rows_of(ids, self.read)
+            return self.arranged(ids, self.read)
         except LockstepError as error:
             self._tables.failure = error
             raise
@@ -246,7 +310,7 @@ class ServerTable:
         """
         _running(self.name).note_lookup(variable)
 
-    def rows_of(self, ids: Array, read: Callable[[Array], Array]) -> Array:
+    def arranged(self, ids: Array, read: Callable[[Array], Array]) -> Array:
         """Return the rows of ids, given what reads distinct rows by their numbers, in ascending order."""
         numbers, places = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
         return np.take(read(numbers), places.reshape(-1), axis=0).reshape(*ids.shape, self.width)
@@ -258,8 +322,8 @@ class ServerTable:
     def load(self, blocks: Iterable[tuple[int, Array, Callable[[], Array]]]) -> None:
         """Replace rows and their slots.
 
-        In `fit`, the chief does it for all servers. Otherwise all processes call this, and a server loads its
-        own rows.
+        In `fit`, the chief does it for all servers. Otherwise all processes call this, and a server loads the
+        rows that it has.
 
         Args:
             blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
@@ -277,8 +341,8 @@ class ServerTable:
                 )
             self._tables.write(self, slot, numbers, read)
         if not self._tables.is_within:
-            if self.own is not None:
-                self.own.note_load()
+            for rows in self.held.values():
+                rows.note_load()
             self._tables.note_load(self)
 
     def slots(self) -> tuple[int, ...]:
@@ -293,8 +357,9 @@ class ServerTables:
         job: of the process.
 
     Attributes:
-        server: the index of this server; None in other processes.
-        servers: their number.
+        servers: the number of servers.
+        held: those whose rows this process has: itself, if it is one, and then those whose standby it is.
+        optimizers: those that have trained tables, with their numbers, which are the same on all servers.
         closed: why rows cannot be read now; empty if they can.
         failure: the error of a lookup.
         scheduling: whether functions are scheduled, which may run at any time.
@@ -308,18 +373,22 @@ class ServerTables:
         self._count = 0
         self._lock = threading.Lock()
         self._progress = threading.Condition()
-        self._within: Sequence[Asks] | None = None
-        self._channels: list[AskingChannel] | None = None
-        self._workers: tuple[int, ...] = ()
+        self._within: Sequence[ServerChannel] | None = None
+        self._channels: list[ServerChannel] | None = None
+        self._connected_to: list[list[int]] = []
+        self._holders: list[list[int]] = []
         self._end: AnsweringEnd | None = None
         self.closed = ""
         self.scheduling = False
         self._together = False
         self.failure: LockstepError | None = None
+        self.optimizers = weakref.WeakKeyDictionary[Any, int]()
+        self._trained_by = 0
         task, index = self._tasks.of(job.process)
-        self.server = index if task == "ps" else None
         self.servers = self._tasks.servers
-        if self.server is not None:
+        self.held: tuple[int, ...] = ()
+        if task == "ps":
+            self.held = index, *self._kept_for(job, index)
             self._end = AnsweringEnd(self._put, job.membership.accept)
         # Others may read rows, for example to save a model, until their scripts end.
         job.at_completion(lambda: job.exchange(lambda _, one: one.barrier(what="the end of the script")))
@@ -339,6 +408,12 @@ class ServerTables:
             table.loads += 1
             self._progress.notify_all()
 
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Note that an optimizer is about to train tables; all servers call this."""
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = self._trained_by
+            self._trained_by += 1
+
     def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
         """Connect to the servers, and return the digests of tables; all processes call this.
 
@@ -348,43 +423,102 @@ class ServerTables:
 
         Raises:
             PeerLostError: a server has ended.
-            DisagreementError: only some processes have loaded weights.
+            DisagreementError: only some processes have loaded weights, or a standby has other rows than its
+                server.
+            ModelError: only some of the tables have standbys.
         """
         if self._end is not None and self._end.entrance:
             self._job.membership.answers_at(self._end.entrance)
         address = b"" if self._end is None else self._end.address
-        digests = [b"" if one.own is None else one.own.digest().tobytes() for one in tables]
+        standbys = tables[0].standbys
+        if any(one.standbys != standbys for one in tables):
+            raise ModelError(
+                f"{what}: only some ServerEmbedding layers of the model have standbys: give all of them the "
+                "same argument standbys"
+            )
+        digests = [{k: rows.digest().tobytes() for k, rows in one.held.items()} for one in tables]
         given = msgspec.msgpack.encode(
-            (self._job.process, address, digests, [(one.number, one.loads) for one in tables])
+            (self._job.process, address, self.held, digests, [(one.number, one.loads) for one in tables])
         )
-        gathered = self._job.exchange(
-            lambda view, communicator: dict(
-                zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
+        hosts, gathered = self._job.exchange(
+            lambda view, communicator: (
+                view.hosts,
+                dict(
+                    zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
+                ),
             )
         )
-        found = {
-            worker: msgspec.msgpack.decode(one, type=tuple[int, bytes, list[bytes], list[tuple[int, int]]])
-            for worker, one in gathered.items()
-        }
+        found = {worker: msgspec.msgpack.decode(one, type=_Met) for worker, one in gathered.items()}
         for position, table in enumerate(tables):
-            if len({known[position][0] for _, _, _, known in found.values()}) > 1:
+            if len({known[position][0] for *_, known in found.values()}) > 1:
                 raise DisagreementError(
                     f"{what}: some processes have built more ServerEmbedding layers before layer "
                     f"{table.name!r} than others: build and load models in all processes"
                 )
-            loads = {known[position][1]: process for process, _, _, known in found.values()}
+            loads = {known[position][1]: process for process, *_, known in found.values()}
             if len(loads) > 1:
                 least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
                 raise DisagreementError(
                     f"{what}: {most} has loaded the weights of layer {table.name!r} more often than {least}: "
                     "load them in all processes"
                 )
-        self._connect({process: (worker, at) for worker, (process, at, _, _) in found.items()}, what)
-        sums = np.zeros((len(tables), 2), np.uint64)
-        for _, _, of_process, _ in found.values():
-            for position, digest in enumerate(of_process):
-                sums[position] += np.frombuffer(digest or bytes(16), np.uint64)
-        return list(sums)
+        known = {process: (worker, at) for worker, (process, at, *_) in found.items()}
+        self._place({process: held for process, _, held, *_ in found.values()}, standbys, what)
+        self._connect(known)
+        # Functions that are scheduled update the rows of the standbys that were there at first.
+        completes = standbys and self._job.context.order is None and not self.scheduling
+        if completes and self._complete(hosts):
+            self._connect(known)
+        return [
+            self._digest(table, [digests[k] for _, _, _, digests, _ in found.values()], what)
+            for k, table in enumerate(tables)
+        ]
+
+    def places(self, left: Collection[int], what: str) -> tuple[ServerPlace, ...]:
+        """Return where the shards of each server are in a call: where the rows of the tables are.
+
+        Args:
+            left: the ids of the processes that are left since `meet`.
+            what: names the call.
+
+        Raises:
+            PeerLostError: rows are lost.
+        """
+        found = []
+        for server, holders in enumerate(self._holders):
+            process, standby, *_ = *(one for one in holders if one in left), None, None
+            if process is None:
+                raise self._lost(server, what)
+            found.append(ServerPlace(process, standby))
+        return tuple(found)
+
+    def _complete(self, hosts: Sequence[Collection[int]]) -> bool:
+        """Give servers new standbys in place of lost ones; return whether there are any.
+
+        Args:
+            hosts: the ids of the processes of each host.
+        """
+        new = False
+        for server, place in enumerate(self._tasks.places(hosts, self._holders)):
+            if place.standby is None or place.standby in self._holders[server]:
+                continue
+            if place.standby == self._job.process:
+                self._copy(server, place.process)
+            self._holders[server] = [*self._holders[server], place.standby]
+            new = True
+        return new
+
+    def _copy(self, server: int, process: int) -> None:
+        """Copy the rows of a server that another process has: this process is the new standby."""
+        note(
+            f"{self._tasks.name(process)} has the rows of parameter server {server}; this process, the new "
+            "standby, copies them"
+        )
+        assert self._channels is not None
+        channel = self._channels[server]
+        for table in list(self._known.values()):
+            table.copy_rows(server, lambda message, numbers: channel.ask(message, [numbers]))
+        self.held = *self.held, server
 
     @property
     def is_within(self) -> bool:
@@ -392,7 +526,7 @@ class ServerTables:
         return self._within is not None
 
     @contextmanager
-    def within(self, servers: Sequence[Asks]) -> Iterator[None]:
+    def within(self, servers: Sequence[ServerChannel]) -> Iterator[None]:
         """Within the block, a call of `fit` on the chief, use its connections."""
         self._within = servers
         try:
@@ -421,11 +555,12 @@ class ServerTables:
                     asked.append((server, numbers[first:last]))
             parts = []
             for server, some in asked:
-                if server == self.server:
-                    assert table.own is not None
-                    parts.append(table.own.read(slot, some))
+                if (own := table.rows_of(server)) is not None:
+                    parts.append(own.read(slot, some))
                 else:
                     (found,) = channels[server].ask(ReadRows(table.number, slot, table.loads), [some])[1]
+                    if len(found) != len(some) and not table.standbys:
+                        raise self._lost(server, f"a read of layer {table.name!r}")
                     if len(found) != len(some):
                         raise DisagreementError(
                             f"parameter server {server} no longer has the rows of layer {table.name!r} that "
@@ -441,9 +576,8 @@ class ServerTables:
             if last > first and self._within is not None:
                 message = WriteRows(table.number, slot)
                 self._within[server].ask(message, [numbers[first:last], read()[first:last]])
-            elif last > first and server == self.server:
-                assert table.own is not None
-                table.own.write(slot, numbers[first:last], read()[first:last])
+            elif last > first and (own := table.rows_of(server)) is not None:
+                own.write(slot, numbers[first:last], read()[first:last])
 
     def refuse_load(self, table: ServerTable) -> None:
         """Raise ModelError if functions may read rows while weights are loaded."""
@@ -455,30 +589,32 @@ class ServerTables:
 
     def slots(self, table: ServerTable) -> tuple[int, ...]:
         """Return the numbers of the slots of a table."""
-        if table.own is not None:
-            return table.own.slots
+        if (own := table.rows_of(0)) is not None:
+            return own.slots
         with self._lock:
             question = ReadRows(table.number, VALUES, table.loads)
             values, _ = self._connected(table)[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
 
-    def answer(self, asked: Asked) -> None:
-        """Answer a `ReadRows` or `WriteRows`."""
-        message: Any = asked.message
+    def answer(
+        self, server: int, message: ReadRows | WriteRows | CopyRows, arrays: Sequence[Array]
+    ) -> tuple[Answer, Sequence[Array]]:
+        """Read or write rows of a server; return the answer."""
         table = self._known.get(message.table)
-        own = None if table is None else table.own
-        if own is None:
-            asked.answer(ServedValues(), [np.zeros(0)])
-        elif isinstance(message, WriteRows):
-            own.write(message.slot, *asked.arrays)
-            asked.answer(Applied())
-        else:
-            slots = tuple((message.table, nth) for nth in own.slots)
-            asked.answer(ServedValues(slots), [own.read(message.slot, *asked.arrays)])
+        rows = None if table is None else table.rows_of(server)
+        if rows is None:
+            return ServedValues(), [np.zeros(0)]
+        if isinstance(message, WriteRows):
+            rows.write(message.slot, *arrays)
+            return Applied(), []
+        if isinstance(message, CopyRows):
+            return rows.copied(arrays[0], self.optimizers)
+        slots = tuple((message.table, nth) for nth in rows.slots)
+        return ServedValues(slots), [rows.read(message.slot, *arrays)]
 
     def _put(self, asked: Asked) -> None:
         message: Any = asked.message
-        if not isinstance(message, ReadRows):
+        if not isinstance(message, ReadRows | CopyRows):
             return
 
         def has_arrived() -> bool:
@@ -491,26 +627,78 @@ class ServerTables:
             table = self._known.get(message.table)
             is_same = table is not None and table.loads == message.loads
         if is_same:
-            self.answer(asked)
+            asked.answer(*self.answer(asked.server, message, asked.arrays))
         else:
             asked.answer(ServedValues(), [np.zeros(0)])
 
-    def _connect(self, known: Mapping[int, tuple[int, bytes]], what: str) -> None:
-        """Connect to the servers, given the worker ids and addresses of all processes."""
-        processes = [self._tasks.id_of_server(index) for index in range(self.servers)]
-        for process in processes:
-            if process not in known:
-                raise PeerLostError(
-                    f"{what}: {self._tasks.name(process)} has ended, and no other process has its rows of "
-                    "embedding tables: start the job again from saved weights"
-                )
-        workers = tuple(known[process][0] for process in processes)
-        if workers == self._workers:
-            return
-        self._workers = workers
-        self._channels = [self._channel(process, *known[process]) for process in processes]
+    def _kept_for(self, job: Job, index: int) -> list[int]:
+        """Return the servers whose standby a server is, as long as the job lasts."""
+        if job.context.order is not None:
+            # A replay loses no server.
+            return []
+        own = self._tasks.id_of_server(index)
+        places = self._tasks.places(job.view.hosts)
+        return [server for server, place in enumerate(places) if own in place and server != index]
 
-    def _channel(self, process: int, worker: int, address: bytes) -> AskingChannel:
+    def _place(self, held: Mapping[int, Collection[int]], standbys: bool, what: str) -> None:
+        """Note which processes have the rows of each server: its own first, if it is left.
+
+        Args:
+            held: the servers whose rows each process has.
+            standbys: whether the tables have standbys: of others, only the servers themselves have rows.
+            what: names the call.
+
+        Raises:
+            PeerLostError: rows are lost.
+        """
+        self._holders = []
+        for server in range(self.servers):
+            circle = [self._tasks.id_of_server((server + k) % self.servers) for k in range(self.servers)]
+            some = circle if standbys else circle[:1]
+            # More than two have them only if servers were lost while the others created the tables.
+            holders = [process for process in some if server in held.get(process, ())][:2]
+            if not holders:
+                raise self._lost(server, what)
+            self._holders.append(holders)
+            if standbys and server in self.held and self._job.process not in holders:
+                self.held = tuple(one for one in self.held if one != server)
+
+    def _digest(self, table: ServerTable, found: Sequence[Mapping[int, bytes]], what: str) -> Array:
+        """Return the digest of a table, given those of its ranges, by servers, that processes have."""
+        total = np.zeros(2, np.uint64)
+        for server in range(len(table.ranges)):
+            digests = {one[server] for one in found if server in one}
+            if len(digests) > 1:
+                raise DisagreementError(
+                    f"{what}: parameter server {server} and its standby have different rows of layer "
+                    f"{table.name!r}: build and load models with the same seeds and files in all processes"
+                )
+            total += np.frombuffer(digests.pop(), np.uint64)
+        return total
+
+    def _lost(self, server: int, what: str) -> PeerLostError:
+        return PeerLostError(
+            f"{what}: parameter server {server} has ended, and no other process has its rows of embedding "
+            "tables: start the job again from saved weights"
+        )
+
+    def _connect(self, known: Mapping[int, tuple[int, bytes]]) -> None:
+        """Connect to the processes that have rows, given the worker ids and addresses of all processes."""
+        if self._connected_to == self._holders:
+            return
+        for channel in self._channels or ():
+            channel.close()
+
+        def connects(process: int, server: int) -> Callable[[], AskingChannel]:
+            return lambda: self._channel(process, server, *known[process])
+
+        self._connected_to = list(self._holders)
+        self._channels = [
+            ServerChannel([connects(process, server) for process in of_server])
+            for server, of_server in enumerate(self._holders)
+        ]
+
+    def _channel(self, process: int, server: int, worker: int, address: bytes) -> AskingChannel:
         membership = self._job.membership
 
         def is_lost() -> bool:
@@ -522,13 +710,15 @@ class ServerTables:
             self._tasks.name(process),
             self._job.policy.timeout,
             membership.dial(worker),
-            self._tasks.of(process)[1],
+            server,
             is_lost if self._job.context.over_hosts else None,
             self._job.worker,
         )
 
-    def _connected(self, table: ServerTable) -> Sequence[Asks]:
-        found = self._within if self._within is not None else self._channels
+    def _connected(self, table: ServerTable) -> Sequence[ServerChannel]:
+        # The servers are in the same call, and do not serve, when all processes evaluate between functions.
+        apart = self.scheduling and self._together
+        found = self._within if self._within is not None and not apart else self._channels
         if found is None:
             raise ModelError(
                 f"the rows of layer {table.name!r} are on the parameter servers, to which this process "

@@ -4,9 +4,13 @@ A server sends each message that it processes to its standby, another server of 
 when the standby has it. So the standby can repeat all updates whose results another process has seen, and
 continue the recorded order of arrivals. It keeps the messages as they are: it updates nothing before it takes
 over. When they need more memory than the shards, the server sends the state of the shards instead.
+
+Rows of tables that only servers have are too many to be sent: of a model with such tables, the standby has
+all rows of the server, too, and repeats each message soon after it has arrived.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +19,22 @@ import numpy.typing as npt
 from lockstep.errors import PeerLostError
 from lockstep.parameter_server.assignments import StepSet
 from lockstep.parameter_server.order import Kind, Record, RecordList
-from lockstep.protocol.parameter_server import Applied, Keep, KeepState, Pull, PullRows, Push, Read, Write
+from lockstep.protocol.parameter_server import (
+    Applied,
+    Keep,
+    KeepState,
+    Pull,
+    PullRows,
+    Push,
+    Read,
+    Write,
+    WriteRows,
+)
 from lockstep.transport.array_channel import Asked, AskingChannel
 
 Array = npt.NDArray[Any]
-Processed = Pull | PullRows | Push | Read | Write
+Ordered = Pull | PullRows | Push | Read | Write
+Processed = Ordered | WriteRows
 
 KEPT_BYTES = 16 << 20
 """A standby keeps messages of as many bytes, or of as many as the state has, if that is more."""
@@ -28,7 +43,7 @@ LEAST_BYTES = 64 << 10
 """A message counts as many bytes at least: it takes time to repeat it."""
 
 
-def record_of(process: int, question: Processed) -> Record:
+def record_of(process: int, question: Ordered) -> Record:
     """Return what the order of arrivals says about a message of a process."""
     match question:
         case Pull():
@@ -51,12 +66,19 @@ class StandbyLink:
         name: of the standby, for messages.
         confirm_loss: waits until the standby is known to be lost, given the error of the connection; raises
             that otherwise.
+        repeats: whether the standby repeats each message, and needs no state.
     """
 
     def __init__(
-        self, channel: AskingChannel, name: str, confirm_loss: Callable[[PeerLostError], object]
+        self,
+        channel: AskingChannel,
+        name: str,
+        confirm_loss: Callable[[PeerLostError], object],
+        *,
+        repeats: bool = False,
     ) -> None:
         self._channel, self._name, self._confirm_loss = channel, name, confirm_loss
+        self._repeats = repeats
         self._kept = 0
 
     def send(self, process: int, question: Processed, arrays: Sequence[Array]) -> None:
@@ -90,7 +112,7 @@ class StandbyLink:
         Args:
             state_bytes: the size of the state.
         """
-        return self._kept > max(KEPT_BYTES, state_bytes)
+        return not self._repeats and self._kept > max(KEPT_BYTES, state_bytes)
 
     def send_state(self, state: Sequence[Array]) -> None:
         """Send the state, and wait until the standby has it; raises the errors of `send` and `confirm`."""
@@ -118,7 +140,8 @@ class KeptServer:
 
     Attributes:
         state: the state that was sent last; None for that at the beginning of the call.
-        messages: those after it that change the state, each with the process that sent it and its arrays.
+        messages: those after it that change the state, each with the process that sent it and its arrays;
+            without those that this process has repeated.
         records: the order of all messages of the call.
         pushed: the steps of all updates, with their parts.
         updates: their number.
@@ -126,7 +149,7 @@ class KeptServer:
 
     def __init__(self) -> None:
         self.state: list[Array] | None = None
-        self.messages: list[tuple[int, Processed, list[Array]]] = []
+        self.messages = deque[tuple[int, Processed, list[Array]]]()
         self.records = RecordList()
         self.pushed = StepSet()
         self.updates = 0
@@ -148,11 +171,13 @@ class KeptServer:
 
     def _keep(self, asked: Asked) -> None:
         if isinstance(asked.message, KeepState):
-            self.state, self.messages = asked.arrays, []
+            self.state = asked.arrays
+            self.messages.clear()
             return
         assert isinstance(asked.message, Keep)
         process, question = asked.message.process, asked.message.question
-        self.records.append(record_of(process, question))
+        if not isinstance(question, WriteRows):
+            self.records.append(record_of(process, question))
         if isinstance(question, Push):
             self.pushed.add(question.step, question.part)
             self.updates += 1

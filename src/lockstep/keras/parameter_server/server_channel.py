@@ -1,0 +1,87 @@
+"""A connection to a parameter server that survives it: the standby answers what the server has not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from lockstep.errors import PeerLostError
+from lockstep.protocol.parameter_server import Question
+from lockstep.system.notes import note
+from lockstep.transport.array_channel import AskingChannel
+
+Array = npt.NDArray[Any]
+
+
+class ServerChannel:
+    """Asks one server; if that is lost, the server that has taken over its shards.
+
+    Args:
+        connects: connect to the process of the server, and to its standby, if there is one.
+
+    Raises:
+        PeerLostError: all of them have ended; so for all methods.
+    """
+
+    def __init__(self, connects: Sequence[Callable[[], AskingChannel]]) -> None:
+        self._connects = list(connects)
+        self._asked: tuple[Question, Sequence[Array]] | None = None
+        self._channel: AskingChannel | None = None
+        self._connect()
+
+    def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
+        """Ask; see `AskingChannel.send`."""
+        assert self._channel is not None
+        self._asked = message, arrays
+        try:
+            self._channel.send(message, arrays)
+        except PeerLostError as error:
+            self._replace(error)
+
+    def receive(self) -> tuple[Any, list[Array]]:
+        """Wait for the answer to what was sent last; see `AskingChannel.receive`."""
+        assert self._asked is not None
+        message, _ = self._asked
+        while True:
+            assert self._channel is not None
+            try:
+                answer = self._channel.receive(message)
+            except PeerLostError as error:
+                self._replace(error)
+            else:
+                self._asked = None
+                return answer
+
+    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
+        """Ask, and wait for the answer."""
+        self.send(message, arrays)
+        return self.receive()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _replace(self, lost: PeerLostError) -> None:
+        """Ask the standby what has no answer."""
+        if not self._connects:
+            raise PeerLostError(f"{lost}; no standby has its weights") from None
+        assert self._channel is not None
+        self._channel.close()
+        self._channel = None
+        try:
+            self._connect()
+        except PeerLostError as error:
+            raise PeerLostError(f"{lost}; no standby has its weights: {error}") from None
+        note(f"{lost}; its standby continues with its weights")
+
+    def _connect(self) -> None:
+        while True:
+            try:
+                self._channel = self._connects.pop(0)()
+                if self._asked is not None:
+                    self._channel.send(*self._asked)
+                return
+            except PeerLostError:
+                if not self._connects:
+                    raise
