@@ -49,6 +49,7 @@ class DispatchedCall:
         accept: completes connections from other hosts; None in a job on one host.
         lost: returns the processes that the coordinator has announced as lost.
         workers: the worker ids of the call's processes, which others replace.
+        seats: see `Job`.
     """
 
     tasks: Tasks
@@ -60,6 +61,7 @@ class DispatchedCall:
     accept: Callable[[socket.socket], socket.socket] | None = None
     lost: Callable[[], frozenset[int]] = frozenset
     workers: dict[int, int] = field(default_factory=dict)
+    seats: dict[int, int] = field(default_factory=dict)
 
 
 class Dispatcher(ABC):
@@ -72,12 +74,15 @@ class Dispatcher(ABC):
     Attributes:
         staleness: of the completed steps, in their order.
         end: answers the workers.
+        look: is called every second while the chief waits.
     """
 
     def __init__(self, call: DispatchedCall, unit: str) -> None:
         self.staleness: list[int] = []
+        self.look: Callable[[], object] = lambda: None
         self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
+        self._seats = call.seats
         self._assignments = Assignments(call.max_staleness)
         self._writer, self._recorded = call.writer, call.recorded
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
@@ -172,6 +177,7 @@ class Dispatcher(ABC):
                     self.end.drop(worker)
                     # It may have been lost before it has connected.
                     self._inbox.put(Asked(process, None, worker=worker))
+                self.look()
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
 
     def _without_workers(self) -> str:
@@ -228,8 +234,13 @@ class Dispatcher(ABC):
         if worker != self._worker(process):
             replaced, self._workers[process] = self._worker(process), worker
             self._live.add(process)
-            self._writer.add(Kind.JOINED, process, worker)
+            self._seat(process, worker)
             note(f"{self._what}: worker {worker} takes the place of worker {replaced}")
+
+    def _seat(self, process: int, worker: int) -> None:
+        """Note that a worker has taken the place of a lost one."""
+        self._seats[process] = worker
+        self._writer.add(Kind.JOINED, process, worker)
 
     def _lose(self, process: int) -> None:
         self._parked.pop(process, None)
@@ -275,7 +286,7 @@ class Dispatcher(ABC):
         self._writer.add(Kind.ASSIGN, worker, step)
         incomplete = tuple(self._assignments.incomplete_below(step))
         names, arrays = self._layers_for(worker)
-        return Assigned(step, incomplete, names), arrays
+        return Assigned(step, incomplete, names, self._seats.get(worker, worker)), arrays
 
     def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
         """Return the layers' state that a worker needs for a step."""
@@ -291,7 +302,7 @@ class Dispatcher(ABC):
                     return
                 self._take(asked)
             elif turn.kind is Kind.JOINED:
-                self._writer.add(*turn)
+                self._seat(turn.worker, turn.step)
             elif turn.kind is not Kind.ASSIGN or not self._may_assign(turn):
                 return
             else:
