@@ -286,7 +286,7 @@ class Dispatcher(ABC):
         self._writer.add(Kind.ASSIGN, worker, step)
         incomplete = tuple(self._assignments.incomplete_below(step))
         names, arrays = self._layers_for(worker)
-        return Assigned(step, incomplete, names, self._seats.get(worker, worker)), arrays
+        return Assigned(step, incomplete, names, self._seats.get(worker, -1)), arrays
 
     def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
         """Return the layers' state that a worker needs for a step."""

@@ -35,11 +35,11 @@ class PerWorkerDataset(PerWorkerValues):
         make: creates the dataset.
         seed: returns the seed of the random numbers with which this worker creates it.
         trial: the seed of those in trial runs, equal in all processes.
-        seat: returns the worker id as which this process runs functions; see `Job`.
+        seat: returns `Job.seat`.
     """
 
     def __init__(
-        self, make: Callable[[], Any], seed: Callable[[], int], trial: int, seat: Callable[[], int | None]
+        self, make: Callable[[], Any], seed: Callable[[], int], trial: int, seat: Callable[[], int]
     ) -> None:
         self._make, self._seed, self._trial, self._seat = make, seed, trial, seat
 
@@ -67,7 +67,7 @@ class PerWorkerIterator(PerWorkerValues):
         self._create, self._create_fresh = dataset._iterators()
         self._seat = dataset._seat
         self._iterator: Any = None
-        self._created_as: int | None = None
+        self._created_as = -1
 
     def _own(self) -> Any:
         # In a replay, one process repeats a lost worker and the one that has taken its place.
