@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,58 @@ def check_repeated(run: Any, repeat: Repeat, left: tuple[int, ...]) -> None:
     again = repeat(run, (1,))
     assert "the states of the runs are equal at 17 recorded points" in again.stdout
     assert set(again.marked(2, "digest ")) == digests
+
+
+@pytest.mark.parametrize(
+    ("point", "workers"),
+    [
+        ("within", (2, 6)),
+        *(
+            pytest.param(point, workers, marks=pytest.mark.slow)
+            for point, workers in {
+                "first": (2, 6),
+                "between": (2, 6),
+                "twice": (2, 6, 7),
+                "catching-up": (2, 7),
+                "reads": (2, 6),
+                "fit": (2, 6),
+                "after": (2, 6),
+            }.items()
+        ),
+    ],
+)
+def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
+    launch: Launch,
+    repeat: Repeat,
+    tmp_path: Path,
+    thorough_backend: str,
+    point: str,
+    workers: tuple[int, ...],
+) -> None:
+    run = launch("-n 3 --ps 2", "replacing.py", point, str(tmp_path), backend=thorough_backend)
+    assert run.status == 0, run.stderr
+    for replaced, worker in pairwise(workers):
+        call = "fit 1" if point == "fit" else "functions 2" if point == "after" else "functions 1"
+        assert f"{call}: worker {worker} takes the place of worker {replaced}\n" in run.stderr
+    left = (0, 1, 3, 4, 5, workers[-1])
+    found = {tuple(run.marked(worker, mark)) for worker in left for mark in ("result ", "digest ")}
+    assert [len(lines) for lines in found] == [1, 1]
+    calls = len({line.split(":")[0] for line in run.stderr.splitlines() if ": staleness " in line})
+    again = repeat(run, range(1, calls + 1))
+    assert found == {
+        tuple(again.marked(worker, mark)) for worker in range(6) for mark in ("result ", "digest ")
+    }
+
+
+@pytest.mark.slow
+def test_a_worker_that_joins_and_makes_another_call_ends(launch: Launch, tmp_path: Path) -> None:
+    run = launch("-n 3 --ps 1 --max-restarts 1", "replacing.py", "differs", str(tmp_path))
+    assert run.status == 0, run.stderr
+    expected = (
+        " of the ClusterCoordinator is done in this worker, which joins, and was fetch in the chief: "
+        "let the script decide by what is equal in all processes"
+    )
+    assert (tmp_path / "differs").read_text().endswith(expected)
 
 
 def test_an_error_of_a_function_surfaces_at_the_next_call_in_all_processes(launch: Launch) -> None:

@@ -1,0 +1,78 @@
+"""The log of function calls, with which workers that join repeat them."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from lockstep.checkpoint.values import pack, unpack
+from lockstep.errors import DisagreementError
+from lockstep.keras.state import function_log
+from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, FunctionLog, limit
+from lockstep.protocol.parameter_server import FunctionResult, Passed
+
+SHOWS = Passed(1, "join", True)
+
+
+def shown(**values: float) -> FoundByCall:
+    return FoundByCall(SHOWS, (), {key: np.array(value) for key, value in values.items()})
+
+
+def kept(log: FunctionLog) -> dict[int, list[str]]:
+    return {number: list(found.values) for number, found in log.found.items()}
+
+
+def restored(log: FunctionLog) -> FunctionLog:
+    packed, arrays = pack(log.packed(), "log")
+    return FunctionLog.unpacked(unpack(msgspec.json.decode(msgspec.json.encode(packed)), arrays))
+
+
+def test_of_earlier_calls_what_the_script_has_read_is_kept() -> None:
+    log = FunctionLog()
+    log.begin({0: np.array(0.5), 1: np.array(0.0)}, {"model 0/a": np.array(2.0)})
+    log.note_read("o1")
+    log.add("schedule of train")
+    log.add("join", shown(s0=1.0, o1=2.0))
+    log.note_read("s0")
+    log.add("done", FoundByCall(Passed(3, "done", done=False)))
+    log.add("fetch", shown(s0=3.0, o1=4.0))
+    assert kept(log) == {AT_BEGIN: ["o1"], 1: ["s0"], 2: [], 3: ["s0", "o1"]}
+    log.below = 1
+    again = restored(log)
+    assert kept(again) == kept(log)
+    assert (again.count, again.below, again.models) == (4, 1, {"model 0/a": 2.0})
+    assert again.found[1].passed == SHOWS
+    assert again.found[1].values["s0"] == 1.0
+
+
+def test_another_call_is_named() -> None:
+    log = FunctionLog()
+    for _ in range(3):
+        log.add("schedule of train")
+    log.add("join", shown(s0=1.0))
+    again = restored(log)
+    for number in range(3):
+        again.check(number, "schedule of train")
+    with pytest.raises(DisagreementError) as differs:
+        again.check(3, "done")
+    assert str(differs.value) == (
+        "call 4 of the ClusterCoordinator is done in this worker, which joins, and was join in the chief: "
+        "let the script decide by what is equal in all processes"
+    )
+
+
+def test_the_oldest_variables_are_dropped_and_many_results_are_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(function_log, "MOST_BYTES", 16)
+    monkeypatch.setattr(function_log, "MOST_LASTING_BYTES", 24)
+    first, second = FunctionLog(), FunctionLog()
+    for log in (first, second):
+        for _ in range(3):
+            log.add("join", shown(s0=1.0))
+            log.note_read("s0")
+    assert not limit([first, second])
+    assert kept(first) == {0: [], 1: [], 2: ["s0"]}
+    assert kept(second) == {0: ["s0"], 1: ["s0"], 2: ["s0"]}
+    found = FoundByCall(Passed(4, "fetch", results=(FunctionResult(b"{}", ("a",)),)), [np.zeros(2)])
+    second.add("fetch", found)
+    assert limit([first, second])
