@@ -164,17 +164,15 @@ def enough(number: int) -> int:
 
 
 def losing() -> None:
-    """Count the functions that this process runs, and end it within one."""
+    """End this process within a function or a step, and note which functions it runs."""
     run, compute = WorkerCalls._run, WorkerProcess._computed
     ran = 0
 
     def counted(*given: Any) -> Any:
         nonlocal ran
-        ran += 1
-        within = ends("within", "twice", "reads", "differs") or (
-            ends("after") and (FOLDER / "fitted").exists()
-        )
-        if ran == 4 and (within or (POINT == "twice" and FIRST_JOINER == WORKER and not REPLAYS)):
+        due = ends("within", "twice", "reads", "differs") or (ends("after") and (FOLDER / "fitted").exists())
+        ran += due or (POINT == "twice" and FIRST_JOINER == WORKER and not REPLAYS)
+        if ran == 4:
             end()
         result = run(*given)
         if WORKER >= FIRST_JOINER:

@@ -361,8 +361,7 @@ class DigestRecorder:
         return (step <= ALL_UNTIL or step % self._stride == 0) and (trains or number <= _TESTS)
 
     def _owns_first(self) -> bool:
-        # A worker that joins has not entered the view of the others yet.
-        return not self._job.joined_with and 0 in self._job.view.replicas_of(self._job.worker)
+        return 0 in self._job.view.replicas_of(self._job.worker)
 
     def _values(self, record: RecordedStep | None, program: TrainingState, state: Any) -> Sequence[Any]:
         """Return the values of the variables in `state`."""

@@ -281,6 +281,7 @@ class Job:
         self._drives = False
         self.joined_with: tuple[int, ...] = ()
         self._is_apart = False
+        self._pending: View | None = None
         self._next_after: int | None = None
         self._refused_in: int | None = None
         self._closed_to_joiners = ""
@@ -308,8 +309,11 @@ class Job:
 
     @property
     def view(self) -> View:
-        """The current view: the workers, and the replicas that each owns."""
-        return self._place[0]
+        """The current view: the workers, and the replicas that each owns.
+
+        Of a worker that has joined with `join_apart`, it has the workers of the view that it enters next.
+        """
+        return self._place[0] if self._pending is None or self._is_apart else self._pending
 
     @property
     def communicator(self) -> Communicator:
@@ -430,7 +434,7 @@ class Job:
         """
         begun: float | None = None
         if not self._is_apart:
-            while self._next_after is not None and self.view.number <= self._next_after:
+            while self._next_after is not None and self._place[0].number <= self._next_after:
                 self._enter_next_place(PeerLostError("the workers change"), expected=True)
             self._next_after = None
         while True:
@@ -594,7 +598,8 @@ class Job:
         contents, self.joined_with = self.membership.join_later()
         self._joins = False
         self._undone.clear()
-        self._next_after = self.view.number
+        alone, _ = self._place
+        self._next_after, self._pending = alone.number, place(alone.replicas, self.joined_with, alone.number)
         return contents
 
     def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:
@@ -625,7 +630,7 @@ class Job:
     def _enter(self, place: Place) -> None:
         self._waited_before = self.waited
         self.communicator.close()
-        self._place, self.joined_with = place, ()
+        self._place, self._pending, self.joined_with = place, None, ()
 
     def _leads_host(self) -> bool:
         return any(host[0] == self.worker for host in self.view.hosts)
