@@ -627,7 +627,7 @@ class WorkerCalls(FunctionCalls):
         if self._joining.replays:
             self._reads.begin()
             assert self._joining.log is not None
-            if (found := self._joining.log.found.get(AT_BEGIN)) is not None:
+            if (found := self._joining.log.found_by(AT_BEGIN)) is not None:
                 with self._own():
                     self._take_values(found, 0)
 
@@ -663,7 +663,7 @@ class WorkerCalls(FunctionCalls):
             self._connect(self._process.take_place(facts), self._shards)
             return None
         log.check(number, label)
-        if (found := log.found.get(number)) is None:
+        if (found := log.found_by(number)) is None:
             return Passed(number + 1), []
         if found.passed.state:
             self._take_values(found, number + 1)

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# Defines dtypes such as bfloat16.
+import ml_dtypes  # noqa: F401
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DisagreementError
@@ -25,6 +28,14 @@ MOST_BYTES = 64 << 20
 
 MOST_LASTING_BYTES = 256 << 20
 """Bytes of results, and of variables at the end of functions, that logs keep; with more, no worker joins."""
+
+_CALL_BYTES = 1 << 10
+"""Bytes that a call with a result takes besides."""
+
+_Described = tuple[str, list[int], bytes]
+"""The dtype, shape and bytes of an array."""
+
+_Encoded = tuple[Passed, list[_Described], dict[str, _Described]]
 
 AT_BEGIN = -1
 """The number under which a log has the variables at the beginning."""
@@ -61,34 +72,35 @@ class FoundByCall:
 
     @property
     def result_bytes(self) -> int:
-        """The memory of the results."""
-        return sum(len(one.packed) for one in self.passed.results) + sum(one.nbytes for one in self.results)
+        """The memory of the results, and of what belongs to the call itself."""
+        packed = sum(len(one.packed) for one in self.passed.results)
+        return _CALL_BYTES + packed + sum(one.nbytes for one in self.results)
 
 
 class FunctionLog:
     """The calls from the first function that is scheduled to the end of the functions.
 
+    A program may make millions of calls: what earlier ones have found is encoded.
+
     Attributes:
         count: the number of calls.
         trials: facts on the trial runs of functions.
-        found: what calls have found, by their numbers; calls without a result are missing.
         below: the functions before this one are complete.
         models: the values of compiled models at the beginning, by name.
-        shown: the number of the last call that has shown variables; None before.
-        result_bytes: the memory of the results.
+        result_bytes: the memory of the results, and of the calls.
         old_bytes: the memory of the variables of all calls but the last one that has shown any.
     """
 
     def __init__(self) -> None:
         self.count = self.below = self.result_bytes = self.old_bytes = 0
         self.trials: list[Mapping[str, str]] = []
-        self.found: dict[int, FoundByCall] = {}
         self.models: Mapping[str, Any] = {}
-        self.shown: int | None = None
+        self._found: dict[int, bytes] = {}
+        self._shown: tuple[int, FoundByCall] | None = None
         self._starts: list[int] = []
         self._labels: list[str] = []
         self._read: set[str] = set()
-        self._old: deque[int] = deque()
+        self._old: deque[tuple[int, int]] = deque()
 
     def begin(self, variables: Mapping[int, Array], models: Mapping[str, Any]) -> None:
         """Record the variables at the beginning, if earlier calls have changed them.
@@ -98,8 +110,8 @@ class FunctionLog:
             models: the values of compiled models, by name.
         """
         values = {of_scope(position): value for position, value in variables.items()}
-        self.found[AT_BEGIN] = FoundByCall(Passed(0, state=True, variables=tuple(variables)), (), values)
-        self.shown, self.models = AT_BEGIN, models
+        found = FoundByCall(Passed(0, state=True, variables=tuple(variables)), (), values)
+        self._shown, self.models = (AT_BEGIN, found), models
 
     def add(self, label: str, found: FoundByCall | None = None) -> None:
         """Record the next call.
@@ -114,31 +126,45 @@ class FunctionLog:
             self._labels.append(label)
         if found is None:
             return
-        self.found[number] = found
         self.result_bytes += found.result_bytes
-        if found.passed.state:
-            if self.shown is not None:
-                before = self.found[self.shown]
-                values = {key: value for key, value in before.values.items() if key in self._read}
-                self.found[self.shown] = reduced = replace(before, values=values)
+        if not found.passed.state:
+            self._found[number] = _encoded(found)
+            return
+        if self._shown is not None:
+            before, one = self._shown
+            values = {key: value for key, value in one.values.items() if key in self._read}
+            reduced = replace(one, values=values)
+            self._found[before] = _encoded(reduced)
+            if values:
+                self._old.append((before, reduced.value_bytes))
                 self.old_bytes += reduced.value_bytes
-                self._old.append(self.shown)
-            self._read.clear()
-            self.shown = number
+        self._read.clear()
+        self._shown = number, found
+
+    def note_read(self, key: str) -> None:
+        """Note that the script has read a variable since the last call that has shown variables."""
+        self._read.add(key)
 
     def drop_oldest(self, least: int) -> int:
         """Drop variables of the oldest calls that take so many bytes, or all; return how many they took."""
         dropped = 0
         while self._old and dropped < least:
-            number = self._old.popleft()
-            dropped += self.found[number].value_bytes
-            self.found[number] = replace(self.found[number], values={})
+            number, taken = self._old.popleft()
+            dropped += taken
+            self._found[number] = _encoded(replace(_decoded(self._found[number]), values={}))
         self.old_bytes -= dropped
         return dropped
 
-    def note_read(self, key: str) -> None:
-        """Note that the script has read a variable since the last call that has shown variables."""
-        self._read.add(key)
+    @property
+    def last_bytes(self) -> int:
+        """The memory of the variables of the last call that has shown any."""
+        return 0 if self._shown is None else self._shown[1].value_bytes
+
+    def found_by(self, number: int) -> FoundByCall | None:
+        """Return what a call has found, by its number, or what was so `AT_BEGIN`; None for nothing."""
+        if self._shown is not None and self._shown[0] == number:
+            return self._shown[1]
+        return None if number not in self._found else _decoded(self._found[number])
 
     def check(self, number: int, label: str) -> None:
         """Compare a call with the recorded one.
@@ -155,28 +181,32 @@ class FunctionLog:
 
     def packed(self) -> dict[str, Any]:
         """Return the log as plain values and arrays."""
-        return {
+        calls = msgspec.msgpack.encode((self._starts, self._labels, self.trials, self._found))
+        packed: dict[str, Any] = {
             "count": self.count,
             "below": self.below,
-            "starts": list(self._starts),
-            "labels": list(self._labels),
-            "trials": [dict(facts) for facts in self.trials],
+            "calls": np.frombuffer(calls, "uint8"),
             "models": dict(self.models),
-            "found": {
-                number: (msgspec.msgpack.encode(one.passed), list(one.results), dict(one.values))
-                for number, one in self.found.items()
-            },
         }
+        if self._shown is not None:
+            number, found = self._shown
+            passed = msgspec.msgpack.encode(found.passed)
+            packed["shown"] = number, passed, list(found.results), dict(found.values)
+        return packed
 
     @classmethod
     def unpacked(cls, packed: Mapping[str, Any]) -> "FunctionLog":
         """Restore the log from the result of `packed`."""
         log = cls()
-        log.count, log.below = packed["count"], packed["below"]
-        log._starts, log._labels = packed["starts"], packed["labels"]
-        log.trials, log.models = packed["trials"], packed["models"]
-        for number, (passed, results, values) in packed["found"].items():
-            log.found[number] = FoundByCall(msgspec.msgpack.decode(passed, type=Passed), results, values)
+        log.count, log.below, log.models = packed["count"], packed["below"], packed["models"]
+        log._starts, log._labels, log.trials, log._found = msgspec.msgpack.decode(
+            packed["calls"].tobytes(),
+            type=tuple[list[int], list[str], list[Mapping[str, str]], dict[int, bytes]],
+        )
+        if "shown" in packed:
+            number, passed, results, values = packed["shown"]
+            decoded = msgspec.msgpack.decode(passed, type=Passed)
+            log._shown = number, FoundByCall(decoded, results, values)
         return log
 
 
@@ -188,5 +218,29 @@ def limit(logs: Sequence[FunctionLog]) -> bool:
     total = sum(log.old_bytes for log in logs)
     for log in logs:
         total -= log.drop_oldest(total - MOST_BYTES)
-    ended = sum(log.found[log.shown].value_bytes for log in logs[:-1] if log.shown is not None)
+    ended = sum(log.last_bytes for log in logs[:-1])
     return ended + sum(log.result_bytes for log in logs) > MOST_LASTING_BYTES
+
+
+def _encoded(found: FoundByCall) -> bytes:
+    results = [_described(one) for one in found.results]
+    return _encoder.encode((found.passed, results, {k: _described(one) for k, one in found.values.items()}))
+
+
+def _decoded(encoded: bytes) -> FoundByCall:
+    passed, results, values = _decoder.decode(encoded)
+    return FoundByCall(passed, [_array(one) for one in results], {k: _array(v) for k, v in values.items()})
+
+
+def _described(array: Array) -> _Described:
+    return str(array.dtype), list(array.shape), array.tobytes()
+
+
+def _array(described: _Described) -> Array:
+    dtype, shape, data = described
+    # A copy can be written to, as PyTorch and programs expect.
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Encoded)
