@@ -324,13 +324,13 @@ def test_a_worker_that_joins_learns_what_calls_have_found_since(
     for process in (two, server):
         assert process.ask(at(0)) == Passed(1, "join", True)
     assert dispatcher._calls
-    dispatcher.expect({1: 5}, ())
+    dispatcher.expect({1: 5})
     assert (dispatcher.expected, dispatcher._held) == ({1: 5}, set())
     joined = Asking(dispatcher, 1, worker=5)
     assert joined.ask(at(0)) == Passed(1, "join", True)
     assert (dispatcher.expected, dispatcher._calls) == ({}, {})
     # It has connected before the chief has looked.
-    dispatcher.expect({1: 5}, ())
+    dispatcher.expect({1: 5})
     assert dispatcher.expected == {}
     assert dispatcher.schedule(1) is None
     assert joined.ask(at(2)) == Assigned(0, (), (), 5)
@@ -353,12 +353,12 @@ def test_a_worker_that_is_lost_before_it_connects_is_not_expected(make: Make, co
     one.close()
     until(dispatcher, lambda: 1 not in dispatcher._live)
     dispatcher.hold([1])
-    dispatcher.expect({1: 5}, ())
+    dispatcher.expect({1: 5})
     dispatcher.publish(0, Passed(1, "join", True), [])
     for process in (two, server):
         assert process.ask(at(0)) == Passed(1, "join", True)
     assert dispatcher._untaken()
-    dispatcher.expect({}, {5})
+    dispatcher.expect_no_longer({5})
     assert dispatcher.expected == {}
     dispatcher.wait_until_taken()
 

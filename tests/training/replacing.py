@@ -5,8 +5,8 @@
 Unless this job follows a recorded order, worker 2 ends at a point: `first` before it schedules a function,
 `within` a function, `between` a `join` and the next `schedule`, `fit` in a `fit` after functions, and `after`
 in functions after a `fit`. In `twice`, the worker that replaces it ends within a function, too, and in
-`catching-up` before it has joined. `reads` is like `within`, and the script decides by weights; in `differs`,
-it decides by the worker. The program schedules functions until the last worker that joins has run some, and
+`catching-up` before it has joined. `reads` is like `within`, and the script decides by weights, which the
+chief does not keep in `forgets`; in `differs`, it decides by the worker. The program schedules functions until the last worker that joins has run some, and
 writes the number of rounds to FOLDER.
 """
 
@@ -25,6 +25,7 @@ import lockstep
 from lockstep.errors import DisagreementError
 from lockstep.keras.parameter_server.function_calls import WorkerCalls
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
+from lockstep.keras.state import function_log
 from lockstep.worker import job
 
 ops = keras.ops
@@ -170,7 +171,9 @@ def losing() -> None:
 
     def counted(*given: Any) -> Any:
         nonlocal ran
-        due = ends("within", "twice", "reads", "differs") or (ends("after") and (FOLDER / "fitted").exists())
+        due = ends("within", "twice", "reads", "differs", "forgets") or (
+            ends("after") and (FOLDER / "fitted").exists()
+        )
         ran += due or (POINT == "twice" and FIRST_JOINER == WORKER and not REPLAYS)
         if ran == 4:
             end()
@@ -189,12 +192,12 @@ def losing() -> None:
     WorkerProcess._computed = computed  # type: ignore[method-assign]
 
 
-def differ() -> None:
-    """Make a call that the others do not make; let them end."""
+def told(act: Callable[[], Any]) -> Any:
+    """Return the result of a function; note why a worker that joins is refused, and let the others end."""
     try:
-        coordinator.done()
+        return act()
     except DisagreementError as error:
-        (FOLDER / "differs").write_text(str(error))
+        (FOLDER / "refused").write_text(str(error))
         (FOLDER / f"ran-{LAST_JOINER}").write_text("...")
         raise
 
@@ -213,10 +216,10 @@ def rounds(batches: Any, most: int = 10**6) -> None:
         if number == 1 and POINT == "catching-up" and WORKER in (2, FIRST_JOINER) and not REPLAYS:
             end()
         history.append([float(accuracy.result()), int(seen), float(np.random.rand())])
-        if POINT == "reads" and float(mean()) > 0:
+        if POINT in ("reads", "forgets") and float(ops.stop_gradient(told(mean))) > 0:
             optimizer.learning_rate = optimizer.learning_rate * 0.9
         if POINT == "differs" and WORKER >= FIRST_JOINER:
-            differ()
+            told(coordinator.done)
         history.append([float(value) for value in coordinator.fetch(values)])
         if number % 4 == 1:
             history.append(float(model.evaluate(X[:60], np.ones((60, 2)), verbose=0)))
@@ -241,6 +244,8 @@ class StopsOnceReplaced(keras.callbacks.Callback):  # type: ignore[misc]
 
 if ends("first"):
     end()
+if POINT == "forgets":
+    function_log.MOST_BYTES = 0
 losing()
 batches = iter(coordinator.create_per_worker_dataset(dataset))
 if POINT in ("fit", "after"):

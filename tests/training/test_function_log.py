@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.errors import DisagreementError
 from lockstep.keras.state import function_log
 from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, FunctionLog, limit
 from lockstep.protocol.parameter_server import FunctionResult, Passed
@@ -59,20 +58,15 @@ def test_of_earlier_calls_what_the_script_has_read_is_kept() -> None:
         )
 
 
-def test_another_call_is_named() -> None:
+def test_calls_have_names() -> None:
     log = FunctionLog()
     for _ in range(3):
         log.add("schedule of train")
     log.add("join", shown(s0=1.0))
+    log.add("schedule of test")
     again = restored(log)
-    for number in range(3):
-        again.check(number, "schedule of train")
-    with pytest.raises(DisagreementError) as differs:
-        again.check(3, "done")
-    assert str(differs.value) == (
-        "call 4 of the ClusterCoordinator is done in this worker, which joins, and was join in the chief: "
-        "let the script decide by what is equal in all processes"
-    )
+    labels = [*["schedule of train"] * 3, "join", "schedule of test"]
+    assert [again.label(number) for number in range(5)] == labels
 
 
 def test_the_oldest_variables_are_dropped_and_many_results_are_too_much(

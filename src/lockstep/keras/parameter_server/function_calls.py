@@ -424,9 +424,9 @@ class ChiefCalls(FunctionCalls):
             number, workers = membership.announced()
             if number > view:
                 self._handed = None
-                dispatcher.expect(dict(zip(lost, sorted({*workers} - known), strict=False)), ())
+                dispatcher.expect(dict(zip(lost, sorted({*workers} - known), strict=False)))
         if expected := dispatcher.expected:
-            dispatcher.expect({}, membership.lost_workers(expected.values()))
+            dispatcher.expect_no_longer(membership.lost_workers(expected.values()))
         if self._handed is not None or self._ending:
             return
         self._note_reads()
@@ -624,6 +624,7 @@ class WorkerCalls(FunctionCalls):
         self._trials = 0
         self._unknown: dict[int, Any] = {}
         self._of_call = 0
+        self._refusal: DisagreementError | None = None
         if self._joining.replays:
             self._reads.begin()
             assert self._joining.log is not None
@@ -662,7 +663,11 @@ class WorkerCalls(FunctionCalls):
             self._unknown.clear()
             self._connect(self._process.take_place(facts), self._shards)
             return None
-        log.check(number, label)
+        if label != (recorded := log.label(number)):
+            self._refuse(
+                f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, and "
+                f"was {recorded} in the chief: let the script decide by what is equal in all processes"
+            )
         if (found := log.found_by(number)) is None:
             return Passed(number + 1), []
         if found.passed.state:
@@ -683,7 +688,7 @@ class WorkerCalls(FunctionCalls):
         named |= {of_scope(i): one for i, one in enumerate(scope)}
         for key, value in found.values.items():
             if key not in named or tuple(named[key].shape) != value.shape:
-                raise DisagreementError(
+                self._refuse(
                     f"{self._call.name}: this worker, which joins, has created other variables in the scope "
                     "of the strategy than the chief: build models before fit and evaluate, for example with "
                     "keras.Input"
@@ -696,10 +701,15 @@ class WorkerCalls(FunctionCalls):
 
     def _on_read(self, variable: Any) -> None:
         if id(variable) in self._unknown:
-            raise DisagreementError(
+            self._refuse(
                 f"the script reads {variable.path!r} after call {self._of_call} of {self._call.name}, and "
                 "the chief has not kept its value for this worker, which joins"
             )
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Raise DisagreementError, now and at all further calls: the script may catch it."""
+        self._refusal = DisagreementError(why)
+        raise self._refusal
 
     def _compare_trial(
         self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
@@ -714,7 +724,7 @@ class WorkerCalls(FunctionCalls):
         own = {"call": what, **facts, **shown}
         for name in own:
             if own[name] != chiefs.get(name):
-                raise DisagreementError(
+                self._refuse(
                     f"{what}: {name}: {own[name]} in this worker, which joins, and {chiefs.get(name)} in the "
                     "chief"
                 )
@@ -741,6 +751,8 @@ class WorkerCalls(FunctionCalls):
         if kind != "schedule" or assignments.count() != self._assigned:
             self._note_changes()
         if self._joining.replays:
+            if self._refusal is not None:
+                raise self._refusal
             label = f"schedule of {name}" if kind == "schedule" else kind
             if (repeated := self._repeated(label, number)) is not None:
                 return repeated

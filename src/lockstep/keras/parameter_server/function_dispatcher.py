@@ -111,19 +111,23 @@ class FunctionDispatcher(Dispatcher):
         with self._changed:
             self._held = set(processes)
 
-    def expect(self, joined: Mapping[int, int], lost: Collection[int]) -> None:
-        """Keep it for workers that have joined, and no longer for others.
+    def expect(self, joined: Mapping[int, int]) -> None:
+        """Keep it from now on for workers that have joined, and for no others.
 
         Args:
             joined: their worker ids, by the processes whose place they take.
-            lost: the worker ids of those that are lost again.
         """
         with self._changed:
             self._held.clear()
             new = {process: one for process, one in joined.items() if self._worker(process) != one}
-            self._expected = {
-                process: one for process, one in {**self._expected, **new}.items() if one not in lost
-            }
+            self._expected.update(new)
+
+    def expect_no_longer(self, lost: Collection[int]) -> None:
+        """Expect workers no longer that are lost before they have connected."""
+        with self._changed:
+            for process, worker in list(self._expected.items()):
+                if worker in lost:
+                    del self._expected[process]
 
     def schedule(self, call: int) -> FunctionFailure | None:
         """Add a function, unless an earlier one has failed: then return why.

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DisagreementError
 from lockstep.protocol.parameter_server import Passed
 
 Array = npt.NDArray[Any]
@@ -166,18 +165,9 @@ class FunctionLog:
             return self._shown[1]
         return None if number not in self._found else _decoded(self._found[number])
 
-    def check(self, number: int, label: str) -> None:
-        """Compare a call with the recorded one.
-
-        Raises:
-            DisagreementError: it is another one.
-        """
-        recorded = self._labels[bisect_right(self._starts, number) - 1]
-        if label != recorded:
-            raise DisagreementError(
-                f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, and "
-                f"was {recorded} in the chief: let the script decide by what is equal in all processes"
-            )
+    def label(self, number: int) -> str:
+        """Return what names a call."""
+        return self._labels[bisect_right(self._starts, number) - 1]
 
     def packed(self) -> dict[str, Any]:
         """Return the log as plain values and arrays."""
