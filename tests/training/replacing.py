@@ -5,9 +5,10 @@
 Unless this job follows a recorded order, worker 2 ends at a point: `first` before it schedules a function,
 `within` a function, `between` a `join` and the next `schedule`, `fit` in a `fit` after functions, and `after`
 in functions after a `fit`. In `twice`, the worker that replaces it ends within a function, too, and in
-`catching-up` before it has joined. `reads` is like `within`, and the script decides by weights, which the
-chief does not keep in `forgets`; in `differs`, it decides by the worker. The program schedules functions until the last worker that joins has run some, and
-writes the number of rounds to FOLDER.
+`catching-up` before it has joined. `reads` is like `within`, and the script decides by weights. In `forgets`,
+the chief keeps no variables of earlier calls, and in `differs`, the script decides by the worker. The program
+schedules functions until the last worker that joins has run some, or is refused; it writes the number of
+rounds to FOLDER.
 """
 
 import json
@@ -215,8 +216,8 @@ def rounds(batches: Any, most: int = 10**6) -> None:
             end()
         if number == 1 and POINT == "catching-up" and WORKER in (2, FIRST_JOINER) and not REPLAYS:
             end()
-        history.append([float(accuracy.result()), int(seen), float(np.random.rand())])
-        if POINT in ("reads", "forgets") and float(ops.stop_gradient(told(mean))) > 0:
+        history.append([float(told(accuracy.result)), int(seen), float(np.random.rand())])
+        if POINT == "reads" and float(ops.stop_gradient(mean())) > 0:
             optimizer.learning_rate = optimizer.learning_rate * 0.9
         if POINT == "differs" and WORKER >= FIRST_JOINER:
             told(coordinator.done)

@@ -139,8 +139,8 @@ def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
         ),
         (
             "forgets",
-            "the script reads '.*' after call [0-9]+ of functions 1, and the chief has not kept its value for "
-            "this worker, which joins",
+            "the script reads 'sparse_.*' after call [0-9]+ of functions 1, and the chief has not kept its "
+            "value for this worker, which joins",
         ),
     ],
 )
