@@ -488,11 +488,10 @@ class Job:
             self._tell_of_pause(begun)
 
     def admit(self, take: Callable[[bool], Contents]) -> int | None:
-        """On the chief of a job whose workers do not stop between steps: let workers join, if the coordinator
-        has requested it.
+        """On the chief, while others do not wait for it: let workers join, if the coordinator asks for it.
 
-        The others learn of them with their next exchange, for example when they leave a block of `apart`:
-        then all enter the next view.
+        The others are in a block of `apart`, or run functions; with the next exchange, all enter the next
+        view.
 
         Args:
             take: as for `between_steps`.
