@@ -118,6 +118,7 @@ def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
     for replaced, worker in pairwise(workers):
         call = "fit 1" if point == "fit" else "functions 2" if point == "after" else "functions 1"
         assert f"{call}: worker {worker} takes the place of worker {replaced}\n" in run.stderr
+    assert run.stderr.count(" takes the place of ") == len(workers) - 1
     left = (0, 1, 3, 4, workers[-1])
     found = {tuple(run.marked(worker, mark)) for worker in left for mark in ("result ", "digest ")}
     assert [len(lines) for lines in found] == [1, 1]

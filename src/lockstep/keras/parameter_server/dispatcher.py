@@ -231,7 +231,8 @@ class Dispatcher(ABC):
     def _admit(self, asked: Asked) -> None:
         """Take in a worker that replaces a lost one."""
         process, worker = asked.process, asked.worker
-        if worker != self._worker(process):
+        # Of a call that begins, a worker may connect before the worker ids of the processes are known.
+        if worker not in (self._worker(process), self._seats.get(process)):
             replaced, self._workers[process] = self._worker(process), worker
             self._live.add(process)
             self._seat(process, worker)
