@@ -49,6 +49,35 @@ def test_a_run_on_several_hosts_that_lost_a_worker_and_a_server_is_repeated_on_o
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("point", ["within", "fit"])
+def test_a_worker_of_a_custom_loop_is_replaced_on_several_hosts(
+    hosts: Sequence[Host], lean: Callable[..., dict[str, str]], tmp_path: Path, point: str
+) -> None:
+    environment = lean(TRAINING / "together.py", "jax")
+    for host in hosts:
+        _copy(host, "replacing.py")
+    options = (
+        "--backend",
+        "jax",
+        "--ps",
+        "2",
+        "--hosts",
+        "node1:2,node2:3,node3",
+        "--threads-per-worker",
+        "1",
+    )
+    command = ("run", *options, "--run-dir", "run", "replacing.py", point, str(tmp_path))
+    job = hosts[3].lockstep(*command, **environment)
+    assert job.end() == 0, job.err
+    assert "worker 6 takes the place of worker 2" in job.err
+    logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 4, 5, 6)]
+    assert len({_digest(log.read_text()) for log in logs}) == 1
+    again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
+    assert again.end() == 0, again.err
+    assert "the models at the end are equal to the last bit" in again.out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "lost", "status", "said"),
     [

@@ -39,8 +39,8 @@ Make = Callable[..., FunctionDispatcher]
 class Asking:
     """A worker or server that asks what a test tells it to."""
 
-    def __init__(self, dispatcher: FunctionDispatcher, process: int) -> None:
-        self._channel = AskingChannel(dispatcher.end.address, process, "the chief", PATIENCE)
+    def __init__(self, dispatcher: FunctionDispatcher, process: int, worker: int | None = None) -> None:
+        self._channel = AskingChannel(dispatcher.end.address, process, "the chief", PATIENCE, worker=worker)
         self.arrays: list[float] = []
 
     def send(self, question: Question, *arrays: float) -> None:
@@ -309,6 +309,76 @@ def test_the_function_of_a_lost_worker_goes_to_another(
     assert two.receive() == Assigned(0, (), ())
     expected = "lockstep: functions 1: worker 1 has ended; another worker computes function 1\n"
     assert capfd.readouterr().err == expected
+
+
+def test_a_worker_that_joins_learns_what_calls_have_found_since(
+    make: Make, connect: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "order"
+    dispatcher = make(path)
+    one, two, server = connect(dispatcher)
+    one.close()
+    until(dispatcher, lambda: 1 not in dispatcher._live)
+    dispatcher.hold([1])
+    dispatcher.publish(0, Passed(1, "join", True), [])
+    for process in (two, server):
+        assert process.ask(at(0)) == Passed(1, "join", True)
+    assert dispatcher._calls
+    dispatcher.expect({1: 5})
+    assert (dispatcher.expected, dispatcher._held) == ({1: 5}, set())
+    joined = Asking(dispatcher, 1, worker=5)
+    assert joined.ask(at(0)) == Passed(1, "join", True)
+    assert (dispatcher.expected, dispatcher._calls) == ({}, {})
+    # It has connected before the chief has looked.
+    dispatcher.expect({1: 5})
+    assert dispatcher.expected == {}
+    assert dispatcher.schedule(1) is None
+    assert joined.ask(at(2)) == Assigned(0, (), (), 5)
+    joined.close()
+    dispatcher._writer.end()
+    dispatcher.close()
+    order = read_order(path, 1)
+    assert order == [Record(Kind.JOINED, 1, 5), Record(Kind.ASSIGN, 1, 0)]
+    assert "functions 1: worker 5 takes the place of worker 1" in capfd.readouterr().err
+
+    again = make(tmp_path / "again", order)
+    (one,) = connect(again, 1)
+    assert again.schedule(0) is None
+    assert one.ask(at(1)) == Assigned(0, (), (), 5)
+
+
+def test_a_worker_that_is_lost_before_it_connects_is_not_expected(make: Make, connect: Any) -> None:
+    dispatcher = make()
+    one, two, server = connect(dispatcher)
+    one.close()
+    until(dispatcher, lambda: 1 not in dispatcher._live)
+    dispatcher.hold([1])
+    dispatcher.expect({1: 5})
+    dispatcher.publish(0, Passed(1, "join", True), [])
+    for process in (two, server):
+        assert process.ask(at(0)) == Passed(1, "join", True)
+    assert dispatcher._untaken()
+    dispatcher.expect_no_longer({5})
+    assert dispatcher.expected == {}
+    dispatcher.wait_until_taken()
+
+
+def test_a_worker_that_has_joined_before_is_in_the_order_of_the_functions(
+    make: Make, connect: Any, tmp_path: Path
+) -> None:
+    """It may have taken the place in a `fit` that ended before it asked for a step."""
+    dispatcher = make(tmp_path / "order")
+    dispatcher._workers.update({0: 0, 1: 5, 2: 2, 3: 3})
+    dispatcher.begin()
+    # The next call does not know yet that it has this place.
+    dispatcher._workers.clear()
+    one = Asking(dispatcher, 1, worker=5)
+    assert dispatcher.schedule(0) is None
+    assert one.ask(at(1)) == Assigned(0, (), (), 5)
+    one.close()
+    dispatcher._writer.end()
+    dispatcher.close()
+    assert read_order(tmp_path / "order", 1) == [Record(Kind.JOINED, 1, 5), Record(Kind.ASSIGN, 1, 0)]
 
 
 def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, connect: Any) -> None:

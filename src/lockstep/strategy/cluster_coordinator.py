@@ -137,7 +137,7 @@ class ClusterCoordinator:
             1
         """
         number = next(self._datasets)
-        return PerWorkerDataset(dataset_maker(dataset_fn), *self._strategy.dataset_seeds(number))
+        return self._strategy.per_worker_dataset(dataset_maker(dataset_fn), number)
 
     def _calls(self) -> Calls:
         return self._strategy.function_calls()

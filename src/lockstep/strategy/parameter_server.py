@@ -11,7 +11,7 @@ from lockstep.keras import assignments
 from lockstep.keras.assignments import observed_by
 from lockstep.keras.parameter_server.function_calls import FunctionCalls, ScheduleContext, calls_of
 from lockstep.keras.parameter_server.function_run import ScopeVariables
-from lockstep.keras.parameter_server.per_worker import DatasetFunction
+from lockstep.keras.parameter_server.per_worker import DatasetFunction, PerWorkerDataset
 from lockstep.keras.parameter_server.process import ServerOptions
 from lockstep.keras.parameter_server.remote_values import Calls, LocalCalls
 from lockstep.keras.replica_run.merges import current_replica
@@ -109,10 +109,21 @@ class ParameterServerStrategy(Strategy):
         """Whether this process belongs to a job with parameter servers."""
         return self._job.context.tasks is not None
 
-    def dataset_seeds(self, number: int) -> tuple[int, int]:
-        """Return the seed with which this worker creates a dataset, and that of trial runs, equal in all."""
-        seed = self._job.context.seed
-        return seed_of(seed, "dataset", number, self._job.process), seed_of(seed, "dataset", number)
+    def per_worker_dataset(self, make: Callable[[], Any], number: int) -> PerWorkerDataset:
+        """Return a dataset of which each worker has its own.
+
+        Args:
+            make: creates it.
+            number: of the dataset, which determines its random numbers.
+        """
+        job = self._job
+        return PerWorkerDataset(
+            make,
+            # That of the lost worker in one that has taken its place.
+            lambda: seed_of(job.context.seed, "dataset", number, job.process),
+            seed_of(job.context.seed, "dataset", number),
+            lambda: job.seat,
+        )
 
     def function_calls(self) -> Calls:
         """Return what runs scheduled functions.
@@ -130,6 +141,7 @@ class ParameterServerStrategy(Strategy):
                     self._variables,
                     self._options,
                     self._methods.number_functions,
+                    self._methods.joining_in_functions,
                     self._methods.functions_changed,
                     self._methods.steps_taken,
                 )

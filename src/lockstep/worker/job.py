@@ -117,6 +117,9 @@ class Membership(Protocol):
             NetworkError: by what is returned: the other worker cannot be reached.
         """
 
+    def announced(self) -> tuple[int, tuple[int, ...]]:
+        """Return the number and the workers of the newest announced view; for the main thread."""
+
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
         """Return those of some workers that are not in the newest announced view; for the main thread."""
 
@@ -170,6 +173,10 @@ class Alone:
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:
         """Return None: there is no other host."""
         return None
+
+    def announced(self) -> tuple[int, tuple[int, ...]]:
+        """Return the view of a process on its own."""
+        return 1, (0,)
 
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
         """Return none."""
@@ -240,6 +247,10 @@ class Job:
             which does not belong to the workers' job.
         process: the id of this process's task in a job with parameter servers: its worker id, or that of the
             lost worker that it replaces.
+        seat: the worker id as which this process runs scheduled functions, if it has taken the place of a
+            lost worker, or in a replay repeats one that has; -1 if not.
+        seats: of the processes of a job with parameter servers, the worker ids of those that have replaced
+            others; on the chief.
         joined_with: the workers of the view that this worker has joined with `join_apart` and not entered.
         policy: as given.
         timer: measures the steps of the main thread.
@@ -260,6 +271,8 @@ class Job:
         self.policy = policy or WaitPolicy()
         self.task = "worker"
         self.process = context.worker
+        self.seat = -1
+        self.seats: dict[int, int] = {}
         self.timer = StepTimer(context.events, lambda: self.waited)
         self._context = context
         self._place = place
@@ -268,8 +281,10 @@ class Job:
         self._drives = False
         self.joined_with: tuple[int, ...] = ()
         self._is_apart = False
+        self._pending: View | None = None
         self._next_after: int | None = None
         self._refused_in: int | None = None
+        self._closed_to_joiners = ""
         self._gave_position_at = -math.inf
         self._undone: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._published: set[Event] = set()
@@ -294,8 +309,11 @@ class Job:
 
     @property
     def view(self) -> View:
-        """The current view: the workers, and the replicas that each owns."""
-        return self._place[0]
+        """The current view: the workers, and the replicas that each owns.
+
+        Of a worker that has joined with `join_apart`, it has the workers of the view that it enters next.
+        """
+        return self._place[0] if self._pending is None or self._is_apart else self._pending
 
     @property
     def communicator(self) -> Communicator:
@@ -416,7 +434,7 @@ class Job:
         """
         begun: float | None = None
         if not self._is_apart:
-            while self._next_after is not None and self.view.number <= self._next_after:
+            while self._next_after is not None and self._place[0].number <= self._next_after:
                 self._enter_next_place(PeerLostError("the workers change"), expected=True)
             self._next_after = None
         while True:
@@ -469,17 +487,24 @@ class Job:
             self._enter_next_place(lost, expected=expected)
             self._tell_of_pause(begun)
 
-    def admit(self, take: Callable[[bool], Contents]) -> None:
-        """Within `apart`, on the chief: let workers join, if the coordinator has requested it.
+    def admit(self, take: Callable[[bool], Contents]) -> int | None:
+        """On the chief, while others do not wait for it: let workers join, if the coordinator asks for it.
 
-        The others learn of them when they leave the block: then all enter the next view.
+        The others are in a block of `apart`, or run functions; with the next exchange, all enter the next
+        view.
 
         Args:
             take: as for `between_steps`.
 
+        Returns:
+            The number of the view in which the state was given to workers; None if it was not.
+
         Raises:
             PeerLostError: the job is over.
         """
+        if self._closed_to_joiners:
+            self.admit_none(self._closed_to_joiners)
+            return None
         view, notice = self.membership.posted()
         now = time.monotonic()
         if notice is Notice.POSITION and now - self._gave_position_at >= _POSITION_EVERY:
@@ -488,6 +513,12 @@ class Job:
         elif notice is Notice.CHANGE and self._next_after != view:
             self._next_after = view
             self.membership.hand_over(take(True), whole=True, view=view)
+            return view
+        return None
+
+    def close_to_joiners(self, why: str) -> None:
+        """Let `admit` admit no worker from now on."""
+        self._closed_to_joiners = why
 
     def admit_none(self, why: str) -> None:
         """On the chief of a job whose workers do not stop between steps: let no worker join."""
@@ -553,7 +584,9 @@ class Job:
         return contents
 
     def join_apart(self) -> Contents:
-        """Become a member while all others are in a block of `apart`, which this worker enters next.
+        """Become a member without a view, which all enter with the next exchange.
+
+        The others are in a block of `apart`, or run functions.
 
         Returns:
             The state that the chief has given.
@@ -564,7 +597,8 @@ class Job:
         contents, self.joined_with = self.membership.join_later()
         self._joins = False
         self._undone.clear()
-        self._next_after = self.view.number
+        alone, _ = self._place
+        self._next_after, self._pending = alone.number, place(alone.replicas, self.joined_with, alone.number)
         return contents
 
     def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:
@@ -595,7 +629,7 @@ class Job:
     def _enter(self, place: Place) -> None:
         self._waited_before = self.waited
         self.communicator.close()
-        self._place, self.joined_with = place, ()
+        self._place, self._pending, self.joined_with = place, None, ()
 
     def _leads_host(self) -> bool:
         return any(host[0] == self.worker for host in self.view.hosts)

@@ -225,6 +225,13 @@ class AgentMembership:
         """Return what connects to a worker on another host; see `Membership`."""
         return None if self._entrance is None else self._entrance.dial(worker)
 
+    def announced(self) -> tuple[int, tuple[int, ...]]:
+        """Return the newest announced view; see `Membership`."""
+        newest = self._client.newest_view()
+        if newest is None:
+            return self._view.number, self._view.workers
+        return newest.number, tuple(worker for host in newest.hosts for worker in host)
+
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
         """Return those that are not in the newest view; see `Membership`."""
         newest = self._client.newest_view()

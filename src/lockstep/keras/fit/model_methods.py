@@ -44,6 +44,7 @@ from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
+from lockstep.keras.parameter_server.function_joining import FunctionJoining
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
 from lockstep.keras.parameter_server.server_embedding import meet_servers, refuse_apart, server_layers
 from lockstep.keras.parameter_server.server_tables import rows_read_together
@@ -173,17 +174,22 @@ class ModelMethods:
     def number_functions(self) -> NumberedCall:
         """Number the functions that a `ClusterCoordinator` schedules from now on."""
         self._job.note_distribution()
-        if self._job.joins:
-            self._job.membership.position()
-            raise ModelError("a worker that joins cannot repeat functions of a ClusterCoordinator")
         with self._resumable.call("functions") as call:
-            self._job.events.publish(CallStarted(call.name))
-            self._digests.begin_call(call.name, self._steps, {"the seeds of the script": f"{call.seed:x}"})
+            if self._resumable.resume() is None:
+                self._job.events.publish(CallStarted(call.name))
+                seeds = {"the seeds of the script": f"{call.seed:x}"}
+                self._digests.begin_call(call.name, self._steps, seeds)
+                # Other calls may begin and finish before the functions end.
+                self._resumable.finish(None)
             return call
 
     def steps_taken(self) -> int:
         """Return the number of training steps in all calls that have ended."""
         return self._steps
+
+    def joining_in_functions(self) -> FunctionJoining:
+        """Return how workers join in the functions that were numbered last."""
+        return FunctionJoining(self._job, self._snapshots, self._calls)
 
     def functions_changed(self, what: str, functions: int, variables: Mapping[str, Any]) -> None:
         """Record the variables after a call of a `ClusterCoordinator`.
@@ -202,7 +208,8 @@ class ModelMethods:
         self._calls.taken += functions
         self._digests.end_call()
         self._job.timer.stop()
-        self._job.events.publish(CallEnded(name))
+        if not self._resumable.catches_up:
+            self._job.events.publish(CallEnded(name))
 
     @contextmanager
     def scope(self, servers: ServerOptions | None = None) -> Iterator[None]:

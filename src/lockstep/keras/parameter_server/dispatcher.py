@@ -49,6 +49,7 @@ class DispatchedCall:
         accept: completes connections from other hosts; None in a job on one host.
         lost: returns the processes that the coordinator has announced as lost.
         workers: the worker ids of the call's processes, which others replace.
+        seats: see `Job`.
     """
 
     tasks: Tasks
@@ -60,6 +61,7 @@ class DispatchedCall:
     accept: Callable[[socket.socket], socket.socket] | None = None
     lost: Callable[[], frozenset[int]] = frozenset
     workers: dict[int, int] = field(default_factory=dict)
+    seats: dict[int, int] = field(default_factory=dict)
 
 
 class Dispatcher(ABC):
@@ -73,13 +75,16 @@ class Dispatcher(ABC):
         staleness: of the completed steps, in their order.
         end: answers the workers.
         when_completed: called by a thread that waits when steps were completed.
+        look: is called every second while the chief waits.
     """
 
     def __init__(self, call: DispatchedCall, unit: str) -> None:
         self.staleness: list[int] = []
         self.when_completed: Callable[[], object] = lambda: None
+        self.look: Callable[[], object] = lambda: None
         self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
+        self._seats = call.seats
         self._assignments = Assignments(call.max_staleness)
         self._writer, self._recorded = call.writer, call.recorded
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
@@ -180,6 +185,7 @@ class Dispatcher(ABC):
                     self.end.drop(worker)
                     # It may have been lost before it has connected.
                     self._inbox.put(Asked(process, None, worker=worker))
+                self.look()
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
 
     def _without_workers(self) -> str:
@@ -233,11 +239,17 @@ class Dispatcher(ABC):
     def _admit(self, asked: Asked) -> None:
         """Take in a worker that replaces a lost one."""
         process, worker = asked.process, asked.worker
-        if worker != self._worker(process):
+        # Of a call that begins, a worker may connect before the worker ids of the processes are known.
+        if worker not in (self._worker(process), self._seats.get(process)):
             replaced, self._workers[process] = self._worker(process), worker
             self._live.add(process)
-            self._writer.add(Kind.JOINED, process, worker)
+            self._seat(process, worker)
             note(f"{self._what}: worker {worker} takes the place of worker {replaced}")
+
+    def _seat(self, process: int, worker: int) -> None:
+        """Note that a worker has taken the place of a lost one."""
+        self._seats[process] = worker
+        self._writer.add(Kind.JOINED, process, worker)
 
     def _lose(self, process: int) -> None:
         self._parked.pop(process, None)
@@ -283,7 +295,7 @@ class Dispatcher(ABC):
         self._writer.add(Kind.ASSIGN, worker, step)
         incomplete = tuple(self._assignments.incomplete_below(step))
         names, arrays = self._layers_for(worker)
-        return Assigned(step, incomplete, names), arrays
+        return Assigned(step, incomplete, names, self._seats.get(worker, -1)), arrays
 
     def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
         """Return the layers' state that a worker needs for a step."""
@@ -299,7 +311,7 @@ class Dispatcher(ABC):
                     return
                 self._take(asked)
             elif turn.kind is Kind.JOINED:
-                self._writer.add(*turn)
+                self._seat(turn.worker, turn.step)
             elif turn.kind is not Kind.ASSIGN or not self._may_assign(turn):
                 return
             else:

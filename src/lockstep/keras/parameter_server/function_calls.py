@@ -13,8 +13,8 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -30,8 +30,10 @@ from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
+from lockstep.keras.parameter_server.function_joining import FunctionJoining
 from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables
 from lockstep.keras.parameter_server.process import ServerOptions, TaskProcess
+from lockstep.keras.parameter_server.script_reads import ScriptReads
 from lockstep.keras.parameter_server.served_variables import (
     ServedVariables,
     Slot,
@@ -47,6 +49,7 @@ from lockstep.keras.parameter_server.server_tables import (
 )
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_of
+from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, of_scope, of_servers
 from lockstep.keras.worker_exchange import agree, state_facts
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import (
@@ -65,8 +68,6 @@ from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
 Kind = Literal["schedule", "join", "done", "fetch", "close"]
-
-_NO_JOINERS = "the script schedules functions, which a worker that joins could not repeat"
 
 MOST_KEPT = 4096
 """Results that all processes keep when the calls end."""
@@ -96,6 +97,7 @@ class ScheduleContext:
         scope: the variables that the program has created in the scope of its strategy.
         options: of the strategy.
         number: numbers a call of the program.
+        joining: returns how workers join in the functions that were numbered last.
         ended: takes what a call has found: its name, the number of functions so far, and the variables.
         trained: returns the number of training steps of the job before these calls.
     """
@@ -104,6 +106,7 @@ class ScheduleContext:
     scope: ScopeVariables
     options: ServerOptions
     number: Callable[[], NumberedCall]
+    joining: Callable[[], FunctionJoining]
     ended: Callable[[str, int, Mapping[str, Any]], None]
     trained: Callable[[], int]
 
@@ -122,6 +125,8 @@ class FunctionCalls(ABC):
         self._call = program.number()
         self._trained = program.trained()
         self._measured = 0
+        self._joining = program.joining()
+        self._reads = ScriptReads(self._on_read, lambda: self._joining.in_script)
         self._eager = adapter().functions()
         self._backend = adapter().steps()
         options = program.options
@@ -146,7 +151,7 @@ class FunctionCalls(ABC):
             Exception: of an earlier function.
             ModelError: parameter servers do not support what the function changes.
         """
-        with observed_by(None):
+        with self._own():
             if self._runner.is_new(scheduled.function):
                 if self._opened:
                     # A replay's functions in work may need a process that waits for others in there.
@@ -157,7 +162,7 @@ class FunctionCalls(ABC):
             self._scheduled += 1
             if self._tables is not None:
                 self._tables.closed = "call join before"
-            passed, arrays = self._make("schedule")
+            passed, arrays = self._make("schedule", name=_name(scheduled.function))
             if passed.failure is not None:
                 self._scheduled = step
             self._learn("schedule", passed, arrays)
@@ -170,14 +175,14 @@ class FunctionCalls(ABC):
             Exception: of one of them.
         """
         if self._opened:
-            with observed_by(None):
+            with self._own():
                 self._learn("join", *self._make("join"))
 
     def done(self) -> bool:
         """Whether all functions are complete."""
         if not self._opened:
             return True
-        with observed_by(None):
+        with self._own():
             return self._learn("done", *self._make("done")).done
 
     def fetch(self, steps: Sequence[int]) -> list[Any]:
@@ -188,7 +193,7 @@ class FunctionCalls(ABC):
         """
         if self._kept_results is not None:
             return [self._kept_result(step) for step in steps]
-        with observed_by(None):
+        with self._own():
             passed, arrays = self._make("fetch", steps)
             results = self._results_in(passed, arrays)
             self._learn("fetch", passed, arrays)
@@ -207,12 +212,12 @@ class FunctionCalls(ABC):
         # What the script has done since its last call belongs to no function.
         self._job.timer.stop()
         if self._opened:
-            with observed_by(None):
+            with self._own():
                 passed, arrays = self._make("close")
             self._kept_results = dict(zip(passed.steps, self._results_in(passed, arrays), strict=True))
             self._kept_failures = dict(passed.failures)
             try:
-                with observed_by(None):
+                with self._own():
                     self._learn("close", passed, arrays)
             finally:
                 # The script may catch the exception of a function and continue.
@@ -220,6 +225,15 @@ class FunctionCalls(ABC):
                 if self._tables is not None:
                     self._tables.scheduling, self._tables.closed = False, ""
         return self._scheduled
+
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """Within the block, what this process reads and assigns is not what the script does."""
+        with observed_by(None), self._reads.paused():
+            yield
+
+    def _on_read(self, variable: Any) -> None:  # noqa: B027
+        """Note that the script reads a variable."""
 
     def _leave(self) -> None:  # noqa: B027
         """Expect that other processes end their calls."""
@@ -241,8 +255,14 @@ class FunctionCalls(ABC):
         """Keep a function until it is complete, if this process may run it."""
 
     @abstractmethod
-    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
-        """Make the next call; return its result."""
+    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
+        """Make the next call; return its result.
+
+        Args:
+            kind: of the call.
+            steps: of which it wants the results.
+            name: of the function that it schedules.
+        """
 
     def _results_in(self, passed: Passed, arrays: Sequence[Array]) -> list[Any]:
         """Return the results of functions that a call has found."""
@@ -305,7 +325,7 @@ class FunctionCalls(ABC):
             "variables of the scope": str(len(self._program.scope.variables)),
             "variables of the optimizers": str([len(update.changed) for update in new]),
         }
-        agree(self._job, what, facts | state_facts(self._eager.to_numpy, state))
+        self._compare_trial(what, facts, self._runner.shown_by(scheduled.function), state)
         tasks = self._job.context.tasks
         assert tasks is not None
         if not self._opened:
@@ -326,6 +346,11 @@ class FunctionCalls(ABC):
         tables = [t for one in self._program.scope.variables if (t := server_table(one)) is not None]
         if not tables:
             return
+        reason = "its functions look up rows of a ServerEmbedding, which a worker that joins could not repeat"
+        if self._joining.replays:
+            raise ModelError(f"this worker cannot join the job: {reason}")
+        if self._job.is_chief:
+            self._joining.close(reason)
         self._met = frozenset(tables)
         self._tables = self._process.tables = tables_of_job(self._job)
         for table, digest in zip(tables, self._tables.meet(tables, what), strict=True):
@@ -341,6 +366,19 @@ class FunctionCalls(ABC):
                         f"layer {table.name!r}, a ServerEmbedding, was built after functions were scheduled: "
                         "build it before"
                     )
+
+    def _compare_trial(
+        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+    ) -> None:
+        """Check that a trial run was equal in all processes.
+
+        Args:
+            what: names it.
+            facts: on what it has created.
+            shown: what it has shown of the function.
+            state: the variables of the optimizers that it has applied first.
+        """
+        agree(self._job, what, {**facts, **state_facts(self._eager.to_numpy, state)})
 
     @abstractmethod
     def _add_shards(self, shards: Sequence[Shard]) -> None:
@@ -380,6 +418,14 @@ class ChiefCalls(FunctionCalls):
         self._learned = True
         self._assigned = 0
         self._reading = ExitStack()
+        self._read: dict[int, Any] = {}
+        self._handed: tuple[int, list[int], frozenset[int]] | None = None
+        self._ending = False
+        if self._joining.log is not None:
+            if self._joining.follows_training:
+                variables = dict(enumerate(map(self._array, program.scope.variables)))
+                self._joining.log.begin(variables, self._joining.values_of_models())
+            self._reads.begin()
 
     def forget(self, step: int) -> None:
         """Forget the result of a function that the program does not need any more."""
@@ -388,10 +434,12 @@ class ChiefCalls(FunctionCalls):
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
+        self._reads.end()
         if self._dispatcher is None:
             return
         assert self._servers is not None
         dispatcher = self._dispatcher
+        self._ending = True
         dispatcher.wait_until_taken()
         dispatcher.finish()
         self._servers.end_call()
@@ -412,10 +460,91 @@ class ChiefCalls(FunctionCalls):
     def _open(self) -> None:
         process = self._process
         self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
+        self._addresses = process.addresses(self._dispatcher.end)
+        self._dispatcher.keep(self._addresses)
+        if process.recorded is None:
+            self._dispatcher.begin()
+        self._dispatcher.look = self._look
         self._dispatcher.when_completed = self._measure_completed
-        addresses = process.addresses(self._dispatcher.end)
-        self._dispatcher.keep(addresses)
-        self._servers = process.connect_servers(addresses, ())
+        self._servers = process.connect_servers(self._addresses, ())
+
+    def _look(self) -> None:
+        """Let workers join that take the places of lost ones, while the chief is at a call."""
+        assert self._dispatcher is not None
+        dispatcher, membership = self._dispatcher, self._job.membership
+        if self._process.recorded is not None:
+            self._job.admit_none("a replay has the processes of its run")
+            return
+        if self._handed is not None:
+            view, lost, known = self._handed
+            number, workers = membership.announced()
+            if number > view:
+                self._handed = None
+                dispatcher.expect(dict(zip(lost, sorted({*workers} - known), strict=False)))
+        if expected := dispatcher.expected:
+            dispatcher.expect_no_longer(membership.lost_workers(expected.values()))
+        if self._handed is not None or self._ending:
+            return
+        self._note_reads()
+        if self._joining.log is not None:
+            self._joining.log.below = dispatcher.completed_below
+        given: list[dict[str, Any]] = []
+
+        def servers() -> dict[str, Any]:
+            given.append(self._facts())
+            return given[-1]
+
+        if (joined := self._joining.admit(servers)) is not None:
+            (facts,) = given
+            self._handed = joined, facts["lost"], frozenset(facts["workers"].values())
+            dispatcher.hold(facts["lost"])
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a worker that joins has to know of the processes."""
+        assert self._dispatcher is not None
+        expected, facts = self._dispatcher.expected, self._process.facts(self._addresses)
+        facts["workers"] |= expected
+        facts["lost"] = [process for process in facts["lost"] if process not in expected]
+        return facts
+
+    def _on_read(self, variable: Any) -> None:
+        self._read[id(variable)] = variable
+
+    def _note_reads(self) -> None:
+        """Note in the log which variables the script has read since the last call."""
+        log = self._joining.log
+        if log is None or not self._read:
+            return
+        scope, served = self._program.scope, {id(one): i for i, one in enumerate(self._runner.served)}
+        for key, variable in self._read.items():
+            if key in served:
+                log.note_read(of_servers(served[key]))
+            if (position := scope.position(variable)) is not None:
+                log.note_read(of_scope(position))
+        self._read.clear()
+
+    def _note_call(
+        self, kind: Kind, name: str, passed: Passed | None = None, arrays: Sequence[Array] = ()
+    ) -> None:
+        """Note a call in the log, with what it has found, if that is not nothing."""
+        if (log := self._joining.log) is None:
+            return
+        label = f"schedule of {name}" if kind == "schedule" else kind
+        if passed is None:
+            log.add(label)
+            return
+        count = len(self._runner.served) if passed.state else 0
+        values = {of_servers(i): array for i, array in enumerate(arrays[:count])}
+        values |= {of_scope(one): array for one, array in zip(passed.variables, arrays[count:], strict=False)}
+        log.add(label, FoundByCall(passed, arrays[count + len(passed.variables) :], values))
+        self._joining.limit_memory()
+
+    def _compare_trial(
+        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+    ) -> None:
+        super()._compare_trial(what, facts, shown, state)
+        if self._joining.log is not None:
+            self._joining.log.trials.append({"call": what, **facts, **shown})
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
         assert self._servers is not None
@@ -437,12 +566,13 @@ class ChiefCalls(FunctionCalls):
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: the chief runs no functions."""
 
-    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
+    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
         dispatcher = self._dispatcher
         assert dispatcher is not None
         self._job.timer.lap("other")
         self._job.timer.begin(self._call.name)
-        self._job.admit_none(_NO_JOINERS)
+        self._look()
+        self._note_reads()
         if self._tables is not None:
             assert self._servers is not None
             if not self._tables.is_within:
@@ -460,6 +590,7 @@ class ChiefCalls(FunctionCalls):
             case "schedule":
                 if (failure := dispatcher.schedule(number)) is None:
                     self._measure_completed()
+                    self._note_call(kind, name)
                     return Passed(number + 1), []
             case "join":
                 failure = dispatcher.join(number)
@@ -490,6 +621,7 @@ class ChiefCalls(FunctionCalls):
         )
         arrays = [*arrays, *(array for _, own in results for array in own)]
         dispatcher.publish(number, passed, arrays)
+        self._note_call(kind, name, passed if shows else None, arrays)
         return passed, arrays
 
     def _measure_completed(self) -> None:
@@ -572,22 +704,117 @@ class WorkerCalls(FunctionCalls):
         self._first: dict[int, Array] = {}
         self._ahead: frozenset[int] = frozenset()
         self._assigned = -1
+        self._trials = 0
+        self._unknown: dict[int, Any] = {}
+        self._of_call = 0
+        self._refusal: DisagreementError | None = None
+        if self._joining.replays:
+            self._reads.begin()
+            assert self._joining.log is not None
+            if (found := self._joining.log.found_by(AT_BEGIN)) is not None:
+                with self._own():
+                    self._take_values(found, 0)
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
+        self._reads.end()
         self._process.close()
 
     def _open(self) -> None:
-        process = self._process
-        addresses = process.addresses()
-        self._chief = process.connect(addresses, 0)
+        if not self._joining.replays:
+            self._connect(self._process.addresses(), ())
+
+    def _connect(self, addresses: Mapping[int, bytes], shards: Sequence[Shard]) -> None:
+        self._chief = self._process.connect(addresses, 0)
         # The chief does what the program does between two calls, while workers wait.
         self._chief.be_patient()
-        self._servers = process.connect_servers(addresses, ())
+        self._servers = self._process.connect_servers(addresses, shards)
+
+    def _repeated(self, label: str, number: int) -> tuple[Passed, Sequence[Array]] | None:
+        """Return what a call has found that the chief has made before this worker joins.
+
+        Returns None if this worker has arrived at the present call of the chief, and takes part from now on.
+
+        Raises:
+            DisagreementError: the chief has made another call.
+        """
+        log = self._joining.log
+        assert log is not None
+        if number == log.count and number == (log := self._joining.join()).count:
+            facts = self._joining.arrive(f"call {number} of {self._call.name}")
+            self._reads.end()
+            self._unknown.clear()
+            self._connect(self._process.take_place(facts), self._shards)
+            return None
+        if label != (recorded := log.label(number)):
+            self._refuse(
+                f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, and "
+                f"was {recorded} in the chief: let the script decide by what is equal in all processes"
+            )
+        if (found := log.found_by(number)) is None:
+            return Passed(number + 1), []
+        if found.passed.state:
+            self._take_values(found, number + 1)
+        if found.passed.failure is not None:
+            self._kept.clear()
+        return msgspec.structs.replace(found.passed, state=False, variables=()), found.results
+
+    def _take_values(self, found: FoundByCall, number: int) -> None:
+        """Take over the variables that a call has shown, and note which of them the chief has not kept.
+
+        Args:
+            found: what the call has found.
+            number: of the call, from 1; 0 for the beginning.
+        """
+        served, scope = self._runner.served, self._program.scope.variables
+        named = {of_servers(i): one for i, one in enumerate(served)}
+        named |= {of_scope(i): one for i, one in enumerate(scope)}
+        for key, value in found.values.items():
+            if key not in named or tuple(named[key].shape) != value.shape:
+                self._refuse(
+                    f"{self._call.name}: this worker, which joins, has created other variables in the scope "
+                    "of the strategy than the chief: build models before fit and evaluate, for example with "
+                    "keras.Input"
+                )
+            named[key].assign(value)
+        known = {id(named[key]) for key in found.values}
+        shown = [*served, *(named[of_scope(i)] for i in found.passed.variables if of_scope(i) in named)]
+        self._unknown = {id(one): one for one in shown if id(one) not in known}
+        self._of_call = number
+
+    def _on_read(self, variable: Any) -> None:
+        if id(variable) in self._unknown:
+            self._refuse(
+                f"the script reads {variable.path!r} after call {self._of_call} of {self._call.name}, and "
+                "the chief has not kept its value for this worker, which joins"
+            )
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Raise DisagreementError, now and at all further calls: the script may catch it."""
+        self._refusal = DisagreementError(why)
+        raise self._refusal
+
+    def _compare_trial(
+        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+    ) -> None:
+        if not self._joining.replays:
+            super()._compare_trial(what, facts, shown, state)
+            return
+        number, self._trials = self._trials, self._trials + 1
+        assert self._joining.log is not None
+        trials = self._joining.log.trials
+        chiefs = trials[number] if number < len(trials) else {"call": "none"}
+        own = {"call": what, **facts, **shown}
+        for name in own:
+            if own[name] != chiefs.get(name):
+                self._refuse(
+                    f"{what}: {name}: {own[name]} in this worker, which joins, and {chiefs.get(name)} in the "
+                    "chief"
+                )
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
-        assert self._servers is not None
-        self._servers.add(shards)
+        if self._servers is not None:
+            self._servers.add(shards)
 
     def _add(self, update: Update, number: int) -> None:
         slots = [slot for one in slots_of_all(self._runner.updates) for slot in one]
@@ -600,13 +827,21 @@ class WorkerCalls(FunctionCalls):
         self._runner.pulled = [*whole.values(), *common.values()]
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
-        self._kept[step] = scheduled
+        log = self._joining.log
+        if log is None or step >= log.below:
+            self._kept[step] = scheduled
 
-    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
+    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
         self._job.timer.lap("other")
         if kind != "schedule" or assignments.count() != self._assigned:
             self._note_changes()
+        if self._joining.replays:
+            if self._refusal is not None:
+                raise self._refusal
+            label = f"schedule of {name}" if kind == "schedule" else kind
+            if (repeated := self._repeated(label, number)) is not None:
+                return repeated
         if number < self._until:
             return self._compared(kind, Passed(self._until)), []
         assert self._chief is not None
@@ -650,6 +885,7 @@ class WorkerCalls(FunctionCalls):
         timer = self._job.timer
         timer.begin(self._call.name)
         servers, step = self._servers, assigned.step
+        self._job.seat = assigned.seat
         complete = [k for k in self._kept if k < step and k not in assigned.incomplete]
         for k in complete:
             del self._kept[k]
@@ -779,7 +1015,7 @@ class ServerCalls(FunctionCalls):
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: servers run no functions."""
 
-    def _make(self, kind: Kind, steps: Sequence[int] = ()) -> tuple[Passed, Sequence[Array]]:
+    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
         if number < self._until:
             return self._compared(kind, Passed(self._until)), []
@@ -806,7 +1042,8 @@ def calls_of(program: ScheduleContext) -> FunctionCalls:
     """Return the calls of this process."""
     tasks = program.job.context.tasks
     assert tasks is not None
-    task, _ = tasks.of(program.job.process)
+    # A worker that joins has no task yet.
+    task = "worker" if program.job.process >= tasks.processes else tasks.of(program.job.process)[0]
     kinds: dict[str, type[FunctionCalls]] = {"chief": ChiefCalls, "worker": WorkerCalls, "ps": ServerCalls}
     return kinds[task](program)
 

@@ -6,7 +6,7 @@ the others wait for it, and learn its result. Workers run functions while they w
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,6 +76,8 @@ class FunctionDispatcher(Dispatcher):
         self._raised: FunctionFailure | None = None
         self._changed_variables: set[str] = set()
         self._servers = set(map(call.tasks.id_of_server, range(call.tasks.servers)))
+        self._expected: dict[int, int] = {}
+        self._held: set[int] = set()
         super().__init__(call, "function")
         self._assignments.stop = 0
 
@@ -84,6 +86,48 @@ class FunctionDispatcher(Dispatcher):
         super().keep(processes)
         with self._changed:
             self._servers &= set(processes)
+
+    def begin(self) -> None:
+        """Note which workers have taken the place of a lost one since the last functions."""
+        with self._changed:
+            for process, worker in sorted(self._workers.items()):
+                if process in self._live and self._seats.get(process, process) != worker:
+                    self._seat(process, worker)
+
+    @property
+    def completed_below(self) -> int:
+        """All functions before this one are complete, or dropped."""
+        with self._changed:
+            return self._assignments.completed_below
+
+    @property
+    def expected(self) -> Mapping[int, int]:
+        """The workers that have joined and not connected yet, by the processes whose place they take."""
+        with self._changed:
+            return dict(self._expected)
+
+    def hold(self, processes: Iterable[int]) -> None:
+        """Keep what calls find from now on for workers that take the place of these processes."""
+        with self._changed:
+            self._held = set(processes)
+
+    def expect(self, joined: Mapping[int, int]) -> None:
+        """Keep it from now on for workers that have joined, and for no others.
+
+        Args:
+            joined: their worker ids, by the processes whose place they take.
+        """
+        with self._changed:
+            self._held.clear()
+            new = {process: one for process, one in joined.items() if self._worker(process) != one}
+            self._expected.update(new)
+
+    def expect_no_longer(self, lost: Collection[int]) -> None:
+        """Expect workers no longer that are lost before they have connected."""
+        with self._changed:
+            for process, worker in list(self._expected.items()):
+                if worker in lost:
+                    del self._expected[process]
 
     def schedule(self, call: int) -> FunctionFailure | None:
         """Add a function, unless an earlier one has failed: then return why.
@@ -218,7 +262,11 @@ class FunctionDispatcher(Dispatcher):
         self._wait(lambda: not self._untaken(), leaving=True)
 
     def _untaken(self) -> bool:
-        return any((self._live | self._servers) - one.takers for one in self._calls.values())
+        return any(self._takers() - one.takers for one in self._calls.values())
+
+    def _takers(self) -> set[int]:
+        """Return the processes that take the results of calls."""
+        return self._live | self._servers | self._held | self._expected.keys()
 
     def _why(self, step: int) -> FunctionFailure | None:
         """Return why a function has no result; None if it has, or may still have one."""
@@ -259,6 +307,11 @@ class FunctionDispatcher(Dispatcher):
             # What comes after it sees what it has done.
             self._pump()
             return found
+
+    def _admit(self, asked: Asked) -> None:
+        super()._admit(asked)
+        if self._expected.get(asked.process) == asked.worker:
+            del self._expected[asked.process]
 
     def _lose(self, process: int) -> None:
         self._servers.discard(process)
@@ -316,7 +369,7 @@ class FunctionDispatcher(Dispatcher):
             return Passed(until), []
         found.takers.add(process)
         for number, one in list(self._calls.items()):
-            if not (self._live | self._servers) - one.takers:
+            if not self._takers() - one.takers:
                 del self._calls[number]
         return msgspec.structs.replace(found.passed, until=until), list(found.arrays)
 

@@ -168,6 +168,16 @@ class FunctionRunner:
         profile = self._profiles.get(_key(function))
         return profile is None or not profile.complete
 
+    def shown_by(self, function: Callable[..., Any]) -> dict[str, str]:
+        """Return what trial runs have shown of a function, as facts."""
+        profile = self._profiles[_key(function)]
+        return {
+            "variables that it assigns": str(sorted(profile.assigned)),
+            "optimizers that it applies": str(sorted(profile.updates)),
+            "it comes to its end": str(profile.complete),
+            "it uses updated weights": str(profile.exchanges),
+        }
+
     def try_out(self, function: Callable[..., Any], call: Callable[[], Any], seed: int) -> None:
         """Run a function for the first time, and undo it; note the optimizers that it applies.
 
@@ -540,7 +550,7 @@ class _Watcher:
         where = self._updated.get(id(variable))
         if where is None:
             return
-        graphs = _entered_graphs()
+        graphs = entered_graphs()
         # TensorFlow may trace a function twice, and then reads the variable again before the update; and it
         # reads what a graph captures before it runs the graph.
         if (not graphs and not where) or any(graph is one for graph in graphs for one in where):
@@ -549,7 +559,7 @@ class _Watcher:
     def on_create(self, variable: Any) -> None:
         """Note a variable that the function creates."""
         self._new[id(variable)] = variable
-        if _entered_graphs():
+        if entered_graphs():
             self._in_graphs.add(id(variable))
         if self._tries:
             self._runner._scope.on_create(variable)
@@ -622,12 +632,12 @@ class _Watcher:
         if self._exchange is not None:
             self._exchanged(number, kept, self._exchange)
             return
-        if _entered_graphs():
+        if entered_graphs():
             self._runner.graph_gradients(number).add(kept)
         else:
             self.keep(number, {i: self._in_numpy(one, i in tables) for i, one in kept.items()})
         if self._tries:
-            self._updated |= {id(one): _entered_graphs() for one in self._runner.updates[number].changed}
+            self._updated |= {id(one): entered_graphs() for one in self._runner.updates[number].changed}
 
     def keep(self, number: int, gradients: Mapping[int, Array | tuple[Array, Array]]) -> None:
         """Keep the gradients of an optimizer, by the positions of its variables.
@@ -663,7 +673,7 @@ class _Watcher:
     def _exchanged(self, number: int, gradients: Mapping[int, Any], exchange: Exchange) -> None:
         """Give gradients to the servers, and assign the new weights."""
         runner = self._runner
-        if _entered_graphs():
+        if entered_graphs():
             from lockstep.keras.parameter_server.tf_functions import exchanged_in_graph
 
             exchanged_in_graph(lambda arrays: runner.exchanged(number, arrays), gradients, runner.pulled)
@@ -729,14 +739,14 @@ def outside_of_graphs(act: Callable[[], Result]) -> Result:
 
     Another thread is in no graph, and its variables are not observed.
     """
-    if not _entered_graphs():
+    if not entered_graphs():
         with computing_as(None), observed_by(None):
             return act()
     with ThreadPoolExecutor(1, "lockstep-outside") as thread:
         return thread.submit(act).result()
 
 
-def _entered_graphs() -> list[Any]:
+def entered_graphs() -> list[Any]:
     """Return the graphs of TensorFlow that are being traced; empty if functions run eagerly."""
     if keras.backend.backend() != "tensorflow":
         return []

@@ -33,18 +33,21 @@ class PerWorkerDataset(PerWorkerValues):
 
     Args:
         make: creates the dataset.
-        seed: of the random numbers with which this worker creates it.
-        trial: the same for trial runs, equal in all processes.
+        seed: returns the seed of the random numbers with which this worker creates it.
+        trial: the seed of those in trial runs, equal in all processes.
+        seat: returns `Job.seat`.
     """
 
-    def __init__(self, make: Callable[[], Any], seed: int, trial: int) -> None:
-        self._make, self._seed, self._trial = make, seed, trial
+    def __init__(
+        self, make: Callable[[], Any], seed: Callable[[], int], trial: int, seat: Callable[[], int]
+    ) -> None:
+        self._make, self._seed, self._trial, self._seat = make, seed, trial, seat
 
     def __iter__(self) -> "PerWorkerIterator":
         return PerWorkerIterator(self)
 
     def _own(self) -> Any:
-        return RandomNumbers(self._seed).make(self._make)
+        return RandomNumbers(self._seed()).make(self._make)
 
     def _fresh(self) -> Any:
         return RandomNumbers(self._trial).make(self._make)
@@ -52,7 +55,7 @@ class PerWorkerDataset(PerWorkerValues):
     def _iterators(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return what creates an iterator of this worker, and one for a trial run."""
         return (
-            lambda: RandomNumbers(self._seed).make(lambda: iter(self._make())),
+            lambda: RandomNumbers(self._seed()).make(lambda: iter(self._make())),
             lambda: RandomNumbers(self._trial).make(lambda: iter(self._make())),
         )
 
@@ -62,11 +65,14 @@ class PerWorkerIterator(PerWorkerValues):
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._create, self._create_fresh = dataset._iterators()
+        self._seat = dataset._seat
         self._iterator: Any = None
+        self._created_as = -1
 
     def _own(self) -> Any:
-        if self._iterator is None:
-            self._iterator = self._create()
+        # In a replay, one process repeats a lost worker and the one that has taken its place.
+        if self._iterator is None or self._seat() != self._created_as:
+            self._iterator, self._created_as = self._create(), self._seat()
         return self._iterator
 
     def _fresh(self) -> Any:

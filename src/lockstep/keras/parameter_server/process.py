@@ -179,6 +179,7 @@ class TaskProcess:
             membership.accept,
             self.lost,
             self.workers,
+            self.job.seats,
         )
 
     def lost(self) -> frozenset[int]:

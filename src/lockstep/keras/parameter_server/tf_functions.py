@@ -175,3 +175,22 @@ class OptimizerGradients:
             if present[position]:
                 found[position] = ids, arrays[position]
         return [found] * times
+
+
+@contextmanager
+def calls_observed_by(act: Callable[[], object]) -> Iterator[None]:
+    """Within the block, call `act` before a `tf.function` is called outside of all graphs."""
+    owner: Any = definer(type(tf.function(lambda: None)), "__call__")
+    original = vars(owner)["__call__"]
+
+    @functools.wraps(original)
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            act()
+        return original(function, *args, **kwargs)
+
+    owner.__call__ = call
+    try:
+        yield
+    finally:
+        owner.__call__ = original

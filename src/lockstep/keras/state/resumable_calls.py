@@ -8,7 +8,7 @@ restores the state.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.checkpoint.checkpoint_files import Contents
@@ -17,6 +17,7 @@ from lockstep.errors import CheckpointError, DisagreementError, LockstepError
 from lockstep.keras.host_report import compare_with_member
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.keras.state.function_log import FunctionLog
 from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
 from lockstep.keras.worker_exchange import ADVICE_ON_CALLS
 from lockstep.observability.events import StepsSkipped
@@ -82,6 +83,8 @@ class Resumption:
         states: the random states at the beginning of the last pass.
         call: the call that was in progress or had just finished; empty if unknown.
         joined: whether this worker is a member of the job, for which the other members wait.
+        functions: the logs of functions that were scheduled, by the position of their call.
+        schedules: whether the training resumes between two calls of a `ClusterCoordinator`.
     """
 
     contents: Contents
@@ -92,6 +95,8 @@ class Resumption:
     states: Mapping[str, Any]
     call: str = ""
     joined: bool = False
+    functions: Mapping[int, FunctionLog] = field(default_factory=dict)
+    schedules: bool = False
 
     @classmethod
     def of(cls, contents: Contents, facts: Mapping[str, Any], *, joined: bool = False) -> "Resumption":
@@ -105,6 +110,8 @@ class Resumption:
             facts.get("states", {}),
             facts.get("call", ""),
             joined,
+            {position: FunctionLog.unpacked(one) for position, one in facts.get("functions", {}).items()},
+            facts.get("schedules", False),
         )
 
 
@@ -140,6 +147,7 @@ class ResumableCalls:
 
     Attributes:
         skipping: publishes what was skipped.
+        functions: the logs of functions that were scheduled, by the position of their call; on the chief.
     """
 
     def __init__(self, job: Job, calls: NumberedCalls) -> None:
@@ -151,6 +159,7 @@ class ResumableCalls:
         self._refusal: LockstepError | None = None
         self._again: BaseException | None = None
         self.skipping = SkippedSteps(job.events.publish)
+        self.functions: dict[int, FunctionLog] = {}
 
     @property
     def journal(self) -> Journal:
@@ -184,6 +193,7 @@ class ResumableCalls:
         return (
             resumption is not None
             and resumption.steps == 0
+            and not resumption.schedules
             and self._calls.outermost == len(resumption.journal)
         )
 

@@ -192,6 +192,7 @@ class Snapshots:
             "steps": steps,
             "looks": call.samples,
             "call": call.name,
+            "functions": self._functions(),
         }
         arrays: dict[str, Any] = {}
         if whole:
@@ -227,6 +228,47 @@ class Snapshots:
         self._job.events.publish(TrainingResumed(f"step {resumption.steps} of {call.name}", facts["taken"]))
         servers: Mapping[str, Any] = facts["servers"]
         return servers
+
+    def take_in_functions(self, whole: bool, servers: Callable[[], Mapping[str, Any]]) -> Contents:
+        """Return the state for a worker that joins between two calls of a `ClusterCoordinator`.
+
+        Args:
+            whole: whether all of it; otherwise only the position.
+            servers: returns the facts of the servers.
+        """
+        facts: dict[str, Any] = {
+            "journal": self.resumable.journal.packed(),
+            "steps": 0,
+            "schedules": True,
+            "functions": self._functions(),
+        }
+        if whole:
+            facts |= {"built": self.models.built, "random": random_states(), "servers": dict(servers())}
+        packed, arrays = pack(facts, "training")
+        return self._for_joiners(Contents(self._calls.taken, {"training": packed}, arrays))
+
+    def join_in_functions(self, call: str) -> Mapping[str, Any]:
+        """Restore the state that `take_in_functions` has taken; return the facts of the servers.
+
+        Args:
+            call: names the call at which this worker has arrived.
+        """
+        resumption = self.resumable.resumption
+        assert resumption is not None
+        facts = unpack(resumption.contents.manifest["training"], resumption.contents.arrays)
+        self.models.were_built(facts["built"])
+        set_random_states(facts["random"])
+        self.resumable.arrive()
+        self._job.events.publish(TrainingResumed(call, self._calls.taken))
+        servers: Mapping[str, Any] = facts["servers"]
+        return servers
+
+    def values_of_models(self) -> dict[str, Any]:
+        """Return the values of all compiled models, by name, as arrays of NumPy."""
+        return {name: np.array(self._backend.to_numpy(one)) for name, one in self.models.values(None).items()}
+
+    def _functions(self) -> dict[int, Any]:
+        return {position: log.packed() for position, log in self.resumable.functions.items()}
 
     def facts(self) -> dict[str, Any]:
         """Return the facts, besides the script, on which the bits of the training depend."""

@@ -1,0 +1,92 @@
+"""How workers join a job while its program schedules functions."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.state.function_log import FunctionLog, limit
+from lockstep.keras.state.snapshots import Snapshots
+from lockstep.worker.job import Job
+
+
+class FunctionJoining:
+    """What the chief keeps for workers that join, and how these take part, under one name of functions.
+
+    Args:
+        job: of the process.
+        snapshots: of the process.
+        calls: of the process, of which the functions were numbered last.
+
+    Attributes:
+        log: the calls of the functions: on the chief those that it makes, in a worker that joins those that
+            the chief has made; None in other processes.
+        replays: whether this worker joins, and has not arrived at the present call of the chief.
+    """
+
+    def __init__(self, job: Job, snapshots: Snapshots, calls: NumberedCalls) -> None:
+        self._job, self._snapshots, self._calls = job, snapshots, calls
+        self._position = calls.outermost
+        self._resumable = snapshots.resumable
+        resumption = self._resumable.resumption
+        self.replays = resumption is not None
+        self.log: FunctionLog | None = None
+        if resumption is not None:
+            self.log = resumption.functions[self._position]
+            snapshots.models.load(self.log.models)
+        elif job.is_chief and job.context.order is None:
+            self.log = self._resumable.functions[self._position] = FunctionLog()
+
+    @property
+    def in_script(self) -> bool:
+        """Whether the program is in no call of `fit`, `evaluate` or the like."""
+        return len(self._calls.stack) == 1
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether earlier calls have changed variables."""
+        methods = self._calls.methods
+        return bool(methods.get("fit")) or methods.get("functions", 0) > 1
+
+    def values_of_models(self) -> dict[str, Any]:
+        """Return the values of all compiled models, by name."""
+        return self._snapshots.values_of_models()
+
+    def limit_memory(self) -> None:
+        """On the chief: drop from the logs what takes too much memory."""
+        if limit(list(self._resumable.functions.values())):
+            self.close(
+                "the results of its functions take too much memory to keep them for a worker that joins"
+            )
+
+    def close(self, reason: str) -> None:
+        """On the chief: let no more workers join, and keep nothing for them."""
+        self._job.close_to_joiners(reason)
+        self._resumable.functions.clear()
+        self.log = None
+
+    def admit(self, servers: Callable[[], Mapping[str, Any]]) -> int | None:
+        """On the chief: let workers join; see `Job.admit`.
+
+        Args:
+            servers: returns the facts of the servers.
+        """
+        return self._job.admit(lambda whole: self._snapshots.take_in_functions(whole, servers))
+
+    def join(self) -> FunctionLog:
+        """Become a member of the job, if this worker is none yet; return the newest log.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        if self._job.joins:
+            self._resumable.join_apart()
+            resumption = self._resumable.resumption
+            assert resumption is not None
+            self.log = resumption.functions[self._position]
+        assert self.log is not None
+        return self.log
+
+    def arrive(self, call: str) -> Mapping[str, Any]:
+        """Take part from now on, at the present call of the chief; return the facts of the servers."""
+        self.replays = False
+        return self._snapshots.join_in_functions(call)
