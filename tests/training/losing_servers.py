@@ -35,8 +35,8 @@ def lose_servers(given: Sequence[str]) -> None:
     if here.context.order is not None:
         return
     standby.KEPT_BYTES = 0
-    assert here.context.tasks is not None
-    if given and here.worker == here.context.tasks.id_of_server(int(given[0])):
+    tasks = here.context.tasks
+    if given and tasks is not None and here.worker == tasks.id_of_server(int(given[0])):
         _, call, kind, number, when = given
         lose_this_process(call, kind, int(number), when)
 

@@ -340,7 +340,7 @@ def test_slots_of_another_optimizer_are_not_loaded_within_fit() -> None:
         slots=lambda table: (0,),
         write=lambda table, slot, *_: written.append(slot),
     )
-    table = server_tables.ServerTable(tables, "table", (4, 2), "float32", lambda *_: np.zeros((2, 2)))
+    table = server_tables.ServerTable(tables, "table", (4, 2), "float32", lambda *_: np.zeros((2, 2)), True)
     blocks = [(slot, np.arange(4), lambda: np.zeros((4, 2))) for slot in (VALUES, 0, 1)]
     with pytest.raises(ModelError, match="'table' have variables of another optimizer than that of this fit"):
         table.load(blocks)

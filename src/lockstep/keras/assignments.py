@@ -53,6 +53,11 @@ def is_assigning() -> bool:
     return _thread.assigning
 
 
+def is_observed_by(observer: VariableObserver) -> bool:
+    """Whether `observer` observes this thread now."""
+    return _thread.observer is observer
+
+
 @contextmanager
 def observed_by(observer: VariableObserver | None) -> Iterator[None]:
     """Within the block, `observer` alone, or none, observes this thread."""
@@ -65,14 +70,13 @@ def observed_by(observer: VariableObserver | None) -> Iterator[None]:
 
 @contextmanager
 def reads_observed_by(act: Callable[[Any], None]) -> Iterator[None]:
-    """Within the block, call `act` before a variable is read through its `value` in an observed thread.
+    """Within the block, call `act` before any variable is read through its `value`.
 
     On TensorFlow, a tape identifies variables by their handles, which is no read.
     """
 
     def value(original: property, variable: Any) -> Any:
-        if _thread.observer is not None:
-            act(variable)
+        act(variable)
         return original.__get__(variable)
 
     def handle(original: property, variable: Any) -> Any:

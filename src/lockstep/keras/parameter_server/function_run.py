@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import InputError, LockstepError, ModelError
-from lockstep.keras.assignments import observed_by, reads_observed_by
+from lockstep.keras.assignments import is_observed_by, observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.served_variables import (
@@ -518,6 +518,8 @@ class _Watcher:
         Raises:
             ModelError: it reads what only the servers have.
         """
+        if not is_observed_by(self):
+            return
         if id(variable) in self._runner.only_on_servers:
             raise ModelError(
                 f"a scheduled function reads {variable.path!r}, a variable of an optimizer that only the "
