@@ -16,6 +16,7 @@ from lockstep.errors import DataError, ModelError
 from lockstep.keras.parameter_server import server_embedding, server_tables
 from lockstep.keras.parameter_server.server_tables import VALUES, TableRows, ranges_of, rows_read_together
 from lockstep.parameter_server.row_digest import digest_of_rows
+from lockstep.parameter_server.tasks import Tasks
 from lockstep.worker.job import Job
 
 Launch = Callable[..., Any]
@@ -328,6 +329,18 @@ def test_each_optimizer_has_slots_of_its_own() -> None:
     rows.write(0, np.arange(4), np.full((4, 2), 9, "float32"))
     rows.note_load()
     assert train(third, 2, begun=False) == 1
+
+
+def test_a_worker_that_joins_has_no_rows() -> None:
+    """Its id is beyond those of the tasks until it takes the place of a lost one."""
+    joining: Any = SimpleNamespace(
+        process=6,
+        joins=True,
+        context=SimpleNamespace(tasks=Tasks(6, 2)),
+        at_completion=lambda act: None,
+        at_exit=lambda act: None,
+    )
+    assert server_tables.ServerTables(joining).held == ()
 
 
 def test_slots_of_another_optimizer_are_not_loaded_within_fit() -> None:

@@ -387,7 +387,8 @@ class ServerTables:
         task, index = self._tasks.of(job.process)
         self.servers = self._tasks.servers
         self.held: tuple[int, ...] = ()
-        if task == "ps":
+        # A worker that joins has no task before it takes the place of a lost one.
+        if task == "ps" and not job.joins:
             self.held = index, *self._kept_for(job, index)
             self._end = AnsweringEnd(self._put, job.membership.accept)
         # Others may read rows, for example to save a model, until their scripts end.
