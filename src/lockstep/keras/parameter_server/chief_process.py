@@ -36,6 +36,7 @@ class ChiefProcess(FitProcess):
         self._written: set[int] = set()
         self._last = False
         self._current = True
+        self._callbacks_ran = False
         self._opening: int | None = None
         self._checks: dict[int, bytes] = {}
         self._known_others: list[Array] = []
@@ -115,7 +116,8 @@ class ChiefProcess(FitProcess):
         self._opening = epoch
 
     def end_batch(self) -> None:
-        """After a step: take the present weights if a callback stops the training within an epoch."""
+        """After the callbacks of a batch: take the present weights if one stops the training in an epoch."""
+        self._callbacks_ran = True
         if not self.model.stop_training or self._current:
             return
         assert self._dispatcher is not None
@@ -172,11 +174,14 @@ class ChiefProcess(FitProcess):
                 self.computed(self._program, state, step, batch)
             self._dispatcher.set_layers(as_arrays(self._program.layers(state), self.backend.to_numpy))
         if self._opening is None:
-            self._refuse_another_rate(state)
+            if self._callbacks_ran:
+                self._refuse_another_rate(state)
         else:
             self._write_changes(state)
             self._dispatcher.open(self._opening)
             self._opening = None
+        # With steps_per_execution, none runs before the next step.
+        self._callbacks_ran = False
         data = self.read(batch)
         self._checks[step] = data.check()
         timer.lap("input")
