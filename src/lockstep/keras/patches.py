@@ -126,11 +126,15 @@ def uninstall() -> None:
 
 
 def _save(
-    methods: ModelMethods, saves: SharedSaves, original: Callable[..., Any], *args: Any, **kwargs: Any
+    methods: ModelMethods,
+    saves: SharedSaves,
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    # While the script catches up, the file exists already, and the model does not have its state yet.
-    if not methods.behind:
-        saves.save(original, *args, **kwargs)
+    if methods.saves(model):
+        saves.save(original, model, *args, **kwargs)
 
 
 def _save_by_methods() -> None:

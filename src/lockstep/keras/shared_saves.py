@@ -16,7 +16,6 @@ import xxhash
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import PeerStuckError
 from lockstep.keras.backends.contract import Backend
-from lockstep.keras.parameter_server.server_embedding import only_chief_reads
 from lockstep.keras.variables import model_state
 from lockstep.system.files import FOLDER_MODE
 from lockstep.system.locks import wait_for_lock
@@ -75,15 +74,9 @@ class SharedSaves:
     def save(
         self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Save like `original`, once for all workers that save the same state to the same path.
-
-        While functions are scheduled that train tables on parameter servers, only the chief saves: it does
-        not wait for others, which would read rows of another moment.
-        """
+        """Save like `original`, once for all workers that save the same state to the same path."""
         if self._job.context.folder is None:
             original(model, filepath, *args, **kwargs)
-            return
-        if only_chief_reads(self._job, model) and not self._job.is_chief:
             return
         arrays = [self._backend.to_numpy(value) for value in model_state(model).values()]
         purpose = f"{original.__name__} {args} {sorted(kwargs.items())}".encode()

@@ -46,7 +46,12 @@ from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, fi
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.function_joining import FunctionJoining
 from lockstep.keras.parameter_server.process import ServedCall, ServerOptions, UsedIterators
-from lockstep.keras.parameter_server.server_embedding import meet_servers, refuse_apart, server_layers
+from lockstep.keras.parameter_server.server_embedding import (
+    meet_servers,
+    only_chief_reads,
+    refuse_apart,
+    server_layers,
+)
 from lockstep.keras.parameter_server.server_tables import rows_read_together
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
 from lockstep.keras.replica_run.merges import current_replica
@@ -143,6 +148,15 @@ class ModelMethods:
     def behind(self) -> bool:
         """Whether the script has not yet reached the position at which the training resumes."""
         return self._resumable.behind
+
+    def saves(self, model: Any) -> bool:
+        """Whether this process may save a model.
+
+        While the script catches up, the file exists already, and the model does not have its state yet. While
+        functions are scheduled that train tables on parameter servers, only the chief saves: it does not wait
+        for others, which would read rows of another moment.
+        """
+        return not self.behind and (self._job.is_chief or not only_chief_reads(self._job, model))
 
     def next_seed(self) -> int:
         """Return a new seed for the current position in the program; see `NumberedCalls.next_seed`."""
