@@ -225,6 +225,7 @@ def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None
         assert ("read" in results(run.log(worker))) == (worker == 0)
 
 
+@pytest.mark.slow
 def test_a_function_trains_rows_on_tensorflow_only(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", SCRIPT, "function")
     assert run.status == 0, run.stderr
