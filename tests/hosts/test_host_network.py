@@ -21,8 +21,7 @@ def test_ending_and_cutting(hosts: tuple[Host, ...]) -> None:
     here, there = hosts[:2]
     there.accept_key(GIVEN="this")
     running = here.start("ssh", "-o", "ServerAliveInterval=1", there.name, "echo $GIVEN; sleep 1000")
-    running.wait_until(lambda: "this" in running.out)
-    assert len(there.matching("sleep 1000")) == 1
+    running.wait_until(lambda: "this" in running.out and len(there.matching("sleep 1000")) == 1)
     there.cut()
     assert running.end() == 255
     there.reset()
