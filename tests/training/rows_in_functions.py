@@ -140,10 +140,22 @@ def misused() -> None:
     def untrained() -> Any:
         return total(X)
 
+    def late() -> None:
+        variables = other.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(other(X))
+        last.apply(tape.gradient(loss, variables), variables)
+
     for function in (regularized, tensor, updated, not_by_row, of_whole_variables):
         attempt(partial(coordinator.schedule, tf.function(function)))
     coordinator.schedule(tf.function(untrained))
     attempt(coordinator.join)
+    last = keras.optimizers.SGD()
+    with strategy.scope():
+        other = keras.Sequential(
+            [layers.Input((3,), dtype="int64"), lockstep.ServerEmbedding(9, 2, name="late")]
+        )
+    attempt(partial(coordinator.schedule, late))
     coordinator.schedule(train_in_graph, args=(X + ROWS, Y))
     attempt(coordinator.join)
     coordinator.schedule(train_in_graph, args=(X, Y))

@@ -42,7 +42,6 @@ from lockstep.keras.parameter_server.served_variables import (
 )
 from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.keras.parameter_server.server_tables import (
-    ServerTable,
     ServerTables,
     server_table,
     tables_of_job,
@@ -135,7 +134,6 @@ class FunctionCalls(ABC):
         self._shards: tuple[Shard, ...] = ()
         self._opened = False
         self._tables: ServerTables | None = None
-        self._met: frozenset[ServerTable] = frozenset()
         self._kept_results: dict[int, Any] | None = None
         self._kept_failures: dict[int, FunctionFailure] = {}
 
@@ -332,7 +330,6 @@ class FunctionCalls(ABC):
             self._opened = True
             self._meet(what)
             self._open()
-        self._refuse_late(new)
         placed = place_weights(self._runner.updates, tasks.servers, self._program.options.partitioner)
         added, self._shards = placed[len(self._shards) :], placed
         for number, update in enumerate(new, known):
@@ -344,6 +341,7 @@ class FunctionCalls(ABC):
     def _meet(self, what: str) -> None:
         """Compare the tables that only servers have, and connect to these."""
         tables = [t for one in self._program.scope.variables if (t := server_table(one)) is not None]
+        self._runner.met = frozenset(tables)
         if not tables:
             return
         reason = "its functions look up rows of a ServerEmbedding, which a worker that joins could not repeat"
@@ -351,21 +349,10 @@ class FunctionCalls(ABC):
             raise ModelError(f"this worker cannot join the job: {reason}")
         if self._job.is_chief:
             self._joining.close(reason)
-        self._met = frozenset(tables)
         self._tables = self._process.tables = tables_of_job(self._job)
         for table, digest in zip(tables, self._tables.meet(tables, what), strict=True):
             table.digest_variable.assign(digest.view(np.int32))
         self._tables.scheduling = True
-
-    def _refuse_late(self, new: Sequence[Update]) -> None:
-        """Raise ModelError for a table that was built after the servers have begun."""
-        for update in new:
-            for one in update.variables:
-                if (table := server_table(one)) is not None and table not in self._met:
-                    raise ModelError(
-                        f"layer {table.name!r}, a ServerEmbedding, was built after functions were scheduled: "
-                        "build it before"
-                    )
 
     def _compare_trial(
         self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]

@@ -133,6 +133,7 @@ class FunctionRunner:
         pulled: the variables that a function reads from the servers: those that optimizers update, but for
             tables that only servers have, and those of optimizers that belong to none of them. Set where
             functions run.
+        met: the tables whose servers have begun; None before.
         failure: the error of a lookup of this function.
         pull_rows: reads rows of such a table, by the number of its variable over all optimizers, for the
             function that runs now.
@@ -152,6 +153,7 @@ class FunctionRunner:
         self.only_on_servers: set[int] = set()
         self.pulled: list[Any] = []
         self.exchange: Exchange | None = None
+        self.met: frozenset[ServerTable] | None = None
         self.failure: LockstepError | None = None
         self.pull_rows: Callable[[int, Array], Array] | None = None
         self._scope, self._backend, self._partitioner = scope, backend, partitioner
@@ -191,6 +193,7 @@ class FunctionRunner:
         profile = self._profiles.setdefault(_key(function), _Profile(function))
         # What a graph creates has no value yet when the optimizer needs it, but a graph has all branches.
         ways, known = (True, False) if self._on_tensorflow else (False,), len(self.updates)
+        only_on_servers = set(self.only_on_servers)
         try:
             for eagerly in ways:
                 profile.complete = self._tried(profile, call, seed, eagerly=eagerly)
@@ -199,12 +202,14 @@ class FunctionRunner:
                 self._refuse_tables(profile)
                 # TensorFlow traces the function again.
                 profile.draws = None
+            self._refuse_late(known)
         except ModelError:
             # The program may schedule other functions.
             del self._profiles[_key(function)]
             for number in range(known, len(self.updates)):
                 self._graph_gradients.pop(number, None)
             del self.updates[known:], self._iterations[known:]
+            self.only_on_servers = only_on_servers
             raise
 
     def _tried(self, profile: _Profile, call: Callable[[], Any], seed: int, *, eagerly: bool) -> bool:
@@ -332,6 +337,21 @@ class FunctionRunner:
                     f"a scheduled function that trains layer {table.name!r}, a ServerEmbedding, applies an "
                     "optimizer several times, or uses the new weights: let it do so once, at its end"
                 )
+
+    def _refuse_late(self, known: int) -> None:
+        """Raise ModelError for a table that was built after the servers have begun.
+
+        Args:
+            known: number of optimizers that earlier functions have applied.
+        """
+        for update in self.updates[known:]:
+            for variable in update.variables:
+                table = server_table(variable)
+                if table is not None and self.met is not None and table not in self.met:
+                    raise ModelError(
+                        f"layer {table.name!r}, a ServerEmbedding, was built after functions were scheduled: "
+                        "build it before"
+                    )
 
     def tables_of(self, number: int) -> list[int]:
         """Return the positions of the tables that only servers have among the variables of an optimizer."""

@@ -744,7 +744,7 @@ def rows_read_together(job: Job) -> Iterator[None]:
     if tables is None:
         yield
         return
-    tables._together, tables.failure = True, None
+    before, tables._together, tables.failure = tables._together, True, None
     try:
         yield
     except Exception as error:
@@ -752,7 +752,7 @@ def rows_read_together(job: Job) -> Iterator[None]:
             raise
         raise tables.failure from None
     finally:
-        tables._together = False
+        tables._together = before
 
 
 class _Process:
