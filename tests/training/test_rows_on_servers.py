@@ -211,7 +211,7 @@ def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None
         "layer 'table' is a ServerEmbedding, whose rows are updated on their own, but Nadam has variables",
         "divides 'table/embeddings', but the optimizer has a clipnorm",
         "looks up rows of layer 'table', a ServerEmbedding, which none trains",
-        "layer 'late', a ServerEmbedding, was built after functions were scheduled: build it before",
+        "late', a ServerEmbedding, was built after functions were scheduled: build it before",
         "DataError layer 'table' looks up row 201, but its table has 101 rows",
         "the rows of layer 'table' cannot be read now, because servers may change them: call join before",
         "weights of layer 'table' are loaded while functions are scheduled",
