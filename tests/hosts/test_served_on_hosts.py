@@ -196,7 +196,7 @@ def test_the_tasks_of_tf_config_are_a_chief_workers_and_servers(
 
 
 def _copy(host: Host, script: str) -> None:
-    for name in (script, "losing_servers.py"):
+    for name in (script, "losing.py", "loop_gradients.py"):
         shutil.copy(TRAINING / name, host.work)
 
 

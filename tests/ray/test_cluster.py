@@ -69,7 +69,7 @@ def test_parameter_servers(
     lean: Callable[..., dict[str, str]],
 ) -> None:
     """The actor of the coordinator is killed while steps are in work; the run is repeated without Ray."""
-    for name in ("serving.py", "losing_servers.py"):
+    for name in ("serving.py", "losing.py"):
         shutil.copy(TRAINING / name, tmp_path)
     variables = os.environ | environment | lean(TRAINING / "serving.py", "jax")
     variables["RAY_ADDRESS"] = cluster.address

@@ -21,6 +21,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from loop_gradients import gradients_of
 
 import lockstep
 from lockstep.errors import DisagreementError
@@ -71,37 +72,6 @@ def ends(*points: str) -> bool:
     return POINT in points and WORKER == 2 and not REPLAYS
 
 
-def gradients_of(variables: list[Any], compute: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """Return (loss, gradients) of the present values of variables."""
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = compute()
-        return loss, tape.gradient(loss, [variable.value for variable in variables])
-    if BACKEND == "torch":
-        for variable in variables:
-            variable.value.grad = None
-        loss = compute()
-        loss.backward()
-        return loss.detach(), [variable.value.grad for variable in variables]
-    import jax
-
-    state = model.non_trainable_variables
-
-    def stateless(values: list[Any]) -> Any:
-        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))) as scope:
-            loss = compute()
-        return loss, [scope.get_current_value(variable) for variable in state]
-
-    values = [variable.value for variable in variables]
-    (loss, changed), gradients = jax.value_and_grad(stateless, has_aux=True)(values)
-    for variable, value in zip(state, changed, strict=True):
-        if value is not None:
-            variable.assign(value)
-    return loss, gradients
-
-
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `tf.function` on TensorFlow."""
     if BACKEND != "tensorflow":
@@ -137,7 +107,9 @@ def dataset() -> Any:
 @traced
 def train(batches: Iterator[Any]) -> Any:
     x, y = next(batches)
-    loss, gradients = gradients_of(model.trainable_variables, lambda: loss_of(y, model(x, training=True)))
+    loss, gradients = gradients_of(
+        model.trainable_variables, lambda: loss_of(y, model(x, training=True)), model.non_trainable_variables
+    )
     accuracy.update_state(y, model(x, training=False))
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     seen.assign(seen + 20)
@@ -237,7 +209,7 @@ class StopsOnceReplaced(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         fitted = FOLDER / "epochs"
-        if not fitted.exists() and job.current().seats:
+        if not fitted.exists() and job.current().replacements:
             fitted.write_text(str(epoch))
         if fitted.exists() and epoch >= int(fitted.read_text()):
             self.model.stop_training = True

@@ -6,7 +6,7 @@
 
 `serial` lets one step be in work at a time; without Lockstep, it prints what plain Keras computes. `saved`
 trains on after saving, and again after loading, also by `BackupAndRestore`. In `free`, a worker ends between
-its pushes to two servers, and a server at the given point (see `losing_servers.py`), unless they follow a
+its pushes to two servers, and a server at the given point (see `losing.py`), unless they follow a
 recorded order. `lost` lets one step be in work at a time, and servers end at the given points, or between the
 calls of `fit`; in `lost-for-good` tables have no standbys. `misused` and `function` print errors.
 """
@@ -22,14 +22,13 @@ from typing import Any
 
 import keras
 import numpy as np
-from losing_servers import lose_servers
+from losing import lose_between_pushes, lose_servers
 
 import lockstep
 from lockstep.errors import LockstepError
 from lockstep.keras.parameter_server import server_embedding
-from lockstep.keras.parameter_server.server_tables import ServerTables, TableRows
-from lockstep.protocol.parameter_server import Push
-from lockstep.transport.array_channel import AskingChannel
+from lockstep.keras.parameter_server.server_tables import ServerTables
+from lockstep.keras.parameter_server.table_rows import TableRows
 from lockstep.worker import job
 
 layers = keras.layers
@@ -135,15 +134,7 @@ class Reads(keras.callbacks.Callback):
 
 
 def free() -> None:
-    send = AskingChannel.send
-
-    def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
-        send(self, message, arrays)
-        if isinstance(message, Push) and message.step >= 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if job.current().worker == 2 and job.current().context.order is None:
-        AskingChannel.send = sent  # type: ignore[method-assign]
+    lose_between_pushes(9, 2)
     lose_servers(sys.argv[2:])
     model = build(keras.optimizers.Adam(0.05))
     fit(model, 4, callbacks=[Reads()], validation_data=(X, Y))

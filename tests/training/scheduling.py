@@ -4,15 +4,13 @@
 
 `serial` runs one function at a time; in one process, the functions run where they are scheduled. `free` has
 no bound; unless it follows a recorded order, a worker ends between its pushes to two servers, and a server at
-the given point (see `losing_servers.py`). `errors` has
+the given point (see `losing.py`). `errors` has
 functions that raise, and in `alone` the chief makes a call that the others do not make. REFUSED is the name
 of a function that parameter servers do not support.
 """
 
 import functools
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,19 +19,17 @@ from typing import Any
 
 import keras
 import numpy as np
-from losing_servers import lose_servers
+from loop_gradients import gradients_of
+from losing import lose_between_pushes, lose_servers
 
 import lockstep
 from lockstep.keras.parameter_server.function_calls import ChiefCalls
 from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
-from lockstep.protocol.parameter_server import Push
-from lockstep.transport.array_channel import AskingChannel
 from lockstep.worker import job
 
 layers, ops = keras.layers, keras.ops
 BACKEND = keras.backend.backend()
 KIND = sys.argv[1]
-LOSE_AT = 8
 generator = np.random.default_rng(0)
 X = generator.normal(size=(240, 6)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -63,37 +59,6 @@ with strategy.scope():
 outside = keras.Variable(np.float32(0), trainable=False, name="outside")
 loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 coordinator = lockstep.ClusterCoordinator(strategy)
-
-
-def gradients_of(variables: list[Any], compute: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """Return (loss, gradients) of the present values of variables."""
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = compute()
-        return loss, tape.gradient(loss, [variable.value for variable in variables])
-    if BACKEND == "torch":
-        for variable in variables:
-            variable.value.grad = None
-        loss = compute()
-        loss.backward()
-        return loss.detach(), [variable.value.grad for variable in variables]
-    import jax
-
-    state = [variable for one in (model, critic) for variable in one.non_trainable_variables]
-
-    def stateless(values: list[Any]) -> Any:
-        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))) as scope:
-            loss = compute()
-        return loss, [scope.get_current_value(variable) for variable in state]
-
-    values = [variable.value for variable in variables]
-    (loss, changed), gradients = jax.value_and_grad(stateless, has_aux=True)(values)
-    for variable, value in zip(state, changed, strict=True):
-        if value is not None:
-            variable.assign(value)
-    return loss, gradients
 
 
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +97,11 @@ def train(batches: Iterator[Any]) -> Any:
     x, y = next(batches)
 
     def replica(x: Any, y: Any) -> Any:
-        loss, gradients = gradients_of(model.trainable_variables, lambda: loss_of(y, model(x, training=True)))
+        loss, gradients = gradients_of(
+            model.trainable_variables,
+            lambda: loss_of(y, model(x, training=True)),
+            model.non_trainable_variables,
+        )
         accuracy.update_state(y, model(x, training=False))
         step = optimizer.iterations + 0
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -146,7 +115,7 @@ def train(batches: Iterator[Any]) -> Any:
 
 def train_critic(batches: Iterator[Any], scale: float = 1.0) -> Any:
     x, _ = next(batches)
-    loss, gradients = gradients_of(critic.trainable_variables, lambda: ops.mean((critic(x) - scale) ** 2))
+    loss, gradients = gradients_of(critic.trainable_variables, lambda: ops.mean((critic(x) - scale) ** 2), [])
     slow.apply(gradients, critic.trainable_variables)
     return loss
 
@@ -157,7 +126,7 @@ def train_often(batches: Iterator[Any]) -> Any:
     variables = critic.trainable_variables
     for _ in several(3):
         x, _ = next(batches)
-        _, gradients = gradients_of(variables, lambda: ops.mean((critic(x) - 1.0) ** 2))  # noqa: B023
+        _, gradients = gradients_of(variables, lambda: ops.mean((critic(x) - 1.0) ** 2), [])  # noqa: B023
         slow.apply(gradients, variables)
         average.assign(ops.mean(critic(x)))
     return ops.mean(critic(X))
@@ -186,18 +155,6 @@ def show(name: str, *values: Any) -> None:
     ]
     found = [float(accuracy.result()), int(seen), float(average), norms, float(np.random.rand()), *values]
     print("result", json.dumps([name, found]), flush=True)
-
-
-def lose_between_pushes() -> None:
-    send = AskingChannel.send
-
-    def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
-        send(self, message, arrays)
-        if isinstance(message, Push) and message.step >= LOSE_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if KIND == "free" and job.current().worker == 2 and job.current().context.order is None:
-        AskingChannel.send = sent  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -230,7 +187,8 @@ def assigned_late() -> Iterator[None]:
 
 
 def loop() -> None:
-    lose_between_pushes()
+    if KIND == "free":
+        lose_between_pushes(8, 2)
     lose_servers(sys.argv[2:])
     created = coordinator.create_per_worker_dataset(
         lambda: strategy.distribute_datasets_from_function(dataset)

@@ -7,7 +7,7 @@
 `serial` and `exact` let one step be in work at a time, as plain Keras does; without Lockstep or servers, they
 print what plain Keras computes, `exact` only digests. `free` has no bound; unless it follows a recorded
 order, a worker ends between its pushes to two servers, and a server at the given point (see
-`losing_servers.py`). In `replaced`, a worker ends so within the second `fit`, and then the one that replaces
+`losing.py`). In `replaced`, a worker ends so within the second `fit`, and then the one that replaces
 it; the training stops soon after the next one takes part, whose step it writes to FILE, or at the step in
 FILE. In `restarted`, the chief ends once in the third epoch, if FOLDER is empty. `alone` trains in one
 process with and without the strategy. `lost-server` and `lost-chief` end such a process within `fit`,
@@ -27,13 +27,13 @@ from typing import Any
 
 import keras
 import numpy as np
-from losing_servers import lose_servers
+from losing import lose_between_pushes, lose_servers
 
 import lockstep
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
 from lockstep.protocol.parameter_server import Push
-from lockstep.transport.array_channel import Asked, AskingChannel
+from lockstep.transport.array_channel import Asked
 from lockstep.worker import job
 
 layers = keras.layers
@@ -224,18 +224,6 @@ def serial(scope: Callable[[], Any]) -> None:
     show("outputs", model, model.fit(WORDS, [TAGS, TAGS.mean(1)], 25, 2, **options))
 
 
-def lose_between_pushes(*workers: int) -> None:
-    send = AskingChannel.send
-
-    def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
-        send(self, message, arrays)
-        if isinstance(message, Push) and message.step >= LOSE_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if job.current().worker in workers and job.current().context.order is None:
-        AskingChannel.send = sent  # type: ignore[method-assign]
-
-
 def exact(scope: Callable[[], Any]) -> None:
     optimizers = keras.optimizers
     for optimizer in (optimizers.SGD(0.1, 0.9), optimizers.Adam(0.01), optimizers.AdamW(0.01)):
@@ -251,7 +239,7 @@ def exact(scope: Callable[[], Any]) -> None:
 
 
 def free() -> None:
-    lose_between_pushes(2)
+    lose_between_pushes(LOSE_AT, 2)
     lose_servers(sys.argv[2:])
     scope = strategy().scope
     model = dense(scope(), keras.optimizers.Adam(0.01))
@@ -269,7 +257,7 @@ def replaced() -> None:
     first, second = dense(scope(), keras.optimizers.Adam(0.01)), recommender(scope())
     show("first", first, first.fit(X, Y, 20, 2, verbose=0, validation_data=(X[:50], Y[:50])))
     print("evaluated", first.evaluate(X, Y, verbose=0), flush=True)
-    lose_between_pushes(2, 6)
+    lose_between_pushes(LOSE_AT, 2, 6)
     stops = StopsOnceReplaced(Path(sys.argv[2]), 7)
     show("rows", second, second.fit(WORDS, TAGS.mean(1), 7, 10**6, verbose=0, callbacks=[stops]))
     show("again", second, second.fit(WORDS, TAGS.mean(1), 7, 2, verbose=0))

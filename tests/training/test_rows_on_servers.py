@@ -14,7 +14,8 @@ import pytest
 import lockstep
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.parameter_server import server_embedding, server_tables
-from lockstep.keras.parameter_server.server_tables import VALUES, TableRows, ranges_of, rows_read_together
+from lockstep.keras.parameter_server.server_tables import rows_read_together
+from lockstep.keras.parameter_server.table_rows import VALUES, TableRows, ranges_of
 from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.worker.job import Job
@@ -417,7 +418,7 @@ def test_each_bit_and_each_place_of_a_row_changes_the_digest(dtype: str) -> None
 def test_only_the_failure_of_a_lookup_in_the_block_is_raised(
     job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = SimpleNamespace(failure=ModelError("an earlier lookup"))
+    tables = SimpleNamespace(failure=ModelError("an earlier lookup"), _together=False)
     monkeypatch.setattr(server_tables, "_of_jobs", {job_of_one_worker: tables})
     with pytest.raises(ValueError, match="own"), rows_read_together(job_of_one_worker):
         raise ValueError("own")

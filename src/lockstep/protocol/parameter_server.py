@@ -343,14 +343,14 @@ class Assigned(msgspec.Struct, frozen=True, tag="assigned"):
         step: the number of the step in the call, from 0.
         incomplete: the earlier steps that are not complete; the worker keeps their batches.
         names: of the arrays.
-        seat: the worker id of the process that has taken the place of a lost worker and computes the step, in
-            a replay that of the recorded run; -1 if none has.
+        replacement: the worker id of the process that has taken the place of a lost worker and computes the
+            step, in a replay that of the recorded run; -1 if none has.
     """
 
     step: int
     incomplete: tuple[int, ...]
     names: tuple[str, ...]
-    seat: int = -1
+    replacement: int = -1
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):

@@ -122,7 +122,7 @@ class ParameterServerStrategy(Strategy):
             # That of the lost worker in one that has taken its place.
             lambda: seed_of(job.context.seed, "dataset", number, job.process),
             seed_of(job.context.seed, "dataset", number),
-            lambda: job.seat,
+            lambda: job.replacement,
         )
 
     def function_calls(self) -> Calls:

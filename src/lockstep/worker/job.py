@@ -247,10 +247,10 @@ class Job:
             which does not belong to the workers' job.
         process: the id of this process's task in a job with parameter servers: its worker id, or that of the
             lost worker that it replaces.
-        seat: the worker id as which this process runs scheduled functions, if it has taken the place of a
-            lost worker, or in a replay repeats one that has; -1 if not.
-        seats: of the processes of a job with parameter servers, the worker ids of those that have replaced
-            others; on the chief.
+        replacement: the worker id as which this process runs scheduled functions, if it has taken the place
+            of a lost worker, or in a replay repeats one that has; -1 if not.
+        replacements: of the processes of a job with parameter servers, the worker ids of those that have
+            replaced others; on the chief.
         joined_with: the workers of the view that this worker has joined with `join_apart` and not entered.
         policy: as given.
         timer: measures the steps of the main thread.
@@ -271,8 +271,8 @@ class Job:
         self.policy = policy or WaitPolicy()
         self.task = "worker"
         self.process = context.worker
-        self.seat = -1
-        self.seats: dict[int, int] = {}
+        self.replacement = -1
+        self.replacements: dict[int, int] = {}
         self.timer = StepTimer(context.events, lambda: self.waited)
         self._context = context
         self._place = place

@@ -49,7 +49,7 @@ class DispatchedCall:
         accept: completes connections from other hosts; None in a job on one host.
         lost: returns the processes that the coordinator has announced as lost.
         workers: the worker ids of the call's processes, which others replace.
-        seats: see `Job`.
+        replacements: see `Job`.
     """
 
     tasks: Tasks
@@ -61,7 +61,7 @@ class DispatchedCall:
     accept: Callable[[socket.socket], socket.socket] | None = None
     lost: Callable[[], frozenset[int]] = frozenset
     workers: dict[int, int] = field(default_factory=dict)
-    seats: dict[int, int] = field(default_factory=dict)
+    replacements: dict[int, int] = field(default_factory=dict)
 
 
 class Dispatcher(ABC):
@@ -84,7 +84,7 @@ class Dispatcher(ABC):
         self.look: Callable[[], object] = lambda: None
         self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
-        self._seats = call.seats
+        self._replacements = call.replacements
         self._assignments = Assignments(call.max_staleness)
         self._writer, self._recorded = call.writer, call.recorded
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
@@ -240,15 +240,15 @@ class Dispatcher(ABC):
         """Take in a worker that replaces a lost one."""
         process, worker = asked.process, asked.worker
         # Of a call that begins, a worker may connect before the worker ids of the processes are known.
-        if worker not in (self._worker(process), self._seats.get(process)):
+        if worker not in (self._worker(process), self._replacements.get(process)):
             replaced, self._workers[process] = self._worker(process), worker
             self._live.add(process)
-            self._seat(process, worker)
+            self._replace(process, worker)
             note(f"{self._what}: worker {worker} takes the place of worker {replaced}")
 
-    def _seat(self, process: int, worker: int) -> None:
+    def _replace(self, process: int, worker: int) -> None:
         """Note that a worker has taken the place of a lost one."""
-        self._seats[process] = worker
+        self._replacements[process] = worker
         self._writer.add(Kind.JOINED, process, worker)
 
     def _lose(self, process: int) -> None:
@@ -295,7 +295,7 @@ class Dispatcher(ABC):
         self._writer.add(Kind.ASSIGN, worker, step)
         incomplete = tuple(self._assignments.incomplete_below(step))
         names, arrays = self._layers_for(worker)
-        return Assigned(step, incomplete, names, self._seats.get(worker, -1)), arrays
+        return Assigned(step, incomplete, names, self._replacements.get(worker, -1)), arrays
 
     def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
         """Return the layers' state that a worker needs for a step."""
@@ -311,7 +311,7 @@ class Dispatcher(ABC):
                     return
                 self._take(asked)
             elif turn.kind is Kind.JOINED:
-                self._seat(turn.worker, turn.step)
+                self._replace(turn.worker, turn.step)
             elif turn.kind is not Kind.ASSIGN or not self._may_assign(turn):
                 return
             else:

@@ -872,7 +872,7 @@ class WorkerCalls(FunctionCalls):
         timer = self._job.timer
         timer.begin(self._call.name)
         servers, step = self._servers, assigned.step
-        self._job.seat = assigned.seat
+        self._job.replacement = assigned.replacement
         complete = [k for k in self._kept if k < step and k not in assigned.incomplete]
         for k in complete:
             del self._kept[k]

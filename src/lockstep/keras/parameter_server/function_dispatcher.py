@@ -91,8 +91,8 @@ class FunctionDispatcher(Dispatcher):
         """Note which workers have taken the place of a lost one since the last functions."""
         with self._changed:
             for process, worker in sorted(self._workers.items()):
-                if process in self._live and self._seats.get(process, process) != worker:
-                    self._seat(process, worker)
+                if process in self._live and self._replacements.get(process, process) != worker:
+                    self._replace(process, worker)
 
     @property
     def completed_below(self) -> int:

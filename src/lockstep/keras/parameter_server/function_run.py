@@ -29,10 +29,9 @@ from lockstep.keras.parameter_server.served_variables import (
 from lockstep.keras.parameter_server.server_tables import (
     ServerTable,
     looking_up_for,
-    positions_of,
     server_table,
-    summed_by_row,
 )
+from lockstep.keras.parameter_server.table_rows import positions_of, summed_by_row
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.private.common import (
     KERAS_SEED,

@@ -35,13 +35,13 @@ class PerWorkerDataset(PerWorkerValues):
         make: creates the dataset.
         seed: returns the seed of the random numbers with which this worker creates it.
         trial: the seed of those in trial runs, equal in all processes.
-        seat: returns `Job.seat`.
+        replacement: returns `Job.replacement`.
     """
 
     def __init__(
-        self, make: Callable[[], Any], seed: Callable[[], int], trial: int, seat: Callable[[], int]
+        self, make: Callable[[], Any], seed: Callable[[], int], trial: int, replacement: Callable[[], int]
     ) -> None:
-        self._make, self._seed, self._trial, self._seat = make, seed, trial, seat
+        self._make, self._seed, self._trial, self._replacement = make, seed, trial, replacement
 
     def __iter__(self) -> "PerWorkerIterator":
         return PerWorkerIterator(self)
@@ -65,14 +65,14 @@ class PerWorkerIterator(PerWorkerValues):
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._create, self._create_fresh = dataset._iterators()
-        self._seat = dataset._seat
+        self._replacement = dataset._replacement
         self._iterator: Any = None
         self._created_as = -1
 
     def _own(self) -> Any:
         # In a replay, one process repeats a lost worker and the one that has taken its place.
-        if self._iterator is None or self._seat() != self._created_as:
-            self._iterator, self._created_as = self._create(), self._seat()
+        if self._iterator is None or self._replacement() != self._created_as:
+            self._iterator, self._created_as = self._create(), self._replacement()
         return self._iterator
 
     def _fresh(self) -> Any:

@@ -179,7 +179,7 @@ class TaskProcess:
             membership.accept,
             self.lost,
             self.workers,
-            self.job.seats,
+            self.job.replacements,
         )
 
     def lost(self) -> frozenset[int]:

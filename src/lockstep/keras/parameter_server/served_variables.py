@@ -19,7 +19,8 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.common import refuse_other_weights, replaced
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.server_tables import TableRows, server_table
+from lockstep.keras.parameter_server.server_tables import server_table
+from lockstep.keras.parameter_server.table_rows import TableRows
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.private.common import (
     RATE,

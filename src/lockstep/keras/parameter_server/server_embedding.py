@@ -13,12 +13,12 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.common import replaced
 from lockstep.keras.parameter_server.server_tables import (
-    VALUES,
     ServerTable,
     server_table,
     stand_for,
     tables_of_job,
 )
+from lockstep.keras.parameter_server.table_rows import VALUES
 from lockstep.keras.private.common import embedding_table, layers_of, stored_value
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.seeds import seed_of

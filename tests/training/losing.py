@@ -1,4 +1,6 @@
-"""Ends the process of a parameter server with SIGKILL at a point of what it does with a message."""
+"""Ends processes of a job with parameter servers with SIGKILL: workers between their pushes to two servers,
+servers at a point of what they do with a message.
+"""
 
 import os
 import signal
@@ -10,7 +12,7 @@ from lockstep.keras.parameter_server.server_process import ServerProcess, Server
 from lockstep.keras.parameter_server.server_tables import ServerTables
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink
 from lockstep.protocol.parameter_server import EndCall, Pull, Push, Read, ReadRows, WriteRows
-from lockstep.transport.array_channel import Asked
+from lockstep.transport.array_channel import Asked, AskingChannel
 from lockstep.worker import job
 
 KINDS: dict[str, Any] = {
@@ -21,6 +23,19 @@ KINDS: dict[str, Any] = {
     "read-rows": ReadRows,
     "write-rows": WriteRows,
 }
+
+
+def lose_between_pushes(step: int, *workers: int) -> None:
+    """End these workers after the first push of this step or a later one, unless the job follows an order."""
+    here, send = job.current(), AskingChannel.send
+
+    def sent(self: AskingChannel, message: Any, arrays: Any = ()) -> None:
+        send(self, message, arrays)
+        if isinstance(message, Push) and message.step >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if here.worker in workers and here.context.order is None:
+        AskingChannel.send = sent  # type: ignore[method-assign]
 
 
 def lose_servers(given: Sequence[str]) -> None:
