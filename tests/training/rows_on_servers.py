@@ -144,8 +144,8 @@ def free() -> None:
     print("digest", lockstep.digest(model), flush=True)
 
 
-class Loads(keras.callbacks.Callback):
-    """At the beginning of the second epoch, loads weights."""
+class SavesAndLoads(keras.callbacks.Callback):
+    """Saves weights at the beginning of the second epoch, and loads them at that of the third one."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -153,6 +153,8 @@ class Loads(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 1:
+            self.model.save_weights(self.file)
+        if epoch == 2:
             self.model.load_weights(self.file)
 
 
@@ -173,7 +175,7 @@ def lost(folder: str, *point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     with lockstep.ParameterServerStrategy(max_staleness=0).scope():
         model.compile(optimizers[1], "mse")
-    fit(model, 3, callbacks=[Reads(), Loads(file)])
+    fit(model, 3, callbacks=[Reads(), SavesAndLoads(f"{folder}/within.weights.h5")])
     show("second", model.history.history)
     model.load_weights(file)
     show("loaded", model.evaluate(X, Y, 30, verbose=0))
