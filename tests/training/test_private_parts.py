@@ -242,6 +242,11 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ("tensorflow", lambda: mapped().skip(2), "_count"),
     ("tensorflow", lambda: tensorflow().TensorSpec((2,)), "_batch"),
     ("tensorflow", lambda: tensorflow().function(lambda: 1), "_autograph"),
+    (
+        "tensorflow",
+        lambda: tensorflow().function(lambda: tensorflow().constant(1)).get_concrete_function(),
+        "_call_flat",
+    ),
     ("tensorflow", lambda: tensorflow().train.Checkpoint()._saver, "_graph_view"),
     ("tensorflow", seeded_context, "_rng _seed context_switches"),
     ("tensorflow", context_module, "async_wait context eager_mode global_seed"),

@@ -39,7 +39,7 @@ if HERE:
 
     from lockstep.keras import tf_random_ops
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
-    from lockstep.keras.backends.tf_graphs import borrowed
+    from lockstep.keras.backends.tf_graphs import borrowed, executable
     from lockstep.keras.private.tensorflow import RANDOM_WITHOUT_EQUIVALENT
     from lockstep.keras.tf_checkpoints import shared
 
@@ -153,6 +153,31 @@ def test_nothing_reads_a_total_that_was_applied(options: dict[str, Any], units: 
             assert np.array_equal(np.asarray(kept.value), gradient)
         assert metrics == state(model)[-8:]
         assert figures == {name: float(value) for name, value in logs.items()}
+
+
+@here
+def test_an_executable_graph_gets_its_tensors_by_name() -> None:
+    kept = tf.Variable(0.0)
+
+    def function(number: Any, named: Any, *others: Any) -> Any:
+        kept.assign_add(named["b"])
+        return {"y": number - named["a"], "x": [others[0] * kept, named["b"]]}
+
+    def given(*names: str) -> Any:
+        named = {name: tf.constant(float(ord(name))) for name in names}
+        return tf.constant(1.0), named, tf.constant(2.0)
+
+    call = executable(function, False, *given("a", "b"))
+    for times, names in enumerate(("ab", "ba"), 1):
+        found = call(*given(*names))
+        assert {"y": float(found["y"]), "x": [*map(float, found["x"])]} == {
+            "y": 1.0 - ord("a"),
+            "x": [2.0 * times * ord("b"), ord("b")],
+        }
+    for other in (given("a", "c"), given("a"), given("a", "b")[:2]):
+        with pytest.raises(TypeError):
+            call(*other)
+    assert float(kept) == 2.0 * ord("b")
 
 
 @here

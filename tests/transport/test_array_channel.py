@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.errors import NetworkError, PeerLostError, PeerStuckError
 from lockstep.protocol.parameter_server import (
@@ -178,6 +180,33 @@ def test_special_values_keep_their_bits(connect: Connect, inbox: Inbox) -> None:
     bits = np.array([0x80000000, 0x7FC00001, 0xFF800000, 0x7F800001, 1], np.uint32)
     arrays: list[Array] = [bits.view(np.float32)]
     assert_equal(echo(connect(), inbox, arrays), arrays)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=100), st.lists(st.integers(1, 40)), st.lists(st.integers(0, 40)))
+def test_bytes_that_arrive_in_any_pieces_are_read_in_any_pieces(
+    data: bytes, arriving: list[int], wanted: list[int]
+) -> None:
+    rest, pieces = memoryview(data), itertools.chain(arriving, itertools.repeat(7))
+
+    def receive(view: memoryview) -> int:
+        nonlocal rest
+        count = min(len(view), len(rest), next(pieces))
+        if not count:
+            raise array_channel._Ended
+        view[:count], rest = rest[:count], rest[count:]
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(array_channel, "_SMALL", 16)
+        reader, found = array_channel._ConnectionReader(receive), bytearray()
+        for count in wanted:
+            if len(found) + count > len(data):
+                with pytest.raises(array_channel._Ended):
+                    reader.exactly(count)
+                break
+            found += reader.exactly(count)
+    assert data.startswith(bytes(found))
 
 
 def test_a_message_without_arrays_arrives_equal(connect: Connect, inbox: Inbox) -> None:

@@ -49,6 +49,9 @@ _questions = msgspec.msgpack.Decoder(tuple[Question, list[_Described]])
 _answers = msgspec.msgpack.Decoder(tuple[Answer, list[_Described]])
 
 
+_dtype_name = functools.cache(str)
+
+
 class _Ended(Exception):
     """The peer has closed the connection, or sends something else than frames."""
 
@@ -65,7 +68,7 @@ def _send(write: Callable[[Any], object], message: msgspec.Struct, arrays: Seque
         OSError: the connection has ended, or the peer does not read.
     """
     whole = [np.ascontiguousarray(array) for array in arrays]
-    header = msgspec.msgpack.encode((message, [(str(a.dtype), a.shape) for a in arrays]))
+    header = msgspec.msgpack.encode((message, [(_dtype_name(a.dtype), a.shape) for a in arrays]))
     # Small arrays leave with one call.
     together = bytearray(_LENGTH.pack(len(header)) + header)
     for array in whole:
@@ -79,22 +82,59 @@ def _send(write: Callable[[Any], object], message: msgspec.Struct, arrays: Seque
         write(together)
 
 
-def _receive(fill: Callable[[memoryview], object], decoder: Any) -> tuple[Any, list[Array]]:
+class _ConnectionReader:
+    """Reads a connection through a buffer, so that a small frame takes one system call.
+
+    Args:
+        receive: receives some bytes into memory, and returns how many; raises `_Ended` if there are no more.
+    """
+
+    def __init__(self, receive: Callable[[memoryview], int]) -> None:
+        self._receive = receive
+        self._buffer = memoryview(bytearray(_SMALL))
+        self._start = self._stop = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the buffer has no bytes that were received."""
+        return self._start == self._stop
+
+    def fill(self, view: memoryview) -> None:
+        """Receive as many bytes as `view` has room for."""
+        while view:
+            if self.is_empty:
+                if len(view) >= _SMALL:
+                    view = view[self._receive(view) :]
+                    continue
+                self._start, self._stop = 0, self._receive(self._buffer)
+            count = min(len(view), self._stop - self._start)
+            view[:count] = self._buffer[self._start : self._start + count]
+            self._start += count
+            view = view[count:]
+
+    def exactly(self, count: int) -> bytearray:
+        """Receive so many bytes."""
+        data = bytearray(count)
+        self.fill(memoryview(data))
+        return data
+
+
+def _receive(reader: _ConnectionReader, decoder: Any) -> tuple[Any, list[Array]]:
     """Receive one frame; its arrays have memory of their own.
 
     Args:
-        fill: receives as many bytes as it is given room for.
+        reader: of the connection.
         decoder: of the message and the descriptions of the arrays.
 
     Raises:
         _Ended: the connection has ended.
         OSError: likewise, or the peer does not send.
     """
-    (length,) = _LENGTH.unpack(_exactly(fill, _LENGTH.size))
+    (length,) = _LENGTH.unpack(reader.exactly(_LENGTH.size))
     if length > _MAX_HEADER:
         raise _Ended
     try:
-        message, described = decoder.decode(_exactly(fill, length))
+        message, described = decoder.decode(reader.exactly(length))
         dtypes = [np.dtype(dtype) for dtype, _ in described]
         if any(dtype.hasobject for dtype in dtypes):
             raise _Ended
@@ -103,22 +143,15 @@ def _receive(fill: Callable[[memoryview], object], decoder: Any) -> tuple[Any, l
         raise _Ended from None
     for array in arrays:
         if array.nbytes:
-            fill(memoryview(array.reshape(-1).view(np.uint8).data))
+            reader.fill(memoryview(array.reshape(-1).view(np.uint8).data))
     return message, arrays
 
 
-def _exactly(fill: Callable[[memoryview], object], count: int) -> bytearray:
-    data = bytearray(count)
-    fill(memoryview(data))
-    return data
-
-
-def _fill(connection: socket.socket, view: memoryview) -> None:
-    while view:
-        received = connection.recv_into(view)
-        if not received:
-            raise _Ended
-        view = view[received:]
+def _receive_some(connection: socket.socket, view: memoryview) -> int:
+    received = connection.recv_into(view)
+    if not received:
+        raise _Ended
+    return received
 
 
 class AskingChannel:
@@ -153,6 +186,7 @@ class AskingChannel:
         self._lost = lost
         self._patient = False
         self._connection = self._connected(timeout)
+        self._reader = _ConnectionReader(self._receive_some)
         if lost is not None:
             self._connection.settimeout(min(_LOOK_EVERY, timeout))
         try:
@@ -188,7 +222,7 @@ class AskingChannel:
         try:
             if self._patient:
                 self._wait_patiently(asked)
-            return _receive(self._fill, _answers)
+            return _receive(self._reader, _answers)
         except TimeoutError:
             self._raise_stuck(asked)
         except (_Ended, OSError):
@@ -221,19 +255,14 @@ class AskingChannel:
             except TimeoutError:
                 self._look(begun)
 
-    def _fill(self, view: memoryview) -> None:
-        """Receive bytes; if `lost` is given, look meanwhile whether the other end is lost."""
+    def _receive_some(self, view: memoryview) -> int:
+        """Receive some bytes; if `lost` is given, look meanwhile whether the other end is lost."""
         begun = time.monotonic()
-        while view:
+        while True:
             try:
-                received = self._connection.recv_into(view)
+                return _receive_some(self._connection, view)
             except TimeoutError:
                 self._look(begun)
-                continue
-            if not received:
-                raise _Ended
-            view = view[received:]
-            begun = time.monotonic()
 
     def _look(self, begun: float) -> None:
         """Raise an error if the other end is lost, or has done nothing for too long."""
@@ -244,7 +273,7 @@ class AskingChannel:
 
     def _wait_patiently(self, asked: Question) -> None:
         begun, interval = time.monotonic(), _REPORT_AFTER
-        while not select.select([self._connection], [], [], interval)[0]:
+        while self._reader.is_empty and not select.select([self._connection], [], [], interval)[0]:
             waited = time.monotonic() - begun
             what = asked.__struct_config__.tag
             note(f"this process has waited {waited:.0f} s for {self._peer}, which has not answered {what!r}")
@@ -256,7 +285,7 @@ class AskingChannel:
         """Check over a separate connection that the other process runs."""
         with self._connected(min(self._timeout, _ALIVE_WITHIN)) as connection:
             _send(connection.sendall, Alive(), ())
-            _receive(functools.partial(_fill, connection), _answers)
+            _receive(_ConnectionReader(functools.partial(_receive_some, connection)), _answers)
 
     def _connected(self, timeout: float) -> socket.socket:
         """Return a connection to the other end, whose operations end after a time."""
@@ -442,8 +471,8 @@ class AnsweringEnd:
         """Answer the questions of a connection until it ends."""
         process = server = worker = -1
         try:
-            fill = functools.partial(_fill, connection)
-            hello, _ = _receive(fill, _questions)
+            reader = _ConnectionReader(functools.partial(_receive_some, connection))
+            hello, _ = _receive(reader, _questions)
             if isinstance(hello, Alive):
                 _send(connection.sendall, Applied(), ())
             if not isinstance(hello, Introduction):
@@ -452,7 +481,7 @@ class AnsweringEnd:
             with self._lock:
                 self._workers[connection] = worker
             while True:
-                message, arrays = _receive(fill, _questions)
+                message, arrays = _receive(reader, _questions)
                 asked = Asked(process, message, arrays, server, worker)
                 with self._lock:
                     if self._closed:

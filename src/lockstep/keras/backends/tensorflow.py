@@ -50,6 +50,7 @@ from lockstep.keras.backends.tf_graphs import (
     assigned,
     borrowed,
     copied,
+    executable,
     refuse_assignments,
     same_bits,
     scaled,
@@ -136,14 +137,14 @@ class TensorFlowBackend:
 
         def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
             present = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
-            tensors = [tf.convert_to_tensor(gradients[i]) for i in present]
+            tensors = [tf.constant(gradients[i]) for i in present]
             if present not in functions:
 
                 def applied(*given: Any) -> None:
                     known = dict(zip(present, given, strict=True))
                     update.apply([known.get(i) for i in range(len(update.variables))])
 
-                functions[present] = traced(applied, False, *tensors)
+                functions[present] = executable(applied, False, *tensors)
             functions[present](*tensors)
 
         return apply
@@ -158,7 +159,10 @@ class TensorFlowBackend:
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
-        return np.asarray(array.read_value() if isinstance(array, tf.Variable) else array)
+        # The methods of a variable take several times as long as its operations.
+        if isinstance(array, tf.Variable):
+            array = tf.raw_ops.ReadVariableOp(resource=array.handle, dtype=array.dtype)
+        return np.asarray(array)
 
     def on_host(
         self,
@@ -210,14 +214,14 @@ class GlobalUpdate:
         if self._function is not None:
             self._function(scale, used)
             return
-        self._function = traced(self.apply, xla, scale, used)
+        self._function = executable(self.apply, xla, scale, used)
         try:
             self._function(scale, used)
         except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
             if self._jit or not xla:
                 raise
             # XLA does not support all operations, and reports that before it runs any.
-            self._function = traced(self.apply, False, scale, used)
+            self._function = executable(self.apply, False, scale, used)
             self._function(scale, used)
 
 
@@ -322,7 +326,8 @@ class TensorFlowProgram(VariableState):
     ) -> Any:
         """Assign the arrays."""
         for variable, array in zip(self.trained(), weights, strict=True):
-            variable.value.assign(array)
+            own = variable.value
+            tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(array, own.dtype))
         variables = self._layers()
         for name, array in layers.items():
             kind, _, number = name.partition("/")
@@ -335,7 +340,7 @@ class TensorFlowProgram(VariableState):
         if self._finish is None:
             self._finish = self._metrics_added
             if not self._eager:
-                self._finish = traced(self._metrics_added, False, tensors)
+                self._finish = executable(self._metrics_added, False, tensors)
         return self._finish(tensors), None
 
     def _metrics_added(self, total: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,7 +362,7 @@ class TensorFlowProgram(VariableState):
         if self._eager or not (self._jit or any(xla)):
             whole: Any = self._applied
             if not self._eager:
-                whole = traced(self._applied, False, one, self._tensors(totals))
+                whole = executable(self._applied, False, one, self._tensors(totals))
             return lambda one, totals: whole(one, self._tensors(totals))
         finish: list[Any] = []
 
@@ -369,7 +374,7 @@ class TensorFlowProgram(VariableState):
                 update.apply_separately(scale, total, xla=uses_xla)
             rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
             if not finish:
-                finish.append(traced(self._finished, self._jit, one, rest))
+                finish.append(executable(self._finished, self._jit, one, rest))
             logs: dict[str, Any] | None = finish[0](one, rest)
             return logs
 
@@ -433,10 +438,7 @@ class TensorFlowProgram(VariableState):
             partial, outputs = self._computed(inner, variables, replica, weight, earlier, *given)
             return self._packed(number, partial), outputs
 
-        function: Callable[..., Any] = traced(
-            replica, self._jit, tf.TensorSpec((), tf.int64), weight, earlier, *specs
-        )
-        return function
+        return executable(replica, self._jit, tf.TensorSpec((), tf.int64), weight, earlier, *specs)
 
     def _packed(self, number: int, partial: dict[str, Any]) -> dict[str, Any]:
         """Return the partial of round `number` with its small tensors packed."""

@@ -21,6 +21,7 @@ from lockstep.keras.private.common import KERAS_SEED
 from lockstep.keras.private.tensorflow import (
     TENSORFLOW_SEED,
     autograph_status,
+    call_flat,
     converted,
     python_function_of,
     read_only_inputs,
@@ -372,6 +373,25 @@ def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
         lambda one: tf.TensorSpec(one.shape, one.dtype) if isinstance(one, tf.Tensor) else one, like
     )
     return tf.function(function, jit_compile=jit, autograph=False).get_concrete_function(*specs)
+
+
+def executable(function: Callable[..., Any], jit: bool, *like: Any) -> Callable[..., Any]:
+    """Return `function`, traced, for many calls outside of all graphs with arguments like these.
+
+    Each call has tensors of the same dtypes and shapes, as far as these are known.
+    """
+    whole = traced(function, jit, *like)
+    structure = tf.nest.map_structure(lambda one: None, like)
+
+    def call(*given: Any) -> Any:
+        try:
+            tf.nest.assert_same_structure(structure, given)
+        except (TypeError, ValueError):
+            # TensorFlow says what is different.
+            return whole(*given)
+        return call_flat(whole, tf.nest.flatten(given))
+
+    return call
 
 
 def same_bits(variable: tf.Variable, before: Any) -> bool:

@@ -37,6 +37,7 @@ class ChiefProcess(FitProcess):
         self._last = False
         self._current = True
         self._callbacks_ran = False
+        self._rate: int | None = None
         self._opening: int | None = None
         self._checks: dict[int, bytes] = {}
         self._known_others: list[Array] = []
@@ -246,7 +247,9 @@ class ChiefProcess(FitProcess):
         if not isinstance(rate, keras.Variable):
             return
         assert self._known is not None
-        index = next(i for i, one in enumerate(self.model.optimizer.variables) if one is rate)
+        if self._rate is None:
+            self._rate = next(i for i, one in enumerate(self.model.optimizer.variables) if one is rate)
+        index = self._rate
         now = self.backend.to_numpy(rate.value if state is None else state[2][index])
         if now.tobytes() != self._known[1][index].tobytes():
             raise ModelError(

@@ -75,6 +75,15 @@ def read_only_inputs(graph: Any) -> Any:
     return auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
 
 
+def call_flat(function: ConcreteFunction, tensors: list[Any]) -> Any:
+    """Call a traced function with the tensors of its arguments, in the order of `tf.nest.flatten`.
+
+    It checks neither their number nor their shapes: to bind and check arguments takes longer than to run a
+    small graph.
+    """
+    return function._call_flat(tensors, function.captured_inputs)
+
+
 def register_lookups() -> None:
     """Tell TensorFlow that lookups in a table do not change the table; to do so again has no effect."""
     for operation in ("LookupTableFindV2", "LookupTableSizeV2"):
