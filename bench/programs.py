@@ -18,6 +18,7 @@ PLAIN = "keras"
 BOTH_CORES = "keras, both cores"
 CEILING = "keras, no exchange"
 DATA_PARALLEL = "keras DataParallel"
+MODEL_PARALLEL = "keras ModelParallel"
 MWMS = "tf_keras, MWMS"
 KERAS_DDP = "ddp of keras"
 KERAS_DDP_FUSED = "ddp of keras, fused Adam"
@@ -26,7 +27,7 @@ DDP_CEILING = "torch, no exchange"
 TF_BOTH_CORES = "keras on tensorflow, both cores"
 REUSED = ", memory reused"
 
-EXCHANGING = (LOCKSTEP, DATA_PARALLEL, MWMS, KERAS_DDP, KERAS_DDP_FUSED, DDP)
+EXCHANGING = (LOCKSTEP, DATA_PARALLEL, MODEL_PARALLEL, MWMS, KERAS_DDP, KERAS_DDP_FUSED, DDP)
 """Programs of two processes that must have equal weights."""
 
 
@@ -75,7 +76,8 @@ class PeerProgram:
 
 PEERS = {
     "jax": [
-        PeerProgram(DATA_PARALLEL, "training_data_parallel.py", (), "jax"),
+        PeerProgram(DATA_PARALLEL, "training_data_parallel.py", ("data",), "jax"),
+        PeerProgram(MODEL_PARALLEL, "training_data_parallel.py", ("model",), "jax"),
         PeerProgram(MWMS, "training_mwms.py", (), "tensorflow"),
     ],
     "tensorflow": [PeerProgram(MWMS, "training_mwms.py", (), "tensorflow")],

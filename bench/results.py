@@ -9,6 +9,7 @@ from programs import (
     DATA_PARALLEL,
     EXCHANGING,
     LOCKSTEP,
+    MODEL_PARALLEL,
     ONE_WORKER,
     PLAIN,
     REUSED,
@@ -99,7 +100,11 @@ class Results:
 
     def _comparable(self) -> list[str]:
         """Return the names of the programs that compute the same mathematics as Lockstep."""
-        at_once = {BOTH_CORES, TF_BOTH_CORES, DATA_PARALLEL} if self._model.batch_statistics else set()
+        at_once = (
+            {BOTH_CORES, TF_BOTH_CORES, DATA_PARALLEL, MODEL_PARALLEL}
+            if self._model.batch_statistics
+            else set()
+        )
         squared = {BOTH_CORES} if self._model.sparse and self._backend == "tensorflow" else set()
         return [name for name in (*EXCHANGING, BOTH_CORES, TF_BOTH_CORES) if name not in at_once | squared]
 

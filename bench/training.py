@@ -26,6 +26,7 @@ from programs import (
     KERAS_DDP,
     KERAS_DDP_FUSED,
     LOCKSTEP,
+    MODEL_PARALLEL,
     MWMS,
     ONE_WORKER,
     PEERS,
@@ -49,6 +50,7 @@ TRIAL_TURNS = 2
 """The turns after which the slower variant of a program is stopped."""
 RATIOS = [
     Ratio("two workers against keras DataParallel", LOCKSTEP, DATA_PARALLEL, "1.00"),
+    Ratio("two workers against keras ModelParallel", LOCKSTEP, MODEL_PARALLEL, "1.00"),
     Ratio("two workers against tf_keras, MWMS", LOCKSTEP, MWMS, "1.00"),
     Ratio("two workers against ddp of keras", LOCKSTEP, KERAS_DDP, "1.00"),
     Ratio("two workers against ddp of keras, fused Adam", LOCKSTEP, KERAS_DDP_FUSED, "1.00"),

@@ -110,7 +110,11 @@ class Epochs:
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         seconds = time.perf_counter() - self._begun
         if self._turns is not None:
-            self._turns.answer(seconds, logs["loss"], self.model.get_weights())
+            self._turns.answer(seconds, logs["loss"], self.weights())
+
+    def weights(self) -> Any:
+        """Return the weights of the model."""
+        return self.model.get_weights()
 
 
 class FailedError(Exception):

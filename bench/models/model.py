@@ -46,14 +46,19 @@ class Model:
     batch_statistics: bool = False
     sparse: bool = False
 
-    def compiled(self, keras: Any) -> Any:
-        """Return the compiled model with the common initial weights."""
+    def built(self, keras: Any) -> Any:
+        """Return the compiled model with weights of Keras."""
         model = self.layers(keras)
         model.compile(
             optimizer=keras.optimizers.Adam(LEARNING_RATE),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
+        return model
+
+    def compiled(self, keras: Any) -> Any:
+        """Return the compiled model with the common initial weights."""
+        model = self.built(keras)
         for layer in model.layers:
             if given := layer.get_weights():
                 layer.set_weights(
