@@ -2,10 +2,10 @@
 
     overlap.py [MODEL ...] [--turns N]
 
-One process computes steps of a model, with a hook that notes when each gradient is complete. From that and the
-rate of a link follows when the last byte can have left, if gradients leave at no cost, in the order in which
-they are complete. The bound compares this with gradients that all leave after the backward pass. Sums, waits
-and updates do not count: they are the same for both.
+One process computes steps of a model, with a hook that notes when each gradient is complete. From that and
+the rate of a link follows when the last byte can have left, if gradients leave at no cost, in the order in
+which they are complete. The bound compares this with gradients that all leave after the backward pass. Sums,
+waits and updates do not count: they are the same for both.
 """
 
 import argparse
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", choices=[*COMPARED, []], metavar="MODEL")
+    parser.add_argument("models", nargs="*", choices=COMPARED, metavar="MODEL")
     parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args()
     for chosen in options.models or COMPARED:
