@@ -406,6 +406,7 @@ def test_public_names() -> None:
         "ReduceOp",
         "RemoteValue",
         "ReplicaContext",
+        "Server",
         "ServerEmbedding",
         "SidecarEvaluator",
         "Strategy",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.strategy.default import OneDeviceStrategy
     from lockstep.strategy.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
     from lockstep.strategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-    from lockstep.strategy.parameter_server import ParameterServerStrategy
+    from lockstep.strategy.parameter_server import ParameterServerStrategy, Server
     from lockstep.strategy.strategy import Strategy
     from lockstep.worker.job import is_chief
 
@@ -59,6 +59,7 @@ __all__ = [
     "ReduceOp",
     "RemoteValue",
     "ReplicaContext",
+    "Server",
     "ServerEmbedding",
     "SidecarEvaluator",
     "Strategy",
@@ -96,6 +97,7 @@ _HOMES = {
     "ReduceOp": "lockstep.strategy.options",
     "RemoteValue": "lockstep.keras.parameter_server.remote_values",
     "ReplicaContext": "lockstep.strategy.context",
+    "Server": "lockstep.strategy.parameter_server",
     "ServerEmbedding": "lockstep.keras.parameter_server.server_embedding",
     "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",
     "Strategy": "lockstep.strategy.strategy",

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import lockstep
+from lockstep.errors import ConfigError
 from lockstep.worker.tf_distribute_shim import _STRATEGIES
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
@@ -134,3 +136,27 @@ def test_the_option_alone_loads_nothing(launch: Callable[..., Any], tmp_path: Pa
     script.write_text("import sys\nprint('loaded:', 'tensorflow' in sys.modules, 'keras' in sys.modules)\n")
     run = launch("--tf-distribute -n 1", str(script))
     assert run.marked(0, "loaded:") == ["loaded: False False"]
+
+
+def test_the_tasks_of_a_program_with_servers_run_its_chiefs_part(launch: Callable[..., Any]) -> None:
+    run = launch("--tf-distribute -n 1 --ps 1", "tf_servers.py", backend="tensorflow")
+    assert run.status == 0, run.stderr
+    trained = [run.marked(worker, "trained ") for worker in range(3)]
+    assert trained == [trained[0]] * 3 != [[]] * 3
+
+
+def test_nothing_waits_in_a_server() -> None:
+    cluster = {"worker": ["a:1", "b:1"], "ps": {1: "c:1"}}
+    assert lockstep.Server(cluster, "worker", 1, "http").target == "http://b:1"
+    server = lockstep.Server(lockstep.ClusterSpec(cluster), "ps")
+    server.start()
+    with pytest.raises(
+        ConfigError, match=r"grpc://c:1, which does not exist: start all tasks"
+    ):
+        server.join()
+    with pytest.raises(ValueError, match="job_name is missing: the cluster has the jobs worker, ps"):
+        lockstep.Server(cluster)
+    with pytest.raises(ValueError, match="task_index is missing: the job worker has 2 tasks"):
+        lockstep.Server(cluster, "worker")
+    with pytest.raises(ValueError, match="ps"):
+        lockstep.Server(cluster, "ps", 0)

@@ -72,7 +72,9 @@ begin_too_early()
 assert tf.distribute is distribute
 assert ClusterCoordinator is lockstep.ClusterCoordinator
 assert TFConfigClusterResolver is lockstep.cluster_resolver.TFConfigClusterResolver
-assert tf.distribute.Server.__module__.startswith("tensorflow.")
+assert tf.distribute.Server is lockstep.Server
+assert tf.distribute.DistributedDataset is lockstep.DistributedDataset
+assert tf.distribute.HierarchicalCopyAllReduce.__module__.startswith("tensorflow.")
 assert "ParameterServerStrategy" in dir(tf.distribute)
 for refused, given in (
     (tf.distribute.TPUStrategy, ()),

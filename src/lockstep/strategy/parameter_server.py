@@ -1,10 +1,11 @@
-"""The strategy with parameter servers, named as in `tf.distribute`."""
+"""The strategy with parameter servers, and their tasks, named as in `tf.distribute`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 from lockstep.cluster.resolver import ClusterResolver
+from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.errors import ConfigError, InputError, ModelError
 from lockstep.keras import assignments
@@ -201,6 +202,70 @@ class ParameterServerStrategy(Strategy):
         calls, self._calls = self._calls, None
         if calls is not None:
             self._methods.functions_closed(calls.name, calls.close())
+
+
+class Server:
+    """Stands for a task of a cluster in programs of `tf.distribute`; listens at no address.
+
+    The tasks of a job are the processes that `lockstep run` starts, and `TF_CONFIG` names each of them the
+    chief, because all run what the chief of `tf.distribute` runs. So programs that call `join` in the tasks
+    "worker" and "ps" do not get there.
+
+    Args:
+        server_or_cluster_def: the cluster: a `ClusterSpec`, or a mapping from names of jobs to addresses.
+        job_name: the job of the task; by default the only one.
+        task_index: the index of the task in its job; by default 0 if that is the only one.
+        protocol: the prefix of `target`.
+        config: ignored.
+        start: ignored.
+
+    Raises:
+        ConfigError: the cluster is invalid.
+        ValueError: it has no such task.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.Server({"worker": ["a:1"], "ps": ["b:1"]}, job_name="ps", task_index=0).target
+        'grpc://b:1'
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | Mapping[str, Any],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
+    ) -> None:
+        cluster = ClusterSpec(server_or_cluster_def)
+        if job_name is None and len(cluster.jobs) == 1:
+            (job_name,) = cluster.jobs
+        if job_name is None:
+            raise ValueError(f"job_name is missing: the cluster has the jobs {', '.join(cluster.jobs)}")
+        if task_index is None and cluster.num_tasks(job_name) == 1:
+            (task_index,) = cluster.task_indices(job_name)
+        if task_index is None:
+            raise ValueError(
+                f"task_index is missing: the job {job_name} has {cluster.num_tasks(job_name)} tasks"
+            )
+        self._target = f"{protocol or 'grpc'}://{cluster.task_address(job_name, task_index)}"
+
+    @property
+    def target(self) -> str:
+        """The address of the task, with the protocol."""
+        return self._target
+
+    def start(self) -> None:
+        """Do nothing: there is nothing to start."""
+
+    def join(self) -> NoReturn:
+        """Raise ConfigError: this process serves nothing, so it would wait without end."""
+        raise ConfigError(
+            f"Server.join() waits for the server at {self._target}, which does not exist: start all tasks "
+            "with `lockstep run --ps P -n N train.py`, or each one with `lockstep run --tf-config --ps P "
+            "train.py`, and let each process run the chief's part of the program"
+        )
 
 
 def _refuse_loop(name: str) -> NoReturn:

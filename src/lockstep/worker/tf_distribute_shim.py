@@ -23,6 +23,7 @@ _BY_THE_SAME_NAME = (
     "ParameterServerStrategy",
     "ReduceOp",
     "ReplicaContext",
+    "Server",
     "Strategy",
     "cluster_resolver.ClusterResolver",
     "cluster_resolver.KubernetesClusterResolver",
