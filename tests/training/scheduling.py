@@ -23,7 +23,7 @@ from loop_gradients import gradients_of
 from losing import lose_between_pushes, lose_servers
 
 import lockstep
-from lockstep.keras.parameter_server.function_calls import ChiefCalls
+from lockstep.keras.parameter_server.function_chief import ChiefCalls
 from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
 from lockstep.worker import job
 

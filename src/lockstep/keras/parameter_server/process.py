@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import xxhash
 
@@ -356,3 +357,11 @@ class FitProcess(TaskProcess):
             )
         arrays = {name: self.backend.to_numpy(value) for name, value in partial.items()}
         return divided(self.model, program.parts(0, arrays))
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Whether two arrays have the same shape and bits."""
+    if one is other:
+        return True
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    return one.shape == other.shape and np.array_equal(first, second)
