@@ -67,6 +67,7 @@ class ChiefProcess(FitProcess):
         training.batches = lambda: self._one_ahead(batches())
         with self.job.apart():
             self._servers = self.connect_servers(addresses, self.served.shards)
+            self._dispatcher.silent = self._servers.silent
             self.served.install(self._take)
             reading = None if self.tables is None else self.tables.within(self._servers.channels)
             with reading or nullcontext():

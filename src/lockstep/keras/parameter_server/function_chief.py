@@ -93,6 +93,7 @@ class ChiefCalls(FunctionCalls):
         self._dispatcher.look = self._look
         self._dispatcher.when_completed = self._measure_completed
         self._servers = process.connect_servers(self._addresses, ())
+        self._dispatcher.silent = self._servers.silent
 
     def _look(self) -> None:
         """Let workers join that take the places of lost ones, while the chief is at a call."""
