@@ -343,6 +343,28 @@ def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, enter: An
     )
 
 
+@pytest.mark.parametrize(
+    ("servers", "named"),
+    [
+        (["server 1"], "server 1 does not answer"),
+        (["server 0", "server 1"], "server 0 and server 1 do not answer"),
+    ],
+)
+def test_servers_that_do_not_answer_are_named(make: Make, enter: Any, servers: list[str], named: str) -> None:
+    coordinator, (one, two, three) = begun(make, enter, timeout=SHORT)
+    coordinator.silent = lambda _: servers
+    assert two.ask(Next()).step == 0
+    with pytest.raises(PeerStuckError, match=rf"for 0\.05 s; {named}; worker 2 computes step 1; `w` in"):
+        coordinator.result()
+    with pytest.raises(PeerStuckError, match=rf"fit 1 has ended, but {named}; worker 1, .* did not leave it"):
+        coordinator.finish()
+    for worker in (one, two, three):
+        worker.close()
+    until(coordinator, lambda: not coordinator._live)
+    with pytest.raises(PeerLostError, match=f"fit 1: {named}; no worker is left to compute gradients"):
+        coordinator.result()
+
+
 def test_workers_that_begin_nothing_are_named_as_stuck(make: Make, enter: Any) -> None:
     coordinator, _ = begun(make, enter, timeout=SHORT)
     with pytest.raises(PeerStuckError, match=r"for 0\.05 s; no worker has begun a step; `w` in lockstep top"):

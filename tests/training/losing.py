@@ -1,5 +1,5 @@
 """Ends processes of a job with parameter servers with SIGKILL: workers between their pushes to two servers,
-servers at a point of what they do with a message.
+servers at a point of what they do with a message. Stops servers with SIGSTOP.
 """
 
 import os
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.keras.parameter_server import standby
+from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
 from lockstep.keras.parameter_server.server_tables import ServerTables
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink
-from lockstep.protocol.parameter_server import EndCall, Pull, Push, Read, ReadRows, WriteRows
+from lockstep.protocol.parameter_server import EndCall, Keep, Pull, Push, Read, ReadRows, WriteRows
 from lockstep.transport.array_channel import Asked, AskingChannel
 from lockstep.worker import job
 
@@ -54,6 +55,35 @@ def lose_servers(given: Sequence[str]) -> None:
     if given and tasks is not None and here.worker == tasks.id_of_server(int(given[0])):
         _, call, kind, number, when = given
         lose_this_process(call, kind, int(number), when)
+
+
+def stop_server(server: str, limit: str, task: str = "") -> None:
+    """Stop a server when it receives a push, also as a standby, and let processes give up earlier.
+
+    Args:
+        server: the number of the server.
+        limit: the seconds for which these processes wait for others.
+        task: the type of their task; empty for all.
+    """
+    here, put, init = job.current(), ServerProcess._put, TaskProcess.__init__
+    tasks = here.context.tasks
+    assert tasks is not None
+
+    def made(self: TaskProcess, *given: Any) -> None:
+        init(self, *given)
+        if task in ("", tasks.of(here.worker)[0]):
+            self.timeout = float(limit)
+
+    def put_(self: ServerProcess, asked: Asked) -> None:
+        message = asked.message.question if isinstance(asked.message, Keep) else asked.message
+        if isinstance(message, Push) and message.step >= 5:
+            # Stops this thread, too, before it continues.
+            signal.raise_signal(signal.SIGSTOP)
+        put(self, asked)
+
+    TaskProcess.__init__ = made  # type: ignore[method-assign]
+    if here.worker == tasks.id_of_server(int(server)):
+        ServerProcess._put = put_  # type: ignore[method-assign]
 
 
 def lose_this_process(call: str, kind: str, number: int, when: str) -> None:

@@ -25,7 +25,7 @@ from loop_gradients import gradients_of
 
 import lockstep
 from lockstep.errors import DisagreementError
-from lockstep.keras.parameter_server.function_calls import WorkerCalls
+from lockstep.keras.parameter_server.function_worker import WorkerCalls
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
 from lockstep.keras.state import function_log
 from lockstep.worker import job

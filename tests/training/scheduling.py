@@ -1,12 +1,13 @@
 """Schedules functions on the workers of a job with parameter servers; prints exact results.
 
-    scheduling.py serial | free [SERVER CALL KIND NUMBER WHEN] | errors | alone | REFUSED
+    scheduling.py serial | free [SERVER CALL KIND NUMBER WHEN] | errors | alone |
+        stopped SERVER LIMIT [TASK] | REFUSED
 
 `serial` runs one function at a time; in one process, the functions run where they are scheduled. `free` has
 no bound; unless it follows a recorded order, a worker ends between its pushes to two servers, and a server at
-the given point (see `losing.py`). `errors` has
-functions that raise, and in `alone` the chief makes a call that the others do not make. REFUSED is the name
-of a function that parameter servers do not support.
+the given point (see `losing.py`). `errors` has functions that raise, and in `alone` the chief makes a call
+that the others do not make. In `stopped`, a server stops (see `losing.py`). REFUSED is the name of a function
+that parameter servers do not support.
 """
 
 import functools
@@ -20,10 +21,10 @@ from typing import Any
 import keras
 import numpy as np
 from loop_gradients import gradients_of
-from losing import lose_between_pushes, lose_servers
+from losing import lose_between_pushes, lose_servers, stop_server
 
 import lockstep
-from lockstep.keras.parameter_server.function_calls import ChiefCalls
+from lockstep.keras.parameter_server.function_chief import ChiefCalls
 from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
 from lockstep.worker import job
 
@@ -317,6 +318,14 @@ def alone() -> None:
     coordinator.join()
 
 
+def stopped() -> None:
+    stop_server(*sys.argv[2:])
+    batches = iter(coordinator.create_per_worker_dataset(lambda: Batches(np.arange(240))))
+    for _ in range(20):
+        coordinator.schedule(train_critic, (batches,))
+    coordinator.join()
+
+
 match KIND:
     case "serial" | "free":
         loop()
@@ -324,6 +333,8 @@ match KIND:
         errors()
     case "alone":
         alone()
+    case "stopped":
+        stopped()
     case name:
         coordinator.schedule(globals()[name])
         coordinator.join()

@@ -1,16 +1,16 @@
 """Trains models asynchronously on parameter servers; prints exact results and rounded ones.
 
     serving.py serial | exact | free [SERVER CALL KIND NUMBER WHEN] | replaced FILE [SERVER ...] | long |
-        restarted FOLDER | alone | lost-server | lost-chief | raising | faster | differing | again |
-        unscoped | mirrored
+        restarted FOLDER | alone | lost-server | stopped-server SERVER LIMIT [TASK] | lost-chief | raising |
+        faster | differing | again | unscoped | mirrored
 
 `serial` and `exact` let one step be in work at a time, as plain Keras does; without Lockstep or servers, they
 print what plain Keras computes, `exact` only digests. `free` has no bound; unless it follows a recorded
-order, a worker ends between its pushes to two servers, and a server at the given point (see
-`losing.py`). In `replaced`, a worker ends so within the second `fit`, and then the one that replaces
-it; the training stops soon after the next one takes part, whose step it writes to FILE, or at the step in
-FILE. In `restarted`, the chief ends once in the third epoch, if FOLDER is empty. `alone` trains in one
-process with and without the strategy. `lost-server` and `lost-chief` end such a process within `fit`,
+order, a worker ends between its pushes to two servers, and a server at the given point (see `losing.py`). In
+`replaced`, a worker ends so within the second `fit`, and then the one that replaces it; the training stops
+soon after the next one takes part, whose step it writes to FILE, or at the step in FILE. In `restarted`, the
+chief ends once in the third epoch, if FOLDER is empty. `alone` trains in one process with and without the
+strategy. `lost-server` and `lost-chief` end such a process within `fit`, and `stopped-server` stops one;
 `raising` and `faster` have a callback that raises and one that changes the learning rate within an epoch; in
 `differing` a worker reads other data, and `again` reads an iterator twice. The models of the last two do not
 belong to a strategy with servers.
@@ -27,7 +27,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from losing import lose_between_pushes, lose_servers
+from losing import lose_between_pushes, lose_servers, stop_server
 
 import lockstep
 from lockstep.keras.parameter_server.server_process import ServerShards
@@ -323,6 +323,8 @@ match KIND:
     case _:
         if KIND == "lost-server":
             lose_a_server()
+        if KIND == "stopped-server":
+            stop_server(*sys.argv[2:])
         model = dense(strategy().scope(), "adam")
         if KIND == "differing" and job.current().worker == 1:
             X += 1

@@ -1,6 +1,7 @@
 """Jobs with parameter servers: one step at a time is plain Keras, and any run can be repeated."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -194,3 +195,22 @@ def test_a_job_that_cannot_continue_says_why(launch: Launch, kind: str, status: 
     run = launch("-n 1 --ps 1", "serving.py", kind)
     assert run.status == status, run.stderr
     assert shown in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["serving.py stopped-server", "scheduling.py stopped"])
+@pytest.mark.parametrize(
+    ("servers", "stopped", "shown"),
+    [
+        (1, "0 15 chief", r"worker 0: .* for 15 s; parameter server 0 does not answer; worker 1 computes"),
+        # Server 0 waits for server 1, which is its standby, and the worker for both.
+        (2, "1 40", r"worker 2: PeerStuckError: parameter server 1 has not answered 'keep' for 10 s"),
+    ],
+    ids=["alone", "standby"],
+)
+def test_a_stopped_server_is_named(
+    launch: Launch, program: str, servers: int, stopped: str, shown: str
+) -> None:
+    run = launch(f"-n 1 --ps {servers}", *program.split(), *stopped.split())
+    assert run.status == 1, run.stderr
+    assert re.search(shown, run.stderr), run.stderr

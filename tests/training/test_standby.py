@@ -14,6 +14,7 @@ from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server import standby
 from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
+from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink, TakenOverError
 from lockstep.parameter_server import order
 from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record
@@ -323,8 +324,8 @@ def test_a_server_waits_until_the_loss_of_its_standby_is_announced(
 class Channel:
     """An `AskingChannel` whose other end is lost after some operations."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, left: int, peer: str = "parameter server 0") -> None:
+        self.left, self.peer, self.silent = left, peer, True
         self.sent: list[Question] = []
 
     def _count(self) -> None:
@@ -341,6 +342,9 @@ class Channel:
         assert self.sent[-1] == asked
         return Applied(7), []
 
+    def is_silent(self, within: float) -> bool:
+        return self.silent
+
     def close(self) -> None:
         """Close nothing."""
 
@@ -352,6 +356,13 @@ def test_a_question_without_an_answer_is_asked_again(left: int) -> None:
     for step in range(2):
         assert channel.ask(Pull(step))[0] == Applied(7)
     assert [*first.sent[: left // 2], *second.sent] == [Pull(0), Pull(1)]
+
+
+def test_each_silent_server_is_named_once() -> None:
+    channels = [Channel(1, peer) for peer in ("server 1", "server 0", "server 1")]
+    channels[1].silent = False
+    servers = Servers([ServerChannel([lambda one=one: one]) for one in channels], ())  # type: ignore[misc]
+    assert servers.silent(5.0) == ["server 1"]
 
 
 def test_a_server_that_cannot_be_reached_at_the_beginning_is_lost() -> None:
@@ -371,6 +382,7 @@ def test_a_standby_that_was_lost_before_its_server_is_named(capfd: pytest.Captur
     with pytest.raises(PeerLostError, match=r"server 0 has ended; no standby has its weights: .* server 1"):
         channel.ask(Pull(0))
     assert "continues" not in capfd.readouterr().err
+    assert channel.silent(5.0) == ""
 
 
 def test_the_loss_of_a_standby_too_is_named() -> None:

@@ -387,6 +387,32 @@ def test_an_end_that_does_not_read_is_named_as_stuck(listener: socket.socket) ->
         channel.send(Push(0, (0,)), [np.zeros(MANY, np.uint8)])
 
 
+def test_an_end_that_waits_for_others_is_not_silent(connect: Connect, inbox: Inbox) -> None:
+    waiting, asking = connect(), connect(2)
+    waiting.send(Next())
+    held = inbox.get(timeout=PATIENCE)
+    assert not asking.is_silent(PATIENCE / 2)
+    held.answer(Ended())
+    assert waiting.receive(Next()) == (Ended(), [])
+    assert inbox.empty()
+    assert asking._connection.gettimeout() == PATIENCE
+
+
+@pytest.mark.parametrize("lost", [None, lambda: False], ids=["one host", "several hosts"])
+def test_an_end_that_does_not_answer_is_silent(listener: socket.socket, lost: Any) -> None:
+    channel = AskingChannel(listener.getsockname(), 1, "parameter server 0", PATIENCE, lost=lost)
+    with contextlib.closing(channel):
+        assert channel.is_silent(SHORT)
+
+
+def test_an_end_that_has_ended_is_not_silent(listener: socket.socket) -> None:
+    channel = AskingChannel(listener.getsockname(), 1, "parameter server 0", PATIENCE)
+    accepted, _ = listener.accept()
+    accepted.close()
+    with contextlib.closing(channel):
+        assert not channel.is_silent(PATIENCE)
+
+
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The notes of a patient channel, for which 1000 s pass whenever it looks at the clock."""

@@ -22,7 +22,10 @@ class Introduction(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """The only message of a connection: does the process run? The answer is `Applied`."""
+    """Does the process run? The answer is `Applied`, whatever the process waits for.
+
+    As the first message of a connection, it is the only one.
+    """
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

@@ -10,8 +10,11 @@ from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.errors import ConfigError, InputError, ModelError
 from lockstep.keras import assignments
 from lockstep.keras.assignments import observed_by
-from lockstep.keras.parameter_server.function_calls import FunctionCalls, ScheduleContext, calls_of
+from lockstep.keras.parameter_server.function_calls import FunctionCalls, ScheduleContext
+from lockstep.keras.parameter_server.function_chief import ChiefCalls
 from lockstep.keras.parameter_server.function_run import ScopeVariables
+from lockstep.keras.parameter_server.function_server import ServerCalls
+from lockstep.keras.parameter_server.function_worker import WorkerCalls
 from lockstep.keras.parameter_server.per_worker import DatasetFunction, PerWorkerDataset
 from lockstep.keras.parameter_server.process import ServerOptions
 from lockstep.keras.parameter_server.remote_values import Calls, LocalCalls
@@ -19,9 +22,13 @@ from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.runner import SingleReplicaRunner
 from lockstep.keras.seeds import seed_of
 from lockstep.parameter_server.partitioners import Partitioner
+from lockstep.parameter_server.tasks import TaskType
 from lockstep.rendezvous.take_part import take_part_with_servers
 from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy
+
+_CALLS: dict[TaskType, type[FunctionCalls]] = {"chief": ChiefCalls, "worker": WorkerCalls, "ps": ServerCalls}
+"""What runs scheduled functions, by the type of the process's task."""
 
 
 class ParameterServerStrategy(Strategy):
@@ -136,17 +143,16 @@ class ParameterServerStrategy(Strategy):
             return self._local_calls
         if self._calls is None:
             self._methods.end_functions()
-            self._calls = calls_of(
-                ScheduleContext(
-                    self._job,
-                    self._variables,
-                    self._options,
-                    self._methods.number_functions,
-                    self._methods.joining_in_functions,
-                    self._methods.functions_changed,
-                    self._methods.steps_taken,
-                )
+            program = ScheduleContext(
+                self._job,
+                self._variables,
+                self._options,
+                self._methods.number_functions,
+                self._methods.joining_in_functions,
+                self._methods.functions_changed,
+                self._methods.steps_taken,
             )
+            self._calls = _CALLS[program.task](program)
         return self._calls
 
     def run(

@@ -167,6 +167,9 @@ class AskingChannel:
         lost: whether the other end is lost, which the network may tell only much later; None on one host.
         worker: the worker id of this process; None if it is that of its task.
 
+    Attributes:
+        peer: names the other end in messages.
+
     Raises:
         PeerLostError: the other end has ended, or cannot be reached.
     """
@@ -182,13 +185,12 @@ class AskingChannel:
         lost: Callable[[], bool] | None = None,
         worker: int | None = None,
     ) -> None:
-        self._address, self._peer, self._timeout, self._dial = address, peer, timeout, dial
+        self._address, self.peer, self._dial = address, peer, dial
         self._lost = lost
         self._patient = False
         self._connection = self._connected(timeout)
         self._reader = _ConnectionReader(self._receive_some)
-        if lost is not None:
-            self._connection.settimeout(min(_LOOK_EVERY, timeout))
+        self._limit(timeout)
         try:
             self.send(Introduction(process, server, process if worker is None else worker))
         except PeerError:
@@ -241,9 +243,29 @@ class AskingChannel:
         """
         self._patient = True
 
+    def is_silent(self, within: float) -> bool:
+        """Whether the other process has not ended, but does not answer within some seconds.
+
+        A process that runs answers even while it waits for others. Ask one that is silent nothing more.
+        """
+        timeout = self._timeout
+        self._limit(within)
+        try:
+            self.ask(Alive())
+        except PeerError as error:
+            return isinstance(error, PeerStuckError)
+        finally:
+            self._limit(timeout)
+        return False
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+    def _limit(self, timeout: float) -> None:
+        """Let answers count as missing after some seconds."""
+        self._timeout = timeout
+        self._connection.settimeout(timeout if self._lost is None else min(_LOOK_EVERY, timeout))
 
     def _write(self, data: Any) -> None:
         """Send bytes, and look meanwhile whether the other end is lost."""
@@ -276,7 +298,7 @@ class AskingChannel:
         while self._reader.is_empty and not select.select([self._connection], [], [], interval)[0]:
             waited = time.monotonic() - begun
             what = asked.__struct_config__.tag
-            note(f"this process has waited {waited:.0f} s for {self._peer}, which has not answered {what!r}")
+            note(f"this process has waited {waited:.0f} s for {self.peer}, which has not answered {what!r}")
             if waited > self._timeout:
                 self._check_alive()
             interval = min(2 * interval, _REPORT_AT_LEAST)
@@ -293,7 +315,7 @@ class AskingChannel:
             try:
                 connection = self._dial()
             except NetworkError as error:
-                raise PeerLostError(f"{self._peer} cannot be reached: {error}") from None
+                raise PeerLostError(f"{self.peer} cannot be reached: {error}") from None
             connection.settimeout(timeout)
             return connection
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -309,12 +331,12 @@ class AskingChannel:
         return connection
 
     def _raise_lost(self) -> NoReturn:
-        raise PeerLostError(f"{self._peer} has ended; its log says why") from None
+        raise PeerLostError(f"{self.peer} has ended; its log says why") from None
 
     def _raise_stuck(self, message: Question) -> NoReturn:
         what = message.__struct_config__.tag
         raise PeerStuckError(
-            f"{self._peer} has not answered {what!r} for {self._timeout:g} s: `w` in lockstep "
+            f"{self.peer} has not answered {what!r} for {self._timeout:g} s: `w` in lockstep "
             "top shows what it does; --timeout sets the limit"
         ) from None
 
@@ -482,6 +504,9 @@ class AnsweringEnd:
                 self._workers[connection] = worker
             while True:
                 message, arrays = _receive(reader, _questions)
+                if isinstance(message, Alive):
+                    _send(connection.sendall, Applied(), ())
+                    continue
                 asked = Asked(process, message, arrays, server, worker)
                 with self._lock:
                     if self._closed:

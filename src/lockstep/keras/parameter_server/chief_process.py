@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
-from lockstep.keras.parameter_server.process import FitProcess, ServedCall
+from lockstep.keras.parameter_server.process import FitProcess, ServedCall, same_bits
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
@@ -68,6 +68,7 @@ class ChiefProcess(FitProcess):
         training.batches = lambda: self._one_ahead(batches())
         with self.job.apart():
             self._servers = self.connect_servers(addresses, self.served.shards)
+            self._dispatcher.silent = self._servers.silent
             self.served.install(self._take)
             reading = None if self.tables is None else self.tables.within(self._servers.channels)
             with reading or nullcontext():
@@ -108,7 +109,7 @@ class ChiefProcess(FitProcess):
             # A callback may have changed other rows since, for example at the end of the training.
             if table not in self._written
             and all(
-                _same_bits(self.backend.to_numpy(variable.value), known) for variable, known in found[table]
+                same_bits(self.backend.to_numpy(variable.value), known) for variable, known in found[table]
             )
         }
 
@@ -311,14 +312,14 @@ class ChiefProcess(FitProcess):
         others, metrics = self._others(state), {id(variable) for variable in self.model.metrics_variables}
         given = {}
         for i, (old, new) in enumerate(zip(self._known_others, others, strict=True)):
-            if not _same_bits(old, new) and id(self.model.non_trainable_variables[i]) not in metrics:
+            if not same_bits(old, new) and id(self.model.non_trainable_variables[i]) not in metrics:
                 given[self._program.layer_of(i) or f"{VARIABLE}/{i}"] = new
         if given:
             self._dispatcher.set_layers(given)
         self._known_others = others
         now = self._values(state)
         changed = [
-            {i for i, (old, new) in enumerate(zip(*pair, strict=True)) if not _same_bits(old, new)}
+            {i for i, (old, new) in enumerate(zip(*pair, strict=True)) if not same_bits(old, new)}
             for pair in zip(self._known, now, strict=True)
         ]
         if not any(changed):
@@ -331,11 +332,6 @@ class ChiefProcess(FitProcess):
             {self._slots[i]: slots[i] for i in sorted(changed[1])},
         )
         self._known = now
-
-
-def _same_bits(one: Array, other: Array) -> bool:
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
-    return np.array_equal(first, second)
 
 
 class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,9 @@ _REPORT_EVERY = 5.0
 
 _LOOK_EVERY = 1.0
 """Seconds between two looks whether processes are lost."""
+
+_ANSWERS_WITHIN = 5.0
+"""Seconds in which a server answers that it runs, once the chief has waited too long."""
 
 _SHOWN = "`w` in lockstep top shows what a worker does"
 
@@ -76,12 +79,14 @@ class Dispatcher(ABC):
         end: answers the workers.
         when_completed: called by a thread that waits when steps were completed.
         look: is called every second while the chief waits.
+        silent: returns the names of the servers that do not answer within some seconds, once the call fails.
     """
 
     def __init__(self, call: DispatchedCall, unit: str) -> None:
         self.staleness: list[int] = []
         self.when_completed: Callable[[], object] = lambda: None
         self.look: Callable[[], object] = lambda: None
+        self.silent: Callable[[float], Sequence[str]] = lambda _: ()
         self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
         self._replacements = call.replacements
@@ -166,16 +171,13 @@ class Dispatcher(ABC):
                     begun = reported = time.monotonic()
                     self.when_completed()
                 now = time.monotonic()
-                if leaving and now - begun > self._timeout:
-                    raise PeerStuckError(
-                        f"{self._what} has ended, but {self._left()} for {self._timeout:g} s; "
-                        f"{_SHOWN}, and --timeout sets the limit"
-                    )
                 if now - begun > self._timeout:
-                    raise PeerStuckError(
-                        f"{self._what}: no {self._unit} was completed for {self._timeout:g} s; "
-                        f"{self._in_work()}; {_SHOWN}, and --timeout sets the limit"
-                    )
+                    limit, silent = f"for {self._timeout:g} s", self._silent()
+                    if leaving:
+                        late = f" has ended, but {silent}{self._left()} {limit}"
+                    else:
+                        late = f": no {self._unit} was completed {limit}; {silent}{self._in_work()}"
+                    raise PeerStuckError(f"{self._what}{late}; {_SHOWN}, and --timeout sets the limit")
                 if now - reported > _REPORT_EVERY:
                     reported = now + (now - begun)
                     late = self._left() if leaving else f"no {self._unit} completed; {self._in_work()}"
@@ -194,7 +196,13 @@ class Dispatcher(ABC):
         tasks = self._tasks
         servers = [tasks.name(process) for process in sorted(self._lost()) if tasks.of(process)[0] == "ps"]
         lost = f"{' and '.join(servers)} ended, and " if servers else ""
-        return f"{self._what}: {lost}no worker is left to compute gradients; their logs say why"
+        left = f"{lost}{self._silent()}no worker is left to compute gradients"
+        return f"{self._what}: {left}; their logs say why"
+
+    def _silent(self) -> str:
+        """Return which servers do not answer, for an error; they may be why the chief has waited in vain."""
+        names = self.silent(_ANSWERS_WITHIN)
+        return f"{' and '.join(names)} do{'es' * (len(names) == 1)} not answer; " if names else ""
 
     def _left(self) -> str:
         return f"{', '.join(f'worker {self._worker(one)}' for one in sorted(self._live))} did not leave it"

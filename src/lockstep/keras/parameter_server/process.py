@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import xxhash
 
@@ -233,13 +234,16 @@ class TaskProcess:
         self.live = tuple(sorted(process for process in known if process in self.tasks.workers))
         return known
 
-    def connect(self, addresses: Mapping[int, bytes], process: int, server: int = -1) -> AskingChannel:
+    def connect(
+        self, addresses: Mapping[int, bytes], process: int, server: int = -1, timeout: float | None = None
+    ) -> AskingChannel:
         """Connect to a process.
 
         Args:
             addresses: of the chief and the processes of servers.
             process: the id of the process.
             server: whose shards questions are about; -1 for the chief.
+            timeout: seconds after which an answer counts as missing; None for those of the job.
 
         Raises:
             PeerLostError: the process has ended.
@@ -249,8 +253,9 @@ class TaskProcess:
         # The chief's host is lost only with the job.
         watched = self.job.context.over_hosts and server >= 0
         lost = (lambda: process in self.lost()) if watched else None
+        timeout = self.timeout if timeout is None else timeout
         made = AskingChannel(
-            addresses[process], self.job.process, name, self.timeout, dial, server, lost, self.job.worker
+            addresses[process], self.job.process, name, timeout, dial, server, lost, self.job.worker
         )
         self._asking.append(made)
         return made
@@ -356,3 +361,11 @@ class FitProcess(TaskProcess):
             )
         arrays = {name: self.backend.to_numpy(value) for name, value in partial.items()}
         return divided(self.model, program.parts(0, arrays))
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Whether two arrays have the same shape and bits."""
+    if one is other:
+        return True
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    return one.shape == other.shape and np.array_equal(first, second)

@@ -57,6 +57,11 @@ class ServerChannel:
         self.send(message, arrays)
         return self.receive()
 
+    def silent(self, within: float) -> str:
+        """Return the name of the server if it is silent, or empty; see `AskingChannel.is_silent`."""
+        channel = self._channel
+        return channel.peer if channel is not None and channel.is_silent(within) else ""
+
     def close(self) -> None:
         """Close the connection."""
         if self._channel is not None:

@@ -46,13 +46,17 @@ from lockstep.protocol.parameter_server import (
 from lockstep.system.notes import note
 from lockstep.system.prose import count
 from lockstep.transport.array_channel import AnsweringEnd, Asked
-from lockstep.worker.job import Job
+from lockstep.worker.job import GRACE_FOR_AGENT, Job
 
 Array = npt.NDArray[Any]
 AnswerRows = Callable[[ReadRows | WriteRows, Sequence[Array]], tuple[Answer, Sequence[Array]]]
 
 _LOOK_AGAIN = 0.01
 """Seconds between two looks whether a standby is lost whose connection has ended."""
+
+_SOONER = GRACE_FOR_AGENT / 2
+"""Seconds by which a server waits less for its standby than others wait for the server: the first error names
+the process that does not answer."""
 
 _LOOK_EVERY = 1.0
 """Seconds between two looks whether processes are lost."""
@@ -342,7 +346,7 @@ class ServerProcess(TaskProcess):
             note(f"{error}; it was the standby of this server, which has none until the next call")
 
         try:
-            channel = self.connect(known, standby, server)
+            channel = self.connect(known, standby, server, self.timeout - _SOONER)
         except PeerLostError as error:
             confirm(error)
             return None

@@ -195,6 +195,12 @@ class Servers:
         """The connections."""
         return self._channels
 
+    def silent(self, within: float) -> list[str]:
+        """Return the names of the servers that are silent; see `AskingChannel.is_silent`."""
+        names = [channel.silent(within) for channel in self._channels]
+        # The standby of a lost server is another server.
+        return [*dict.fromkeys(filter(None, names))]
+
     def end_call(self) -> None:
         """End the call on all servers."""
         for channel in self._channels:

@@ -1,0 +1,314 @@
+"""The chief in the calls of a `ClusterCoordinator`: decides on each call, and lets workers join."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.keras import assignments
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.function_calls import (
+    MOST_KEPT,
+    FunctionCalls,
+    Kind,
+    ScheduleContext,
+    Scheduled,
+)
+from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
+from lockstep.keras.parameter_server.process import TaskProcess, same_bits
+from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
+from lockstep.keras.parameter_server.server_tables import server_table
+from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.state.function_log import FoundByCall, of_scope, of_servers
+from lockstep.parameter_server.partitioners import Shard
+from lockstep.protocol.parameter_server import FunctionFailure, FunctionResult, Passed
+from lockstep.system.notes import note
+from lockstep.system.prose import count
+
+Array = npt.NDArray[Any]
+
+
+class ChiefCalls(FunctionCalls):
+    """The calls of the chief, which decides on them."""
+
+    def __init__(self, program: ScheduleContext) -> None:
+        super().__init__(program)
+        self._process = TaskProcess(self._job, self._call, "chief")
+        self._dispatcher: FunctionDispatcher | None = None
+        self._servers: Servers | None = None
+        self._slots: list[Slot] = []
+        self._known: list[Array] = []
+        self._others: dict[int, Array] = {}
+        self._learned = True
+        self._assigned = 0
+        self._reading = ExitStack()
+        self._read: dict[int, Any] = {}
+        self._handed: tuple[int, list[int], frozenset[int]] | None = None
+        self._ending = False
+        if self._joining.log is not None:
+            if self._joining.follows_training:
+                variables = dict(enumerate(map(self._array, program.scope.variables)))
+                self._joining.log.begin(variables, self._joining.values_of_models())
+            self._reads.begin()
+
+    def forget(self, step: int) -> None:
+        """Forget the result of a function that the program does not need any more."""
+        if self._dispatcher is not None:
+            self._dispatcher.forget(step)
+
+    def _end(self) -> None:
+        """End the calls, of whose functions none is in work."""
+        self._reads.end()
+        if self._dispatcher is None:
+            return
+        assert self._servers is not None
+        dispatcher = self._dispatcher
+        self._ending = True
+        dispatcher.wait_until_taken()
+        dispatcher.finish()
+        self._servers.end_call()
+        self._process.writer.end()
+        if stale := dispatcher.staleness:
+            note(
+                f"{self._call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
+                f"{len(stale)} functions of {count(len(self._process.live), 'worker')}"
+            )
+        self._reading.close()
+        dispatcher.close()
+        self._process.close()
+
+    def _leave(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.leave()
+
+    def _open(self) -> None:
+        process = self._process
+        self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
+        self._addresses = process.addresses(self._dispatcher.end)
+        self._dispatcher.keep(self._addresses)
+        if process.recorded is None:
+            self._dispatcher.begin()
+        self._dispatcher.look = self._look
+        self._dispatcher.when_completed = self._measure_completed
+        self._servers = process.connect_servers(self._addresses, ())
+        self._dispatcher.silent = self._servers.silent
+
+    def _look(self) -> None:
+        """Let workers join that take the places of lost ones, while the chief is at a call."""
+        assert self._dispatcher is not None
+        dispatcher, membership = self._dispatcher, self._job.membership
+        if self._process.recorded is not None:
+            self._job.admit_none("a replay has the processes of its run")
+            return
+        if self._handed is not None:
+            view, lost, known = self._handed
+            number, workers = membership.announced()
+            if number > view:
+                self._handed = None
+                dispatcher.expect(dict(zip(lost, sorted({*workers} - known), strict=False)))
+        if expected := dispatcher.expected:
+            dispatcher.expect_no_longer(membership.lost_workers(expected.values()))
+        if self._handed is not None or self._ending:
+            return
+        self._note_reads()
+        if self._joining.log is not None:
+            self._joining.log.below = dispatcher.completed_below
+        given: list[dict[str, Any]] = []
+
+        def servers() -> dict[str, Any]:
+            given.append(self._facts())
+            return given[-1]
+
+        if (joined := self._joining.admit(servers)) is not None:
+            (facts,) = given
+            self._handed = joined, facts["lost"], frozenset(facts["workers"].values())
+            dispatcher.hold(facts["lost"])
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a worker that joins has to know of the processes."""
+        assert self._dispatcher is not None
+        expected, facts = self._dispatcher.expected, self._process.facts(self._addresses)
+        facts["workers"] |= expected
+        facts["lost"] = [process for process in facts["lost"] if process not in expected]
+        return facts
+
+    def _on_read(self, variable: Any) -> None:
+        self._read[id(variable)] = variable
+
+    def _note_reads(self) -> None:
+        """Note in the log which variables the script has read since the last call."""
+        log = self._joining.log
+        if log is None or not self._read:
+            return
+        scope, served = self._program.scope, {id(one): i for i, one in enumerate(self._runner.served)}
+        for key, variable in self._read.items():
+            if key in served:
+                log.note_read(of_servers(served[key]))
+            if (position := scope.position(variable)) is not None:
+                log.note_read(of_scope(position))
+        self._read.clear()
+
+    def _note_call(
+        self, kind: Kind, name: str, passed: Passed | None = None, arrays: Sequence[Array] = ()
+    ) -> None:
+        """Note a call in the log, with what it has found, if that is not nothing."""
+        if (log := self._joining.log) is None:
+            return
+        label = f"schedule of {name}" if kind == "schedule" else kind
+        if passed is None:
+            log.add(label)
+            return
+        count = len(self._runner.served) if passed.state else 0
+        values = {of_servers(i): array for i, array in enumerate(arrays[:count])}
+        values |= {of_scope(one): array for one, array in zip(passed.variables, arrays[count:], strict=False)}
+        log.add(label, FoundByCall(passed, arrays[count + len(passed.variables) :], values))
+        self._joining.limit_memory()
+
+    def _compare_trial(
+        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+    ) -> None:
+        super()._compare_trial(what, facts, shown, state)
+        if self._joining.log is not None:
+            self._joining.log.trials.append({"call": what, **facts, **shown})
+
+    def _add_shards(self, shards: Sequence[Shard]) -> None:
+        assert self._servers is not None
+        self._servers.add(shards)
+
+    def _add(self, update: Update, number: int) -> None:
+        gone = [self._program.scope.position(one) for one in update.changed]
+        positions = [position for position in gone if position is not None]
+        assert self._dispatcher is not None
+        self._dispatcher.remove_variables(map(str, positions))
+        for position in positions:
+            self._others.pop(position, None)
+        before = len(self._known) - len(self._slots)
+        self._slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
+        weights, slots = self._known[:before], self._known[before:]
+        weights += [self._array(one) for one in update.variables]
+        self._known = [*weights, *slots, *(self._array(one) for one in update.optimizer.variables)]
+
+    def _remember(self, step: int, scheduled: Scheduled) -> None:
+        """Do nothing: the chief runs no functions."""
+
+    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
+        dispatcher = self._dispatcher
+        assert dispatcher is not None
+        self._job.timer.lap("other")
+        self._job.timer.begin(self._call.name)
+        self._look()
+        self._note_reads()
+        if self._tables is not None:
+            assert self._servers is not None
+            if not self._tables.is_within:
+                self._reading.enter_context(self._tables.within(self._servers.channels))
+        number, self._calls = self._calls, self._calls + 1
+        # A change that the script makes by other means than Keras is found at the next call but `schedule`.
+        if self._learned or kind != "schedule" or assignments.count() != self._assigned:
+            self._write_changes(number)
+            self._learned, self._assigned = False, assignments.count()
+        failure, done = None, False
+        results: list[tuple[FunctionResult, list[Array]]] = []
+        remaining: dict[int, tuple[FunctionResult, list[Array]]] = {}
+        failures: dict[int, FunctionFailure] = {}
+        match kind:
+            case "schedule":
+                if (failure := dispatcher.schedule(number)) is None:
+                    self._measure_completed()
+                    self._note_call(kind, name)
+                    return Passed(number + 1), []
+            case "join":
+                failure = dispatcher.join(number)
+            case "close":
+                failure = dispatcher.join(number)
+                if failure is not None and dispatcher.was_delivered(failure):
+                    failure = None
+                remaining, failures = dispatcher.remaining(MOST_KEPT)
+                results = list(remaining.values())
+            case "done":
+                done, failure = dispatcher.done(number)
+            case "fetch":
+                results, failure = dispatcher.results(number, steps)
+        self._measure_completed()
+        shows = kind != "done" or done or failure is not None
+        positions, arrays = self._state(number) if shows else ((), [])
+        self._job.timer.lap("exchange")
+        passed = Passed(
+            number + 1,
+            kind,
+            shows,
+            positions,
+            done,
+            tuple(result for result, _ in results),
+            tuple(remaining),
+            tuple(failures.items()),
+            failure,
+        )
+        arrays = [*arrays, *(array for _, own in results for array in own)]
+        dispatcher.publish(number, passed, arrays)
+        self._note_call(kind, name, passed if shows else None, arrays)
+        return passed, arrays
+
+    def _measure_completed(self) -> None:
+        """Measure the functions that were completed since the last time; the chief waits for them."""
+        assert self._dispatcher is not None
+        self._job.timer.lap("wait")
+        while self._measured < self._dispatcher.completed:
+            self._measured += 1
+            self._job.timer.end(self._measured, trained=self._trained + self._measured)
+
+    def _state(self, number: int) -> tuple[tuple[int, ...], list[Array]]:
+        """Return the variables as they are now: the positions of those of the chief, and the arrays of
+        all."""
+        assert self._dispatcher is not None
+        assert self._servers is not None
+        others = {int(position): array for position, array in self._dispatcher.snapshot(number).items()}
+        before = len(self._known) - len(self._slots)
+        known = self._known[:before], self._known[before:]
+        weights, slots = self._servers.read(number, self._slots, known)
+        for variable, digest in self._servers.digests.items():
+            table = server_table(self._runner.served[variable])
+            assert table is not None
+            position = self._program.scope.position(table.digest_variable)
+            assert position is not None
+            others[position] = digest.view(np.int32)
+        served = [*weights, *slots]
+        self._known = served
+        self._others |= others
+        self._learned = True
+        return tuple(others), [*served, *others.values()]
+
+    def _write_changes(self, number: int) -> None:
+        """Give the servers and workers what the program has changed since it has last learned the
+        variables."""
+        assert self._dispatcher is not None
+        assert self._servers is not None
+        served, others = self._runner.served, self._runner.others()
+        now = [self._array(variable) for variable in served]
+        changed = [
+            i for i, (old, new) in enumerate(zip(self._known, now, strict=True)) if not same_bits(old, new)
+        ]
+        weights = len(served) - len(self._slots)
+        if changed:
+            self._servers.write(
+                number,
+                {i: now[i] for i in changed if i < weights},
+                {self._slots[i - weights]: now[i] for i in changed if i >= weights},
+            )
+        self._known = now
+        arrays = {position: self._array(variable) for position, variable in others.items()}
+        new = {position: array for position, array in arrays.items() if position not in self._others}
+        self._dispatcher.add_variables({str(position): array for position, array in new.items()})
+        written = {
+            str(position): array
+            for position, array in arrays.items()
+            if position not in new and not same_bits(array, self._others[position])
+        }
+        if written:
+            self._dispatcher.write(number, written)
+        self._others = arrays
+
+    def _array(self, variable: Any) -> Array:
+        return np.array(self._eager.to_numpy(variable.value))

@@ -1,0 +1,73 @@
+"""How results and exceptions of scheduled functions travel."""
+
+import contextlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import numpy.typing as npt
+
+from lockstep.checkpoint import values
+from lockstep.errors import FunctionError, InputError
+from lockstep.protocol.parameter_server import FunctionFailure, FunctionResult
+
+Array = npt.NDArray[Any]
+
+
+def pack_result(result: Any) -> tuple[FunctionResult, list[Array]]:
+    """Return what a function has returned as a message and its arrays.
+
+    Raises:
+        InputError: a part of it cannot be sent.
+    """
+    try:
+        kept, named = values.pack(result, "result")
+    except TypeError as error:
+        raise InputError(f"a scheduled function returns a value that cannot be sent: {error}") from None
+    return FunctionResult(msgspec.json.encode(kept), tuple(named)), [*named.values()]
+
+
+def unpack_results(results: Iterable[FunctionResult], arrays: Sequence[Array]) -> list[Any]:
+    """Return what functions have returned, given the arrays of all, with arrays of NumPy."""
+    found = []
+    for result in results:
+        own, arrays = arrays[: len(result.names)], arrays[len(result.names) :]
+        packed = msgspec.json.decode(result.packed)
+        found.append(values.unpack(packed, dict(zip(result.names, own, strict=True))))
+    return found
+
+
+def describe_failure(error: Exception, step: int, worker: int) -> FunctionFailure:
+    """Return a message about the exception of a function."""
+    kind, arguments = type(error), b""
+    with contextlib.suppress(TypeError):
+        packed, arrays = values.pack(list(error.args), "")
+        arguments = b"" if arrays else msgspec.json.encode(packed)
+    return FunctionFailure(kind.__module__, kind.__qualname__, str(error), arguments, step, worker)
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, for messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def raise_failure(failure: FunctionFailure) -> NoReturn:
+    """Raise the exception of a function, of its class where this process knows it."""
+    kind: Any = sys.modules.get(failure.module)
+    for name in failure.name.split("."):
+        kind = getattr(kind, name, None)
+    error: Exception | None = None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        given = msgspec.json.decode(failure.arguments) if failure.arguments else [failure.message]
+        # Errors of TensorFlow also have a node and an operation.
+        for arguments in (values.unpack(given, {}), (None, None, failure.message)):
+            with contextlib.suppress(Exception):
+                error = kind(*arguments)
+                break
+    if error is None:
+        error = FunctionError(f"{failure.module}.{failure.name}: {failure.message}")
+    error.add_note(
+        f"function {failure.step + 1} raised this on worker {failure.worker}, whose log has the traceback"
+    )
+    raise error

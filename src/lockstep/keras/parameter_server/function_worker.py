@@ -1,0 +1,321 @@
+"""A worker in the calls of a `ClusterCoordinator`: runs functions while it waits for the chief."""
+
+import itertools
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import numpy.typing as npt
+
+from lockstep.errors import DisagreementError, PeerError
+from lockstep.keras import assignments
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.function_calls import FunctionCalls, Kind, ScheduleContext, Scheduled
+from lockstep.keras.parameter_server.function_results import describe_failure, name_of, pack_result
+from lockstep.keras.parameter_server.process import TaskProcess, same_bits
+from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
+from lockstep.keras.parameter_server.server_tables import server_table
+from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.seeds import seed_of
+from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, of_scope, of_servers
+from lockstep.parameter_server.partitioners import Shard
+from lockstep.protocol.parameter_server import Assigned, AtCall, FunctionReturned, Passed, Question
+from lockstep.transport.array_channel import AskingChannel
+
+Array = npt.NDArray[Any]
+
+
+class WorkerCalls(FunctionCalls):
+    """The calls of a worker, which runs functions while it waits for the chief."""
+
+    def __init__(self, program: ScheduleContext) -> None:
+        super().__init__(program)
+        self._process = TaskProcess(self._job, self._call, "")
+        self._chief: AskingChannel | None = None
+        self._servers: Servers | None = None
+        self._until = 0
+        self._kept: dict[int, Scheduled] = {}
+        self._shown: dict[int, tuple[Any, Any]] = {}
+        self._common: tuple[Slot, ...] = ()
+        self._whole: tuple[int, ...] = ()
+        self._partial: frozenset[int] = frozenset()
+        self._first: dict[int, Array] = {}
+        self._ahead: frozenset[int] = frozenset()
+        self._assigned = -1
+        self._trials = 0
+        self._unknown: dict[int, Any] = {}
+        self._of_call = 0
+        self._refusal: DisagreementError | None = None
+        if self._joining.replays:
+            self._reads.begin()
+            assert self._joining.log is not None
+            if (found := self._joining.log.found_by(AT_BEGIN)) is not None:
+                with self._own():
+                    self._take_values(found, 0)
+
+    def _end(self) -> None:
+        """End the calls, of whose functions none is in work."""
+        self._reads.end()
+        self._process.close()
+
+    def _open(self) -> None:
+        if not self._joining.replays:
+            self._connect(self._process.addresses(), ())
+
+    def _connect(self, addresses: Mapping[int, bytes], shards: Sequence[Shard]) -> None:
+        self._chief = self._process.connect(addresses, 0)
+        # The chief does what the program does between two calls, while workers wait.
+        self._chief.be_patient()
+        self._servers = self._process.connect_servers(addresses, shards)
+
+    def _repeated(self, label: str, number: int) -> tuple[Passed, Sequence[Array]] | None:
+        """Return what a call has found that the chief has made before this worker joins.
+
+        Returns None if this worker has arrived at the present call of the chief, and takes part from now on.
+
+        Raises:
+            DisagreementError: the chief has made another call.
+        """
+        log = self._joining.log
+        assert log is not None
+        if number == log.count and number == (log := self._joining.join()).count:
+            facts = self._joining.arrive(f"call {number} of {self._call.name}")
+            self._reads.end()
+            self._unknown.clear()
+            self._connect(self._process.take_place(facts), self._shards)
+            return None
+        if label != (recorded := log.label(number)):
+            self._refuse(
+                f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, and "
+                f"was {recorded} in the chief: let the script decide by what is equal in all processes"
+            )
+        if (found := log.found_by(number)) is None:
+            return Passed(number + 1), []
+        if found.passed.state:
+            self._take_values(found, number + 1)
+        if found.passed.failure is not None:
+            self._kept.clear()
+        return msgspec.structs.replace(found.passed, state=False, variables=()), found.results
+
+    def _take_values(self, found: FoundByCall, number: int) -> None:
+        """Take over the variables that a call has shown, and note which of them the chief has not kept.
+
+        Args:
+            found: what the call has found.
+            number: of the call, from 1; 0 for the beginning.
+        """
+        served, scope = self._runner.served, self._program.scope.variables
+        named = {of_servers(i): one for i, one in enumerate(served)}
+        named |= {of_scope(i): one for i, one in enumerate(scope)}
+        for key, value in found.values.items():
+            if key not in named or tuple(named[key].shape) != value.shape:
+                self._refuse(
+                    f"{self._call.name}: this worker, which joins, has created other variables in the scope "
+                    "of the strategy than the chief: build models before fit and evaluate, for example with "
+                    "keras.Input"
+                )
+            named[key].assign(value)
+        known = {id(named[key]) for key in found.values}
+        shown = [*served, *(named[of_scope(i)] for i in found.passed.variables if of_scope(i) in named)]
+        self._unknown = {id(one): one for one in shown if id(one) not in known}
+        self._of_call = number
+
+    def _on_read(self, variable: Any) -> None:
+        if id(variable) in self._unknown:
+            self._refuse(
+                f"the script reads {variable.path!r} after call {self._of_call} of {self._call.name}, and "
+                "the chief has not kept its value for this worker, which joins"
+            )
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Raise DisagreementError, now and at all further calls: the script may catch it."""
+        self._refusal = DisagreementError(why)
+        raise self._refusal
+
+    def _compare_trial(
+        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+    ) -> None:
+        if not self._joining.replays:
+            super()._compare_trial(what, facts, shown, state)
+            return
+        number, self._trials = self._trials, self._trials + 1
+        assert self._joining.log is not None
+        trials = self._joining.log.trials
+        chiefs = trials[number] if number < len(trials) else {"call": "none"}
+        own = {"call": what, **facts, **shown}
+        for name in own:
+            if own[name] != chiefs.get(name):
+                self._refuse(
+                    f"{what}: {name}: {own[name]} in this worker, which joins, and {chiefs.get(name)} in the "
+                    "chief"
+                )
+
+    def _add_shards(self, shards: Sequence[Shard]) -> None:
+        if self._servers is not None:
+            self._servers.add(shards)
+
+    def _add(self, update: Update, number: int) -> None:
+        slots = [slot for one in slots_of_all(self._runner.updates) for slot in one]
+        variables = [one for each in self._runner.updates for one in each.optimizer.variables]
+        common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
+        trained = [variable for each in self._runner.updates for variable in each.variables]
+        self._common = tuple(common)
+        whole = {i: one for i, one in enumerate(trained) if server_table(one) is None}
+        self._whole, self._partial = tuple(whole), frozenset(range(len(trained))) - whole.keys()
+        self._runner.pulled = [*whole.values(), *common.values()]
+
+    def _remember(self, step: int, scheduled: Scheduled) -> None:
+        log = self._joining.log
+        if log is None or step >= log.below:
+            self._kept[step] = scheduled
+
+    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
+        number, self._calls = self._calls, self._calls + 1
+        self._job.timer.lap("other")
+        if kind != "schedule" or assignments.count() != self._assigned:
+            self._note_changes()
+        if self._joining.replays:
+            if self._refusal is not None:
+                raise self._refusal
+            label = f"schedule of {name}" if kind == "schedule" else kind
+            if (repeated := self._repeated(label, number)) is not None:
+                return repeated
+        if number < self._until:
+            return self._compared(kind, Passed(self._until)), []
+        assert self._chief is not None
+        question: Question = AtCall(number, self._scheduled)
+        given: Sequence[Array] = ()
+        while True:
+            answer, arrays = self._chief.ask(question, given)
+            self._job.timer.lap("wait")
+            if isinstance(answer, Passed):
+                break
+            assert isinstance(answer, Assigned)
+            question, given = self._run(answer, arrays, number)
+        self._until = self._compared(kind, answer).until
+        if not answer.state:
+            # The script sees the variables of the last call that has shown them.
+            for variable, value in self._shown.values():
+                variable.assign(value)
+        self._shown.clear()
+        if answer.failure is not None:
+            self._kept.clear()
+        self._assigned = assignments.count()
+        return answer, arrays
+
+    def _note_changes(self) -> None:
+        """Note which variables the script has changed.
+
+        In a function, these have the values that the chief knows, which may not have come to this call yet:
+        those from the beginning, if it sends none.
+        """
+        others = self._runner.others()
+        values = dict(zip(others, self._runner.transfers.read(list(others.values())), strict=True))
+        self._first = values | self._first
+        self._ahead = frozenset(k for k, value in values.items() if not same_bits(value, self._first[k]))
+        self._assigned = assignments.count()
+
+    def _run(
+        self, assigned: Assigned, arrays: Sequence[Array], call: int
+    ) -> tuple[FunctionReturned, list[Array]]:
+        """Run a function; return what the chief gets."""
+        assert self._servers is not None
+        timer = self._job.timer
+        timer.begin(self._call.name)
+        servers, step = self._servers, assigned.step
+        self._job.replacement = assigned.replacement
+        complete = [k for k in self._kept if k < step and k not in assigned.incomplete]
+        for k in complete:
+            del self._kept[k]
+        scheduled = self._kept[step]
+        scope = self._program.scope.variables
+        known = [int(name) for name in assigned.names]
+        unknown = sorted(self._ahead.difference(known))
+        changed = [*self._runner.pulled, *(scope[position] for position in (*known, *unknown))]
+        given = [*self._pulled(step, 0), *arrays, *(self._first[position] for position in unknown)]
+        for variable in changed:
+            if id(variable) not in self._shown:
+                self._shown[id(variable)] = variable, self._eager.saved_value(variable)
+        self._runner.transfers.assign(changed, given)
+        timer.lap("exchange")
+
+        lost: list[PeerError] = []
+        staleness, part, lookups = 0, 0, itertools.count()
+
+        def pull_rows(number: int, rows: Array) -> Array:
+            return servers.pull_rows(step, number, rows, next(lookups))
+
+        def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
+            nonlocal staleness, part
+            timer.lap("compute")
+            first = self._runner.first_of(number)
+            whole = {first + position: gradient for position, gradient in gradients.items()}
+            try:
+                found = servers.push(step, whole, (number,), part)
+                part += 1
+                staleness = max(staleness, found)
+                pulled = self._pulled(step, part)
+                timer.lap("exchange")
+                return pulled
+            except PeerError as error:
+                # TensorFlow raises another error for it.
+                lost.append(error)
+                raise
+
+        def run() -> Any:
+            args, kwargs = scheduled.own()
+            return scheduled.function(*args, **kwargs)
+
+        seed = seed_of(self._call.seed, "function", step)
+        self._runner.pull_rows = pull_rows
+        compilations = self._compilations(scheduled.function)
+        try:
+            ran = self._runner.run(scheduled.function, run, step, seed, exchange)
+            result, own = pack_result(ran.result)
+        except Exception as raised:
+            # TensorFlow raises another error for that of a lookup.
+            error = lost[0] if lost else self._runner.failure or raised
+            if isinstance(error, PeerError):
+                raise error from None
+            print(
+                f"function {step + 1} ({name_of(scheduled.function)}) raises an exception:", file=sys.stderr
+            )
+            traceback.print_exception(error)
+            return FunctionReturned(
+                call, self._scheduled, step, failure=describe_failure(error, step, self._job.worker)
+            ), []
+        self._job.note_step()
+        timer.lap("compute")
+        if ran.updates:
+            staleness = servers.push(step, ran.gradients, ran.updates, rows=ran.rows)
+            timer.lap("exchange")
+        self._measured += 1
+        timer.end(
+            self._measured,
+            trained=self._trained + step + 1,
+            replicas=1,
+            compiled=self._compilations(scheduled.function) != compilations,
+            staleness=staleness,
+        )
+        changes = ran.changes.values()
+        return FunctionReturned(call, self._scheduled, step, tuple(ran.changes), staleness, result), [
+            *(start for start, _ in changes),
+            *(end for _, end in changes),
+            *own,
+        ]
+
+    def _compilations(self, function: Any) -> int:
+        """Return how many functions were compiled for a scheduled function so far, as far as that is known.
+
+        On TensorFlow, these are the graphs of a `tf.function`, without those of functions that it calls.
+        """
+        graphs = getattr(function, "experimental_get_tracing_count", None)
+        return self._backend.compilations() if graphs is None else graphs()
+
+    def _pulled(self, step: int, part: int) -> list[Array]:
+        """Return the values of the variables that a function reads from the servers."""
+        assert self._servers is not None
+        weights, common = self._servers.pull_with_common(step, part, self._partial)
+        return [*(weights[i] for i in self._whole), *(common[slot] for slot in self._common)]
