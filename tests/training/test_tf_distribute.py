@@ -150,9 +150,7 @@ def test_nothing_waits_in_a_server() -> None:
     assert lockstep.Server(cluster, "worker", 1, "http").target == "http://b:1"
     server = lockstep.Server(lockstep.ClusterSpec(cluster), "ps")
     server.start()
-    with pytest.raises(
-        ConfigError, match=r"grpc://c:1, which does not exist: start all tasks"
-    ):
+    with pytest.raises(ConfigError, match=r"grpc://c:1, which does not exist: start all tasks"):
         server.join()
     with pytest.raises(ValueError, match="job_name is missing: the cluster has the jobs worker, ps"):
         lockstep.Server(cluster)
