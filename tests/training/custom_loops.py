@@ -283,15 +283,27 @@ def through() -> Any:
 
 
 def tiny() -> Any:
-    """Fewer examples than replicas, a result for each row, and the mean over all rows."""
+    """Fewer examples than replicas, a result for each row, and the mean over all rows.
+
+    Gradients are added up in variables, which are cleared after the update.
+    """
     model = classifier(*context.random(layers.Dropout(0.5)))
     optimizer = keras.optimizers.SGD(0.1)
+    sums = [
+        keras.Variable(np.zeros(one.shape, "float32"), trainable=False) for one in model.trainable_variables
+    ]
     step = differentiated(model, summed)
     seen = keras.metrics.Sum()
 
     def train(x: Any, y: Any) -> Any:
         _, outputs, gradients = step(x, y)
-        optimizer.apply(gradients, model.trainable_variables)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.assign_add(gradient)
+        optimizer.apply(
+            [total if BACKEND == "jax" else total.value for total in sums], model.trainable_variables
+        )
+        for total in sums:
+            total.assign(ops.zeros(total.shape))
         seen.update_state(ops.ones_like(y))
         return outputs
 

@@ -245,8 +245,65 @@ def adapted() -> tuple[keras.Model, list[float]]:
     return model, found
 
 
+class Cleared(keras.Model):
+    """Adds up gradients in its own variables, or in PyTorch's tensors, and clears these after the update."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.dense.build((None, 6))
+        self.own = own
+        self.sums = [self.add_weight(one.shape, "zeros", trainable=False) for one in self.dense.weights]
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def half(self, data: Any) -> Any:
+        x, y = data
+        return ops.mean(ops.square(self(x) - y)) / 2
+
+    def train_step(self, data: Any) -> Any:
+        weights = self.dense.weights
+        for _ in range(2):
+            if BACKEND == "tensorflow":
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    half = self.half(data)
+                gradients = tape.gradient(half, weights)
+            else:
+                half = self.half(data)
+                half.backward()
+                gradients = [one.value.grad for one in weights]
+            if self.own:
+                for total, gradient in zip(self.sums, gradients, strict=True):
+                    total.assign_add(gradient)
+                self.zero_grad() if BACKEND == "torch" else None
+        self.optimizer.apply([one.value for one in self.sums] if self.own else gradients, weights)
+        for total in self.sums if self.own else []:
+            total.assign(ops.zeros(total.shape))
+        if not self.own:
+            super().zero_grad(set_to_none=False)
+        return {"half": ops.stop_gradient(half)}
+
+
+def cleared(own: bool = True) -> tuple[keras.Model, list[float]]:
+    """See `Cleared`."""
+    model = Cleared(own)
+    model.compile("sgd")
+    return model, figures(model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+
+
+def cleared_tensors() -> tuple[keras.Model, list[float]]:
+    """The same, in PyTorch's tensors."""
+    return cleared(own=False)
+
+
 TRAININGS = [nested, unweighted, averaged, distilled, endpoint, adapted]
-IN_GRAPHS = [parts, eager_parts, triplet, texts]
+ON_BACKEND = {
+    "tensorflow": [parts, eager_parts, triplet, texts, cleared],
+    "torch": [cleared, cleared_tensors],
+}
 
 
 class Stop(keras.callbacks.Callback):
@@ -291,7 +348,7 @@ def main() -> None:
     parser.add_argument("--adopted", action="store_true")
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
-    known = [*TRAININGS, *(IN_GRAPHS if BACKEND == "tensorflow" else [])]
+    known = [*TRAININGS, *ON_BACKEND.get(BACKEND, [])]
     trainings = [one for one in known if not arguments.names or one.__name__ in arguments.names]
     if arguments.both:
         train(trainings, contextlib.nullcontext, "plain")

@@ -14,8 +14,8 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts")
-"""Trainings on TensorFlow only."""
+IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared")
+"""Trainings on TensorFlow only, but for the last one."""
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
@@ -26,7 +26,7 @@ TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapt
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
         pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
         pytest.param("tensorflow", TRAININGS, marks=pytest.mark.slow, id="tensorflow-rest"),
-        pytest.param("torch", TRAININGS, id="torch"),
+        pytest.param("torch", (*TRAININGS, "cleared", "cleared_tensors"), id="torch"),
     ],
     indirect=["backend"],
 )

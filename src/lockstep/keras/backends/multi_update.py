@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
+import keras
+
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.fused import Kernel, fused, kernel_of
@@ -110,6 +112,8 @@ class UpdateRecorder:
         known: Sequence[Update | None],
         repeat: Callable[[int], None],
         on_update: Callable[[Update], None],
+        *,
+        copies: bool = True,
     ) -> None:
         """Prepare round `number`.
 
@@ -119,12 +123,15 @@ class UpdateRecorder:
             known: the known updates of this and other rounds; None for a round with another kind of merge.
             repeat: makes the update of the earlier round whose number it gets.
             on_update: is called with the round's own update if the replica continues after it.
+            copies: whether to copy the gradients, because the step may change them after the update: it may
+                clear them, or variables in which it has added them up.
         """
         self._number = number
         self._ends_early = ends_early
         self._known = known
         self._repeat = repeat
         self._on_update = on_update
+        self._copies = copies
         self._reached = 0
         self.gradients: list[Any] = []
         self.update: Update | None = None
@@ -148,7 +155,8 @@ class UpdateRecorder:
         if number < self._number:
             self._repeat(number)
             return
-        self.gradients, self.update = grads, update
+        self.gradients = [None if g is None else _copy(g) for g in grads] if self._copies else grads
+        self.update = update
         if self._ends_early:
             raise EndOfRound
         self._on_update(update)
@@ -176,6 +184,12 @@ class UpdateRecorder:
                 "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
             )
+
+
+def _copy(gradient: Any) -> Any:
+    # Arrays of JAX do not change, but variables that hold them do.
+    jax = keras.backend.backend() == "jax"
+    return keras.ops.convert_to_tensor(gradient) if jax else keras.ops.copy(gradient)
 
 
 def refuse_own_update(name: str) -> NoReturn:

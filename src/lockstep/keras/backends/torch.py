@@ -358,6 +358,7 @@ class TorchProgram(TorchState):
                 self._updates,
                 lambda index: self._repeat(self._updates[index], earlier[index], before),
                 lambda update: stack.enter_context(hidden(update)),
+                copies=type(self._model).train_step is not keras.Model.train_step,
             )
             stack.enter_context(recorder.replacing_apply(self._model, self._optimizers))
             weighed = stack.enter_context(weighted_gradients(self._model, weight))
