@@ -1,6 +1,6 @@
 """What a step could gain at most if gradients left for other hosts during the backward pass, on PyTorch.
 
-    overlap.py [MODEL ...] [--turns N]
+    overlap.py [MODEL] [--turns N]
 
 One process computes steps of a model, with a hook that notes when each gradient is complete. From that and
 the rate of a link follows when the last byte can have left, if gradients leave at no cost, in the order in
@@ -72,8 +72,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", choices=COMPARED, metavar="MODEL")
+    parser.add_argument("model", nargs="?", choices=COMPARED, help="all by default")
     parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args()
-    for chosen in options.models or COMPARED:
+    for chosen in [options.model] if options.model else COMPARED:
         measure(chosen, options.turns)

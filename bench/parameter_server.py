@@ -74,11 +74,11 @@ def tf_keras(model: str, workers: int, servers: int, kind: str = "tf_keras") -> 
             one.bind(("127.0.0.1", 0))
         ports = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     cluster = {"chief": ports[:1], "worker": ports[1 : 1 + workers], "ps": ports[1 + workers :]}
-    tasks = [(kind, index) for kind, places in cluster.items() for index in range(len(places))]
+    tasks = [(job, index) for job, places in cluster.items() for index in range(len(places))]
     with ExitStack() as stack:
         processes = []
-        for kind, index in reversed(tasks):
-            config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+        for job, index in reversed(tasks):
+            config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
             # With one thread between operations, its servers wait for each other.
             variables = {"TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3"}
             process = subprocess.Popen(
