@@ -120,6 +120,16 @@ def natives(variables: Iterable[Any]) -> list[tf.Variable]:
     return [one.value if isinstance(one, keras.Variable) else one for one in variables]
 
 
+def read(variable: tf.Variable) -> Any:
+    """Return the value of a variable, by an operation: its methods take several times as long."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def assign(variable: tf.Variable, array: npt.NDArray[Any]) -> None:
+    """Assign an array of the same shape to a variable; see `read`."""
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.constant(array, variable.dtype))
+
+
 @dataclass(frozen=True)
 class AssignedVariables:
     """The variables that a step or function in a graph assigns, restored after each replica's computation.

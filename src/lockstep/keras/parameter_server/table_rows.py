@@ -1,7 +1,7 @@
 """The rows of an embedding table that one server has, and of a lookup in a table.
 
-Each optimizer that trains a table has variables of its own for each row, its slots. A digest of the rows and
-their slots follows their changes.
+An optimizer that trains the table has variables for each row, its slots. A digest follows the changes of
+rows and slots.
 """
 
 import weakref

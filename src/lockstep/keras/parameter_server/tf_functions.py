@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
-from lockstep.keras.backends.tf_graphs import call_python, natives
+from lockstep.keras.backends.tf_graphs import assign, call_python, natives, read
 from lockstep.keras.tf_random_ops import is_own
 from lockstep.worker.patch_registry import definer
 
@@ -23,22 +23,16 @@ Array = npt.NDArray[Any]
 
 
 class VariableTransfers:
-    """The `Transfers` of TensorFlow, by operations on the variables' resources.
-
-    The methods of a variable take several times as long.
-    """
+    """The `Transfers` of TensorFlow."""
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
         """Return copies of the values of variables."""
-        return [
-            np.array(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype).numpy())
-            for own in natives(variables)
-        ]
+        return [np.array(read(own).numpy()) for own in natives(variables)]
 
     def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
         """Assign values to variables."""
         for own, array in zip(natives(variables), arrays, strict=True):
-            tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(array, own.dtype))
+            assign(own, array)
 
 
 @contextmanager
