@@ -9,6 +9,7 @@ plain Keras first. With --adopted there is no strategy.
 import argparse
 import contextlib
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import keras
@@ -287,22 +288,37 @@ class Cleared(keras.Model):
         return {"half": ops.stop_gradient(half)}
 
 
-def cleared(own: bool = True) -> tuple[keras.Model, list[float]]:
+class GivenStep(Cleared):
+    """Has its step as an attribute, and the class has that of Keras."""
+
+    train_step = keras.Model.train_step
+
+    def __init__(self, own: bool) -> None:
+        super().__init__(own)
+        self.train_step = MethodType(Cleared.train_step, self)
+
+
+def cleared(kind: type[Cleared] = Cleared, own: bool = True) -> tuple[keras.Model, list[float]]:
     """See `Cleared`."""
-    model = Cleared(own)
+    model = kind(own)
     model.compile("sgd")
     return model, figures(model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
 
 
+def given_step() -> tuple[keras.Model, list[float]]:
+    """See `GivenStep`."""
+    return cleared(GivenStep)
+
+
 def cleared_tensors() -> tuple[keras.Model, list[float]]:
     """The same, in PyTorch's tensors."""
-    return cleared(own=False)
+    return cleared(GivenStep, own=False)
 
 
 TRAININGS = [nested, unweighted, averaged, distilled, endpoint, adapted]
 ON_BACKEND = {
-    "tensorflow": [parts, eager_parts, triplet, texts, cleared],
-    "torch": [cleared, cleared_tensors],
+    "tensorflow": [parts, eager_parts, triplet, texts, cleared, given_step],
+    "torch": [cleared, given_step, cleared_tensors],
 }
 
 

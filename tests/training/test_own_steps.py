@@ -14,8 +14,8 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared")
-"""Trainings on TensorFlow only, but for the last one."""
+IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step")
+"""Trainings on TensorFlow only, but for the last two."""
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
@@ -26,7 +26,7 @@ TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapt
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
         pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
         pytest.param("tensorflow", TRAININGS, marks=pytest.mark.slow, id="tensorflow-rest"),
-        pytest.param("torch", (*TRAININGS, "cleared", "cleared_tensors"), id="torch"),
+        pytest.param("torch", (*TRAININGS, "cleared", "given_step", "cleared_tensors"), id="torch"),
     ],
     indirect=["backend"],
 )

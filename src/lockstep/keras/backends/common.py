@@ -126,10 +126,9 @@ def build_by_call(model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
             model(keras.utils.unpack_x_y_sample_weight(batch())[0])
 
 
-def has_own_step(model: Any, kind: Kind) -> bool:
-    """Whether the model overrides Keras's step."""
-    name = f"{kind}_step"
-    return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
+def has_own(model: Any, method: str) -> bool:
+    """Whether the model overrides a method of Keras, in its class or by an attribute."""
+    return getattr(type(model), method) is not getattr(keras.Model, method) or method in vars(model)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import replaced
+from lockstep.keras.backends.common import has_own, replaced
 from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.private.common import (
     REDUCE_VALUES,
@@ -206,7 +206,7 @@ def weighted_gradients(model: Any, weight: Any) -> Iterator[bool]:
     compute gradients of other values.
     """
     optimizer = model.optimizer
-    if type(model).train_step is not keras.Model.train_step or hasattr(optimizer, "inner_optimizer"):
+    if has_own(model, "train_step") or hasattr(optimizer, "inner_optimizer"):
         yield False
         return
     scale = optimizer.scale_loss

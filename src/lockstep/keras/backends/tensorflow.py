@@ -21,7 +21,7 @@ from lockstep.errors import ModelError
 from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.common import (
     build_by_call,
-    has_own_step,
+    has_own,
     refuse_overwriting_gradients,
     without_effects,
 )
@@ -47,10 +47,12 @@ from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,
     RoundTrace,
     UpdateOperations,
+    assign,
     assigned,
     borrowed,
     copied,
     executable,
+    read,
     refuse_assignments,
     same_bits,
     scaled,
@@ -77,7 +79,7 @@ class TensorFlowBackend:
         """Create a model's variables by calling it, or by trying a step if it cannot be called."""
         if getattr(model, f"{kind}_function") is not None:
             return
-        if has_own_step(model, kind):
+        if has_own(model, f"{kind}_step"):
             try_step(model, kind, batch())
             return
         try:
@@ -159,10 +161,7 @@ class TensorFlowBackend:
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
-        # The methods of a variable take several times as long as its operations.
-        if isinstance(array, tf.Variable):
-            array = tf.raw_ops.ReadVariableOp(resource=array.handle, dtype=array.dtype)
-        return np.asarray(array)
+        return np.asarray(read(array) if isinstance(array, tf.Variable) else array)
 
     def on_host(
         self,
@@ -326,8 +325,7 @@ class TensorFlowProgram(VariableState):
     ) -> Any:
         """Assign the arrays."""
         for variable, array in zip(self.trained(), weights, strict=True):
-            own = variable.value
-            tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(array, own.dtype))
+            assign(variable.value, array)
         variables = self._layers()
         for name, array in layers.items():
             kind, _, number = name.partition("/")

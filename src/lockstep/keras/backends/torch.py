@@ -21,7 +21,12 @@ import torch
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import randomness
-from lockstep.keras.backends.common import build_by_call, refuse_integer_state, refuse_overwriting_gradients
+from lockstep.keras.backends.common import (
+    build_by_call,
+    has_own,
+    refuse_integer_state,
+    refuse_overwriting_gradients,
+)
 from lockstep.keras.backends.contract import VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
@@ -358,7 +363,8 @@ class TorchProgram(TorchState):
                 self._updates,
                 lambda index: self._repeat(self._updates[index], earlier[index], before),
                 lambda update: stack.enter_context(hidden(update)),
-                copies=type(self._model).train_step is not keras.Model.train_step,
+                # After its update, Keras's own step changes nothing.
+                copies=has_own(self._model, "train_step"),
             )
             stack.enter_context(recorder.replacing_apply(self._model, self._optimizers))
             weighed = stack.enter_context(weighted_gradients(self._model, weight))

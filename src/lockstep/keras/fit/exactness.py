@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.losses import flat_metrics
 from lockstep.keras.private.common import compiled_loss, layers_of
 from lockstep.keras.randomness import random_numbers
@@ -60,9 +61,7 @@ def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
     )
     parts = [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
     parts += [
-        f"{name} of {type(model).__name__}"
-        for name in ("train_step", "compute_loss")
-        if not getattr(type(model), name).__module__.startswith("keras.")
+        f"{name} of {type(model).__name__}" for name in ("train_step", "compute_loss") if has_own(model, name)
     ]
     parts += _losses_across_examples(model, rows) + _sums_of_layers(model, rows)
     return parts + [f"the metric {name}" for name in metrics_across_examples(model, rows)]

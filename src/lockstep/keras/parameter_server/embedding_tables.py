@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import has_own_step, replaced
+from lockstep.keras.backends.common import has_own, replaced
 from lockstep.keras.parameter_server.served_variables import lazy_hindrance
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.table_rows import positions_of, summed_by_row
@@ -306,7 +306,7 @@ def _hindrance(model: Any, layer: Any) -> str:
     """Return why the rows of a layer's table cannot be read as needed; empty if they perhaps can."""
     if type(layer) is not keras.layers.Embedding and server_table(embedding_table(layer)) is None:
         return f"{type(layer).__name__} is a subclass of Embedding"
-    if has_own_step(model, "train") or type(model).compute_loss is not keras.Model.compute_loss:
+    if has_own(model, "train_step") or has_own(model, "compute_loss"):
         return "the model has its own train_step or compute_loss"
     if layer.quantization_mode or layer.lora_enabled:
         return "it is quantized, or has LoRA"
