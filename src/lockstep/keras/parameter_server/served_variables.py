@@ -111,7 +111,9 @@ class TableShard:
         value: Array,
         slots: Mapping[int, Array],
     ) -> None:
-        self._backend, self._optimizer, self._make = backend, optimizer, make
+        self._backend, self._make = backend, make
+        # JAX takes the values of the program's optimizer away while Keras's loop runs.
+        self._optimizer = _unbuilt_copy(optimizer)
         self._transfers = transfers_of(backend)
         self.value, self.slots = np.array(value), {nth: np.array(slot) for nth, slot in slots.items()}
         self._blocks: dict[int, _Block] = {}

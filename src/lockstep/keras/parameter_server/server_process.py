@@ -8,7 +8,6 @@ depend on the process that has its shards, and a replay needs no loss.
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -359,7 +358,7 @@ class ServerProcess(TaskProcess):
         recorded: RecordedOrder | None = None,
         link: StandbyLink | None = None,
     ) -> ServerShards:
-        answer_rows = None if self.tables is None else partial(self.tables.answer, server)
+        answer_rows = None if self.tables is None else self.tables.answers_of(server)
         return ServerShards(self._variables[server], writer, recorded, link, answer_rows)
 
     def _answer(self, shards: ServerShards, asked: Asked) -> None:
