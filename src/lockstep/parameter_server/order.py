@@ -252,11 +252,6 @@ class RecordedOrder:
         """Whether the recorded process processed this."""
         return record in self._known
 
-    def pulled_twice(self) -> bool:
-        """Whether a worker has read the weights of a step again, in the place of a lost one."""
-        pulls = [record for record in self._records if record.kind is Kind.PULL]
-        return len(set(pulls)) < len(pulls)
-
     def awaited(self) -> Record | None:
         """Return the arrival whose turn it is; None after the last one."""
         return self._records[self._position] if self._position < len(self._records) else None

@@ -126,7 +126,7 @@ class ChiefProcess(FitProcess):
         dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
         # Closed also if the addresses do not arrive.
         self._dispatcher = dispatcher
-        self._addresses = self.addresses(dispatcher.end)
+        self._addresses = self.addresses(dispatcher.listen())
         dispatcher.keep(self._addresses)
         return dispatcher
 

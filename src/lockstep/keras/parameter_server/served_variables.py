@@ -383,6 +383,10 @@ class ServedVariables:
         found: Array = table.value[numbers]
         return found
 
+    def tables(self) -> dict[int, Array]:
+        """Return copies of all rows of the tables, by the positions of their shards."""
+        return {position: table.value.copy() for position, table in self._tables()}
+
     def digests(self) -> dict[int, Array]:
         """Return the digests of the shards that only servers have, by position."""
         return {k: one.digest() for k, one in self._tables() if isinstance(one, LastingTableShard)}

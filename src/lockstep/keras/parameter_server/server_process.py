@@ -149,6 +149,10 @@ class ServerShards:
 
         self._arrivals.arrive(record, process, ignore if isinstance(message, Push) else process)
 
+    def tables(self) -> dict[int, Array]:
+        """Return copies of all rows of the tables, by the positions of their shards."""
+        return self._variables.tables()
+
     def end_call(self, asked: Asked) -> None:
         """End the call: the order is complete."""
         self._writer.end()

@@ -4,7 +4,7 @@ Each server has some rows of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,20 @@ from lockstep.protocol.parameter_server import EndCall, Pull, PullRows, Push, Re
 Array = npt.NDArray[Any]
 
 _NO_ROWS = np.zeros(0, np.int64)
+
+
+class RowsOfServer(NamedTuple):
+    """Rows of a table that one server has.
+
+    Attributes:
+        server: its number.
+        shard: the position of the table's shard.
+        rows: their numbers in the shard.
+    """
+
+    server: int
+    shard: int
+    rows: Array
 
 
 class Servers:
@@ -77,10 +91,21 @@ class Servers:
             part: how often it has applied an optimizer before.
             tables: the variables of which no rows are needed.
         """
-        for channel, shards in zip(self._channels, self._shards, strict=True):
-            own = tuple(k for k, one in enumerate(shards) if one.variable in tables)
-            channel.send(Pull(step, common=True, part=part, tables=own), [_NO_ROWS] * len(own))
-        answers = [channel.receive() for channel in self._channels]
+        for server, channel in enumerate(self._channels):
+            channel.send(*self.pull_with_common_of(server, step, part, tables))
+        return self.whole_with_common([channel.receive() for channel in self._channels])
+
+    def pull_with_common_of(
+        self, server: int, step: int, part: int, tables: frozenset[int]
+    ) -> tuple[Pull, list[Array]]:
+        """Return what `pull_with_common` asks one server, with the arrays of the message."""
+        own = tuple(k for k, one in enumerate(self._shards[server]) if one.variable in tables)
+        return Pull(step, common=True, part=part, tables=own), [_NO_ROWS] * len(own)
+
+    def whole_with_common(
+        self, answers: Sequence[tuple[Any, Sequence[Array]]]
+    ) -> tuple[list[Array], dict[Slot, Array]]:
+        """Return what `pull_with_common` returns, given the answers of all servers."""
         values, arrays = answers[0]
         common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
         return self.whole([arrays for _, arrays in answers]), common
@@ -94,14 +119,20 @@ class Servers:
             rows: the numbers of the rows, distinct and in order.
             lookup: the number of the lookup in the function.
         """
-        asked = []
-        for channel, shards in zip(self._channels, self._shards, strict=True):
-            for k, shard in enumerate(shards):
-                if shard.variable == variable and len(found := _rows_in(shard, rows)):
-                    channel.send(PullRows(step, k, lookup), [found])
-                    asked.append((shard.start, channel))
-        parts = {start: channel.receive()[1][0] for start, channel in asked}
-        return np.concatenate([parts[start] for start in sorted(parts)])
+        places = self.places_of(variable, rows)
+        for place in places:
+            self._channels[place.server].send(PullRows(step, place.shard, lookup), [place.rows])
+        return np.concatenate([self._channels[place.server].receive()[1][0] for place in places])
+
+    def places_of(self, variable: int, rows: Array) -> list["RowsOfServer"]:
+        """Return where rows of a table are, in the order of the rows, which are distinct and in order."""
+        found = [
+            (shard.start, RowsOfServer(server, k, of_shard))
+            for server, shards in enumerate(self._shards)
+            for k, shard in enumerate(shards)
+            if shard.variable == variable and len(of_shard := _rows_in(shard, rows))
+        ]
+        return [place for _, place in sorted(found, key=lambda one: one[0])]
 
     def push(
         self,
