@@ -1,10 +1,11 @@
-"""The servers of a recorded call in one process, which follows their orders and computes what workers computed.
+"""The servers of a recorded call, in one process that follows their orders and computes the workers' steps.
 
 A step is complete on the chief once each server has followed its order up to the step's push. A push takes
 the gradients of its step, which take the weights that the step has pulled from all servers. What is needed
 never leads back to where it began, because the recorded run has done all this in some order of time.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ConfigError, DisagreementError
+from lockstep.keras.parameter_server.served_variables import TableSnapshot
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.standby import record_of
@@ -47,12 +49,11 @@ class Attempt:
         assigned: what the chief has told it.
         layers: the layers' state that it has got.
         pulled: the answers to pulls, by their parts and servers.
-        tables: the tables at lookups that the step has not made yet, by the lookups and servers.
+        tables: the numbers of the step's lookups, and the tables at that moment, by the servers.
         gradients: by their parts.
         pushed: the parts and servers of the pushes of the last gradients.
         staleness: the largest of all servers.
         returned: what the worker tells the chief, without the staleness, once the step is computed.
-        begun: whether it is being computed, or was.
         batch: what the step is computed from, once that is known.
     """
 
@@ -60,12 +61,13 @@ class Attempt:
     assigned: Assigned
     layers: Sequence[Array]
     pulled: dict[tuple[int, int], Answered] = field(default_factory=dict)
-    tables: dict[tuple[int, int], Mapping[int, Array]] = field(default_factory=dict)
+    tables: dict[int, deque[tuple[int, Mapping[int, TableSnapshot]]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     gradients: dict[int, Gradients] = field(default_factory=dict)
     pushed: set[tuple[int, int]] = field(default_factory=set)
     staleness: int = 0
     returned: Answered | None = None
-    begun: bool = False
     batch: Any = None
 
     @property
@@ -75,15 +77,26 @@ class Attempt:
 
 
 class ReplayedWorkers(Protocol):
-    """Computes what workers have computed."""
+    """Computes what workers have computed.
+
+    Attributes:
+        unit: names a step in messages.
+    """
+
+    unit: str
 
     def pull(
         self, servers: Servers, server: int, attempt: Attempt, part: int
     ) -> tuple[Question, list[Array]]:
         """Return what a worker asks a server for, to compute a step; see `Servers.pull_of`."""
 
-    def compute(self, attempt: Attempt) -> tuple[Answered, Gradients | None]:
-        """Compute a step; return what the chief gets, and the gradients for the servers, if any."""
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients | None]:
+        """Compute a step; return what the chief gets, and the gradients for the servers, if any.
+
+        Args:
+            attempt: at the step.
+            pulled: the answers of the servers to its pull.
+        """
 
     def completed(self, step: int) -> None:
         """Forget what belongs to a step that is complete."""
@@ -97,12 +110,16 @@ class FollowedServer:
         shards: of the server.
         order: that it follows.
         orders: those of all servers.
+
+    Attributes:
+        lookups: how often workers look up rows in steps.
     """
 
     def __init__(
         self, number: int, shards: ServerShards, order: RecordedOrder, orders: "FollowedOrders"
     ) -> None:
         self.number, self.shards, self.order, self._orders = number, shards, order, orders
+        self.lookups = order.lookups()
         self._asked: tuple[Question, Sequence[Array]] | None = None
 
     def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
@@ -166,6 +183,7 @@ class FollowedOrders:
         self._followed = [FollowedServer(k, *one, self) for k, one in enumerate(servers)]
         self.servers = Servers(self._followed, shards)
         self._attempts: dict[tuple[int, int], Attempt] = {}
+        self._within = False
 
     def assign(self, worker: int, assigned: Assigned, layers: Sequence[Array]) -> None:
         """Assign a step to a worker, with the layers' state."""
@@ -194,24 +212,19 @@ class FollowedOrders:
         del attempt.gradients[gradients.part & 0xFF]
         return self._pulled(attempt, gradients.part + 1)
 
-    def pulled(self, attempt: Attempt) -> list[Answered]:
-        """Return the answers of the servers to the first pull of a step."""
-        return self._pulled(attempt, 0)
-
     def rows(self, attempt: Attempt, variable: int, rows: Array, lookup: int) -> Array:
-        """Return rows of a table within a step; see `Servers.pull_rows`."""
-        record = Record(Kind.PULL_ROWS, attempt.worker, attempt.step, lookup & 0xFF)
+        """Return rows of a table within a step; see `Servers.pull_rows`.
+
+        Raises:
+            DisagreementError: the recorded step has not looked up rows of the same server.
+        """
         parts = []
         for place in self.servers.places_of(variable, rows):
-            server = self._followed[place.server]
-            key = record.part, place.server
-            while server.order.awaited() != record and key not in attempt.tables:
-                self._serve_next(server)
-            if key in attempt.tables:
-                parts.append(attempt.tables.pop(key)[place.shard][place.rows])
-            else:
-                message = PullRows(attempt.step, place.shard, lookup)
-                parts += server.answer(attempt.worker, message, [place.rows])[1]
+            kept = attempt.tables[place.server]
+            number, tables = kept.popleft() if kept else (-1, {})
+            if number != lookup & 0xFF:
+                raise self._differs(f"looks up other rows in {self._workers.unit} {attempt.step + 1}")
+            parts.append(tables[place.shard].rows(place.rows))
         return np.concatenate(parts)
 
     def follow(self, server: FollowedServer, until: Record | None) -> None:
@@ -237,14 +250,23 @@ class FollowedOrders:
         """Compute a step, if it is not computed yet."""
         if attempt.returned is not None:
             return
-        if attempt.begun:
+        # All lookups of a step come before its push, so nothing else has to be computed within it.
+        for server in self._followed:
+            looked_up = server.lookups[attempt.worker, attempt.step]
+            while len(attempt.tables[server.number]) < looked_up:
+                self._serve_next(server)
+        if self._within:
             raise ConfigError(
-                f"{self._name}: two functions that apply optimizers several times, or use updated weights, ran "
-                "at the same time, which a replay in one process does not support: use lockstep rerun without "
-                "--one-process"
+                f"{self._name}: two functions that apply optimizers several times, or use updated weights, "
+                "ran at the same time, which a replay in one process does not support: use lockstep rerun "
+                "without --one-process"
             )
-        attempt.begun = True
-        attempt.returned, gradients = self._workers.compute(attempt)
+        answers = self._pulled(attempt, 0)
+        self._within = True
+        try:
+            attempt.returned, gradients = self._workers.compute(attempt, answers)
+        finally:
+            self._within = False
         if gradients is not None:
             attempt.gradients[gradients.part] = gradients
 
@@ -275,8 +297,9 @@ class FollowedOrders:
                 asked = self._workers.pull(self.servers, server.number, attempt, turn.part)
                 attempt.pulled[key] = server.answer(turn.worker, *asked)
             case Kind.PULL_ROWS:
-                # The step has perhaps not asked for these rows yet.
-                attempt.tables[key] = tables = server.shards.tables()
+                # The step is computed later, and only then knows the rows.
+                tables = server.shards.tables()
+                attempt.tables[server.number].append((turn.part, tables))
                 message = PullRows(turn.step, next(iter(tables)), turn.part)
                 server.answer(turn.worker, message, [_NO_ROWS])
             case Kind.PUSH:

@@ -34,6 +34,8 @@ class OneProcess(ChiefProcess):
         served: the call.
     """
 
+    unit = "step"
+
     def __init__(self, served: ServedCall) -> None:
         super().__init__(served)
         self._worker = WorkerStep(self)
@@ -84,16 +86,15 @@ class OneProcess(ChiefProcess):
         none = dict.fromkeys(self.served.tables.variables, _NO_ROWS)
         return servers.pull_of(server, attempt.step, none if attempt.batch is None else attempt.batch[1])
 
-    def compute(self, attempt: Attempt) -> tuple[Answered, Gradients]:
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients]:
         """Compute a step as a worker does; what the chief has of the model stays as it is."""
         assert self._orders is not None
-        answers, step = self._orders.pulled(attempt), attempt.step
-        data, rows = attempt.batch
+        step, (data, rows) = attempt.step, attempt.batch
         states = random_states()
         with self._worker.rows, self._values_kept():
             self._worker.look_up(data)
             self._worker.make_room(step, data)
-            weights = self._orders.servers.whole([arrays for _, arrays in answers])
+            weights = self._orders.servers.whole([arrays for _, arrays in pulled])
             # A backend may use the arrays in place.
             layers = {
                 name: np.array(array)

@@ -16,7 +16,7 @@ from lockstep.errors import PeerLostError, PeerStuckError
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
 from lockstep.keras.parameter_server.standby import (
     KeptServer,
     Processed,
@@ -149,8 +149,8 @@ class ServerShards:
 
         self._arrivals.arrive(record, process, ignore if isinstance(message, Push) else process)
 
-    def tables(self) -> dict[int, Array]:
-        """Return copies of all rows of the tables, by the positions of their shards."""
+    def tables(self) -> dict[int, TableSnapshot]:
+        """Return the tables as they are now, by the positions of their shards."""
         return self._variables.tables()
 
     def end_call(self, asked: Asked) -> None:
