@@ -222,6 +222,9 @@ def worker_environment(
     environment = job_environment(config.seed, config.threads, inherited, backend=backend)
     environment |= _lockstep_variables(config)
     slot = config.worker if slot is None else slot
+    if config.parameter_servers and config.workers == 1 and backend in (None, "tensorflow"):
+        # Threads of TensorFlow wait in functions while others run.
+        environment["TF_NUM_INTEROP_THREADS"] = str(config.replicas)
     environment["TF_CONFIG"] = tf_config(slot, config.replicas, config.parameter_servers)
     if devices is not None:
         environment |= device_variables(inherited, devices, shared)

@@ -50,8 +50,10 @@ class Attempt:
         layers: the layers' state that it has got.
         pulled: the answers to pulls, by their parts and servers.
         tables: the numbers of the step's lookups, and the tables at that moment, by the servers.
-        gradients: by their parts.
-        pushed: the parts and servers of the pushes of the last gradients.
+        gradients: the last ones, by their part.
+        pushed: the servers that have them.
+        pulls: how often the step has pulled.
+        computing: whether it is being computed.
         staleness: the largest of all servers.
         returned: what the worker tells the chief, without the staleness, once the step is computed.
         batch: what the step is computed from, once that is known.
@@ -65,7 +67,9 @@ class Attempt:
         default_factory=lambda: defaultdict(deque)
     )
     gradients: dict[int, Gradients] = field(default_factory=dict)
-    pushed: set[tuple[int, int]] = field(default_factory=set)
+    pushed: set[int] = field(default_factory=set)
+    pulls: int = 0
+    computing: bool = False
     staleness: int = 0
     returned: Answered | None = None
     batch: Any = None
@@ -90,12 +94,15 @@ class ReplayedWorkers(Protocol):
     ) -> tuple[Question, list[Array]]:
         """Return what a worker asks a server for, to compute a step; see `Servers.pull_of`."""
 
-    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients | None]:
-        """Compute a step; return what the chief gets, and the gradients for the servers, if any.
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered | None, Gradients | None]:
+        """Compute a step up to its end, or to the gradients that it gives the servers before it pulls again.
 
         Args:
             attempt: at the step.
             pulled: the answers of the servers to its pull.
+
+        Returns:
+            What the chief gets, at the end of the step; and the gradients, if any.
         """
 
     def completed(self, step: int) -> None:
@@ -183,7 +190,6 @@ class FollowedOrders:
         self._followed = [FollowedServer(k, *one, self) for k, one in enumerate(servers)]
         self.servers = Servers(self._followed, shards)
         self._attempts: dict[tuple[int, int], Attempt] = {}
-        self._within = False
 
     def assign(self, worker: int, assigned: Assigned, layers: Sequence[Array]) -> None:
         """Assign a step to a worker, with the layers' state."""
@@ -193,24 +199,13 @@ class FollowedOrders:
         """Return what a worker has told the chief of a step that it has completed."""
         attempt = self._attempt(worker, step)
         self._compute(attempt)
-        if attempt.gradients:
-            self._push_everywhere(attempt, 0)
+        for part in attempt.gradients:
+            self._push_everywhere(attempt, part)
         del self._attempts[worker, step]
         self._workers.completed(step)
         assert attempt.returned is not None
         message, arrays = attempt.returned
         return Asked(worker, msgspec.structs.replace(message, staleness=attempt.staleness), arrays)
-
-    def exchange(self, attempt: Attempt, gradients: Gradients) -> list[Answered]:
-        """Give gradients to the servers within a step; return their answers to the next pull.
-
-        Raises:
-            ConfigError: another step that does so was in work at the same time.
-        """
-        attempt.gradients[gradients.part & 0xFF] = gradients
-        self._push_everywhere(attempt, gradients.part)
-        del attempt.gradients[gradients.part & 0xFF]
-        return self._pulled(attempt, gradients.part + 1)
 
     def rows(self, attempt: Attempt, variable: int, rows: Array, lookup: int) -> Array:
         """Return rows of a table within a step; see `Servers.pull_rows`.
@@ -246,38 +241,31 @@ class FollowedOrders:
         for server in self._followed:
             server.shards.close()
 
-    def _compute(self, attempt: Attempt) -> None:
-        """Compute a step, if it is not computed yet."""
-        if attempt.returned is not None:
-            return
-        # All lookups of a step come before its push, so nothing else has to be computed within it.
-        for server in self._followed:
-            looked_up = server.lookups[attempt.worker, attempt.step]
-            while len(attempt.tables[server.number]) < looked_up:
-                self._serve_next(server)
-        if self._within:
-            raise ConfigError(
-                f"{self._name}: two functions that apply optimizers several times, or use updated weights, "
-                "ran at the same time, which a replay in one process does not support: use lockstep rerun "
-                "without --one-process"
-            )
-        answers = self._pulled(attempt, 0)
-        self._within = True
-        try:
-            attempt.returned, gradients = self._workers.compute(attempt, answers)
-        finally:
-            self._within = False
-        if gradients is not None:
-            attempt.gradients[gradients.part] = gradients
+    def _compute(self, attempt: Attempt, part: int | None = None) -> None:
+        """Compute a step up to the gradients of a part, or to its end."""
+        if attempt.computing:
+            raise _unfit(f"{self._workers.unit} {attempt.step + 1} needs what it computes later")
+        attempt.computing = True
+        while attempt.returned is None and part not in attempt.gradients:
+            # A step that looks up rows does so before its only push.
+            for server in self._followed:
+                looked_up = server.lookups[attempt.worker, attempt.step]
+                while not attempt.pulls and len(attempt.tables[server.number]) < looked_up:
+                    self._serve_next(server)
+            pulled = self._pulled(attempt, attempt.pulls)
+            attempt.pulls += 1
+            attempt.returned, gradients = self._workers.compute(attempt, pulled)
+            attempt.gradients = {} if gradients is None else {gradients.part & 0xFF: gradients}
+            attempt.pushed.clear()
+        attempt.computing = False
 
     def _push_everywhere(self, attempt: Attempt, part: int) -> None:
         """Let all servers follow their orders up to a push."""
-        push = Record(Kind.PUSH, attempt.worker, attempt.step, part & 0xFF)
+        push = Record(Kind.PUSH, attempt.worker, attempt.step, part)
         for server in self._followed:
             # One without the record has applied the step of a lost worker.
-            while server.order.has(push) and (push.part, server.number) not in attempt.pushed:
+            while server.order.has(push) and server.number not in attempt.pushed:
                 self._serve_next(server)
-        attempt.pushed.clear()
 
     def _pulled(self, attempt: Attempt, part: int) -> list[Answered]:
         keys = [(part & 0xFF, server.number) for server in self._followed]
@@ -304,11 +292,11 @@ class FollowedOrders:
                 server.answer(turn.worker, message, [_NO_ROWS])
             case Kind.PUSH:
                 if turn.part not in attempt.gradients:
-                    self._compute(attempt)
-                # A step that pushes several times has done so itself.
-                if server.order.awaited() is turn:
-                    self._push(server, attempt, attempt.gradients[turn.part])
-                    attempt.pushed.add(key)
+                    self._compute(attempt, turn.part)
+                if turn.part not in attempt.gradients:
+                    raise self._differs(f"has no gradients in {self._workers.unit} {attempt.step + 1}")
+                self._push(server, attempt, attempt.gradients[turn.part])
+                attempt.pushed.add(server.number)
             case _:
                 raise _unfit(f"that of parameter server {server.number} has {turn.kind.name}")
 

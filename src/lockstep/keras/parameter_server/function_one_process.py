@@ -4,7 +4,9 @@ It makes the calls as the chief, and runs the functions as their workers; see `F
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -25,6 +27,8 @@ from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import FunctionReturned, Pull
 
 Array = npt.NDArray[Any]
+Computed = tuple[Answered | None, Gradients | None]
+"""What a function returns to the chief, once it has ended, and the gradients that it gives the servers."""
 
 
 class OneProcessCalls(ChiefCalls):
@@ -39,53 +43,75 @@ class OneProcessCalls(ChiefCalls):
         self._added: Sequence[Shard] = ()
         self._pulls = FunctionPulls.of(())
         self._kept: dict[int, Scheduled] = {}
+        self._threads: dict[tuple[int, int], _FunctionThread] = {}
 
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
         """Return what a worker asks a server for, to run a function."""
         return servers.pull_with_common_of(server, attempt.step, part, self._pulls.tables)
 
-    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients | None]:
-        """Run a function as a worker does; what the script sees of the variables stays as it is."""
-        job, scope = self._job, self._program.scope.variables
-        changed = [*self._runner.pulled, *(scope[int(name)] for name in attempt.assigned.names)]
-        shown = [(variable, self._eager.saved_value(variable)) for variable in changed]
-        self._runner.transfers.assign(changed, [*self._values(pulled), *attempt.layers])
-        job.process, job.replacement = attempt.worker, attempt.assigned.replacement
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> Computed:
+        """Run a function as a worker does; what the script sees of the variables stays as it is.
+
+        One that exchanges gradients runs in a thread, which waits for new weights while other functions run.
+        """
+        assert self._orders is not None
+        values = self._pulls.values(*self._orders.servers.whole_with_common(pulled))
+        key, put_back = (attempt.worker, attempt.step), self._runner.keep_shared()
         try:
-            return self._run(attempt)
+            if not self._runner.exchanges(self._kept[attempt.step].function):
+                return self._run(attempt, values, None)
+            if key not in self._threads:
+                self._threads[key] = _FunctionThread(lambda thread, given: self._run(attempt, given, thread))
+            return self._threads[key].resume(values)
         finally:
-            job.process, job.replacement = 0, -1
-            for variable, value in shown:
-                variable.assign(value)
+            self._job.process, self._job.replacement = 0, -1
+            put_back()
 
     def completed(self, step: int) -> None:
         """Forget a function that is complete."""
         del self._kept[step]
 
-    def _run(self, attempt: Attempt) -> tuple[Answered, Gradients | None]:
+    def _run(self, attempt: Attempt, values: Sequence[Array], thread: "_FunctionThread | None") -> Computed:
+        """Run a function with the values of the variables that it has pulled."""
         assert self._orders is not None
-        orders, step, scheduled = self._orders, attempt.step, self._kept[attempt.step]
+        job, orders, scope = self._job, self._orders, self._program.scope.variables
+        step, scheduled = attempt.step, self._kept[attempt.step]
         lookups, parts = itertools.count(), itertools.count()
-        refused: list[LockstepError] = []
+        refused: list[BaseException] = []
 
         def pull_rows(number: int, rows: Array) -> Array:
-            return orders.rows(attempt, number, rows, next(lookups))
-
-        def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
-            first = self._runner.first_of(number)
-            whole = {first + position: gradient for position, gradient in gradients.items()}
             try:
-                return self._values(orders.exchange(attempt, Gradients(whole, {}, (number,), next(parts))))
+                return orders.rows(attempt, number, rows, next(lookups))
             except LockstepError as error:
                 # TensorFlow raises another error for it.
                 refused.append(error)
                 raise
 
+        def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
+            assert thread is not None
+            first = self._runner.first_of(number)
+            whole = {first + position: gradient for position, gradient in gradients.items()}
+            put_back = self._runner.keep_shared()
+            try:
+                new = thread.exchange(Gradients(whole, {}, (number,), next(parts)))
+            except _RunEnds as error:
+                refused.append(error)
+                raise
+            put_back()
+            act_as_worker()
+            return list(new)
+
+        def act_as_worker() -> None:
+            job.process, job.replacement = attempt.worker, attempt.assigned.replacement
+            self._runner.pull_rows, self._runner.exchange = pull_rows, exchange
+
         def run() -> Any:
             args, kwargs = scheduled.own()
             return scheduled.function(*args, **kwargs)
 
-        self._runner.pull_rows = pull_rows
+        act_as_worker()
+        others = [scope[int(name)] for name in attempt.assigned.names]
+        self._runner.transfers.assign([*self._runner.pulled, *others], [*values, *attempt.layers])
         seed = seed_of(self._call.seed, "function", step)
         try:
             ran = self._runner.run(scheduled.function, run, step, seed, exchange)
@@ -93,8 +119,9 @@ class OneProcessCalls(ChiefCalls):
         except Exception as raised:
             if refused:
                 raise refused[0] from None
+            replacement = attempt.assigned.replacement
+            worker = replacement if replacement >= 0 else attempt.worker
             # TensorFlow raises another error for that of a lookup.
-            worker = attempt.assigned.replacement if attempt.assigned.replacement >= 0 else attempt.worker
             failure = report_failure(self._runner.failure or raised, step, scheduled.function, worker)
             return (FunctionReturned(0, self._scheduled, step, failure=failure), []), None
         changes = ran.changes.values()
@@ -102,11 +129,6 @@ class OneProcessCalls(ChiefCalls):
         returned = FunctionReturned(0, self._scheduled, step, tuple(ran.changes), 0, result)
         gradients = Gradients(ran.gradients, ran.rows, ran.updates) if ran.updates else None
         return (returned, arrays), gradients
-
-    def _values(self, answers: Sequence[Answered]) -> list[Array]:
-        """Return the values of the variables that a function reads from the servers."""
-        assert self._orders is not None
-        return self._pulls.values(*self._orders.servers.whole_with_common(answers))
 
     def _open(self) -> None:
         process, servers = self._process, []
@@ -123,6 +145,13 @@ class OneProcessCalls(ChiefCalls):
         self._dispatcher = FunctionDispatcher(dispatched)
 
     def _end(self) -> None:
+        # Those of lost workers have not come to their ends.
+        for thread in self._threads.values():
+            put_back = self._runner.keep_shared()
+            thread.end()
+            self._job.process, self._job.replacement = 0, -1
+            put_back()
+        self._threads.clear()
         super()._end()
         if self._orders is not None:
             self._orders.close()
@@ -144,3 +173,50 @@ class OneProcessCalls(ChiefCalls):
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         self._kept[step] = scheduled
+
+
+class _RunEnds(BaseException):
+    """Ends a function that a lost worker has not completed."""
+
+
+class _FunctionThread:
+    """Runs a function that exchanges gradients; no other thread computes meanwhile.
+
+    Args:
+        run: runs it in the thread, given the values that it has pulled.
+    """
+
+    def __init__(self, run: "Callable[[_FunctionThread, Sequence[Array]], Computed]") -> None:
+        self._run = run
+        self._given: queue.SimpleQueue[Sequence[Array] | None] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Computed | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._compute, name="lockstep-function", daemon=True)
+        self._thread.start()
+
+    def resume(self, values: Sequence[Array]) -> Computed:
+        """Give it what it has pulled; return what it has computed when it ends, or exchanges gradients."""
+        self._given.put(values)
+        found = self._found.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def exchange(self, gradients: Gradients) -> Sequence[Array]:
+        """In the thread, give gradients to the servers; return the new values, once they are pulled."""
+        self._found.put((None, gradients))
+        if (values := self._given.get()) is None:
+            raise _RunEnds
+        return values
+
+    def end(self) -> None:
+        """End the thread."""
+        self._given.put(None)
+        self._thread.join()
+
+    def _compute(self) -> None:
+        values = self._given.get()
+        assert values is not None
+        try:
+            self._found.put(self._run(self, values))
+        except BaseException as error:
+            self._found.put(error)
