@@ -40,7 +40,8 @@ class Asking:
     """A worker or server that asks what a test tells it to."""
 
     def __init__(self, dispatcher: FunctionDispatcher, process: int, worker: int | None = None) -> None:
-        self._channel = AskingChannel(dispatcher.end.address, process, "the chief", PATIENCE, worker=worker)
+        assert dispatcher._end is not None
+        self._channel = AskingChannel(dispatcher._end.address, process, "the chief", PATIENCE, worker=worker)
         self.arrays: list[float] = []
 
     def send(self, question: Question, *arrays: float) -> None:
@@ -77,6 +78,7 @@ def make() -> Iterator[Make]:
             dispatcher = FunctionDispatcher(
                 DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout, lost=lost)
             )
+            dispatcher.listen()
             stack.callback(lambda: dispatcher._thread.is_alive() and dispatcher.close())
             dispatcher.add_variables({"0": np.array(10.0), "7": np.array(1.0)})
             return dispatcher

@@ -40,7 +40,8 @@ class Worker:
     """A worker that asks what a test tells it to."""
 
     def __init__(self, coordinator: StepDispatcher, process: int) -> None:
-        self._channel = AskingChannel(coordinator.end.address, process, "the chief", PATIENCE)
+        assert coordinator._end is not None
+        self._channel = AskingChannel(coordinator._end.address, process, "the chief", PATIENCE)
         self.layers: list[float] = []
 
     def send(self, question: Question, *arrays: float) -> None:
@@ -78,6 +79,7 @@ def make() -> Iterator[Make]:
             coordinator = StepDispatcher(
                 DispatchedCall(TASKS, "fit 1", max_staleness, writer, order, timeout, lost=lost)
             )
+            coordinator.listen()
             coordinator.keep(workers)
             stack.callback(close, coordinator)
             return coordinator
@@ -514,6 +516,7 @@ def test_a_step_that_a_lost_worker_still_takes_goes_to_another(make: Make, enter
 
 def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> None:
     coordinator = StepDispatcher(DispatchedCall(TASKS, "fit 1", None, OrderWriter(None), None, PATIENCE))
+    coordinator.listen()
     workers = [Worker(coordinator, process) for process in WORKERS]
     for worker in workers:
         worker.send(Enter())

@@ -113,12 +113,10 @@ def repeat(environment: dict[str, str], tmp_path: Path) -> Callable[..., Run]:
     The bits and the orders of the calls are equal.
     """
 
-    def again(run: Run, calls: Sequence[int], *, one_process: bool = True) -> Run:
-        done = [repeated(run, calls, tmp_path / "again")]
-        if one_process:
-            done.append(repeated(run, calls, tmp_path / "one", "--one-process"))
-            assert "in one process, 1 thread each" in done[1].stderr
-        return done[0]
+    def again(run: Run, calls: Sequence[int]) -> Run:
+        one = repeated(run, calls, tmp_path / "one", "--one-process")
+        assert "in one process, " in one.stderr
+        return repeated(run, calls, tmp_path / "again")
 
     def repeated(run: Run, calls: Sequence[int], folder: Path, *options: str) -> Run:
         command = [sys.executable, "-m", "lockstep", "rerun", *options, str(run.folder)]

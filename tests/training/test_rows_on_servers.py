@@ -204,7 +204,7 @@ def test_functions_that_lost_a_worker_can_be_repeated(launch: Launch, repeat: Ca
     assert "worker 2 was killed by SIGKILL" in run.stderr
     digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
     assert len(digests) == 1
-    assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3), one_process=False).stdout
+    assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
 
 
 def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None:
