@@ -4,6 +4,7 @@
 
 `serial` runs one function at a time; without Lockstep, it prints what plain Keras computes. In `free`, a
 worker ends between its pushes to two servers, unless it follows a recorded order. `misused` prints errors.
+On TensorFlow and PyTorch.
 """
 
 import json
@@ -14,14 +15,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from losing import lose_between_pushes
 
 import lockstep
 from lockstep.errors import LockstepError
 from lockstep.worker import job
 
-layers = keras.layers
+layers, ops = keras.layers, keras.ops
+ON_TORCH = keras.backend.backend() == "torch"
 KIND = sys.argv[1]
 ROWS = 101
 generator = np.random.default_rng(0)
@@ -45,21 +46,59 @@ with strategy.scope():
 coordinator = lockstep.ClusterCoordinator(strategy)
 
 
-def train(x: Any, y: Any) -> Any:
+def differentiated(compute: Callable[[], Any], variables: list[Any]) -> tuple[Any, list[Any]]:
+    """Return what `compute` returns, and the gradients of the first value of that."""
+    if ON_TORCH:
+        model.zero_grad()
+        found = compute()
+        found[0].backward()
+        return found, [variable.value.grad for variable in variables]
+    import tensorflow as tf
+
     with tf.GradientTape() as tape:
+        found = compute()
+    return found, tape.gradient(found[0], variables)
+
+
+def clipped(gradients: list[Any], norm: float) -> list[Any]:
+    """Return gradients whose norm is at most `norm`."""
+    if ON_TORCH:
+        import torch
+
+        factor = norm / max(norm, float(torch.stack([one.norm() for one in gradients]).norm()))
+        return [one * factor for one in gradients]
+    import tensorflow as tf
+
+    found: list[Any] = tf.clip_by_global_norm(gradients, norm)[0]
+    return found
+
+
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `tf.function` on TensorFlow."""
+    if ON_TORCH:
+        return function
+    import tensorflow as tf
+
+    graph: Callable[..., Any] = tf.function(function)
+    return graph
+
+
+def train(x: Any, y: Any) -> Any:
+    def loss_of() -> tuple[Any, Any]:
         outputs = model(x, training=True)
-        loss = tf.reduce_mean((outputs - y) ** 2)
-    gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, model.trainable_variables), 0.2)
-    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return ops.mean(ops.square(outputs - ops.convert_to_tensor(y))), outputs
+
+    (loss, outputs), gradients = differentiated(loss_of, model.trainable_variables)
+    optimizer.apply_gradients(zip(clipped(gradients, 0.2), model.trainable_variables, strict=True))
     error.update_state(y, outputs)
     return loss
 
 
-train_in_graph = tf.function(train)
+train_in_graph = traced(train)
 
 
 def total(x: Any) -> Any:
-    return tf.reduce_sum(model(x))
+    return ops.sum(model(x))
 
 
 def show(name: str, value: Any) -> None:
@@ -77,7 +116,7 @@ def serial(folder: str) -> None:
     show("losses", [epoch(train_in_graph), float(error.result())])
     show("evaluated", [model.evaluate(X, Y, 50, verbose=0), model.predict(X, 50, verbose=0).tolist()])
     show("eager", epoch(train))
-    show("total", float(coordinator.schedule(tf.function(total), args=(X,)).fetch()))
+    show("total", float(coordinator.schedule(traced(total), args=(X,)).fetch()))
     coordinator.join()
     model.save_weights(f"{folder}/{'served' if job.is_worker() else 'plain'}.weights.h5")
     show("fit", model.fit(X, Y, 20, verbose=0, shuffle=False).history["loss"])
@@ -102,18 +141,17 @@ def misused() -> None:
         except LockstepError as found:
             print("error", type(found).__name__, " ".join(str(found).split()), flush=True)
 
-    def gradients_of(compute: Callable[[], Any]) -> list[Any]:
-        with tf.GradientTape() as tape:
-            loss = compute()
-        gradients: list[Any] = tape.gradient(loss, model.trainable_variables)
+    def gradients_of(compute: Callable[[], Any], of: Any = model) -> list[Any]:
+        gradients: list[Any] = differentiated(lambda: [compute()], of.trainable_variables)[1]
         return gradients
 
     def regularized() -> None:
-        gradients_of(lambda: total(X) + tf.nn.l2_loss(model.trainable_variables[0]))
+        gradients_of(lambda: total(X) + ops.sum(ops.square(model.trainable_variables[0])))
 
     def tensor() -> None:
-        gradients = gradients_of(lambda: total(X))
-        optimizer.apply([tf.convert_to_tensor(one) for one in gradients], model.trainable_variables)
+        dense, *others = gradients_of(lambda: total(X))
+        dense = dense.to_dense() if ON_TORCH else ops.convert_to_tensor(dense)
+        optimizer.apply([dense, *others], model.trainable_variables)
 
     def updated() -> Any:
         optimizer.apply(gradients_of(lambda: total(X)), model.trainable_variables)
@@ -130,14 +168,11 @@ def misused() -> None:
         return total(X)
 
     def late() -> None:
-        variables = other.trainable_variables
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(other(X))
-        last.apply(tape.gradient(loss, variables), variables)
+        last.apply(gradients_of(lambda: ops.sum(other(X)), other), other.trainable_variables)
 
     for function in (regularized, tensor, updated, not_by_row, of_whole_variables):
-        attempt(partial(coordinator.schedule, tf.function(function)))
-    coordinator.schedule(tf.function(untrained))
+        attempt(partial(coordinator.schedule, traced(function)))
+    coordinator.schedule(traced(untrained))
     attempt(coordinator.join)
     last = keras.optimizers.SGD()
     with strategy.scope():

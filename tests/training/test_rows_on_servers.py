@@ -23,6 +23,8 @@ from lockstep.worker.job import Job
 Launch = Callable[..., Any]
 SCRIPT, IN_FUNCTIONS = "rows_on_servers.py", "rows_in_functions.py"
 
+of_functions = pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+"""The backends on which functions train tables."""
 
 generator = np.random.default_rng(0)
 X = {
@@ -179,14 +181,15 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
             assert text in line
 
 
+@of_functions
 def test_functions_train_rows_like_plain_keras(
-    launch: Launch, plain: Callable[..., str], tmp_path: Path
+    launch: Launch, plain: Callable[..., str], tmp_path: Path, backend: str
 ) -> None:
-    run = launch("-n 2 --ps 2", IN_FUNCTIONS, "serial", str(tmp_path), backend="tensorflow")
+    run = launch("-n 2 --ps 2", IN_FUNCTIONS, "serial", str(tmp_path), backend=backend)
     assert run.status == 0, run.stderr
     found = [results(run.log(worker)) for worker in range(5)]
     assert found == [found[0]] * 5
-    expected = results(plain(IN_FUNCTIONS, "serial", str(tmp_path), backend="tensorflow").splitlines())
+    expected = results(plain(IN_FUNCTIONS, "serial", str(tmp_path), backend=backend).splitlines())
     assert found[0].keys() == expected.keys()
     for name, values in expected.items():
         assert _flat(found[0][name]) == pytest.approx(_flat(values), rel=1e-4), name
@@ -198,8 +201,11 @@ def test_functions_train_rows_like_plain_keras(
         assert served[rows][()] == pytest.approx(plainly[rows][()], rel=1e-4, abs=1e-6)
 
 
-def test_functions_that_lost_a_worker_can_be_repeated(launch: Launch, repeat: Callable[..., Any]) -> None:
-    run = launch("-n 3 --ps 2", IN_FUNCTIONS, "free", backend="tensorflow")
+@of_functions
+def test_functions_that_lost_a_worker_can_be_repeated(
+    launch: Launch, repeat: Callable[..., Any], backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", IN_FUNCTIONS, "free", backend=backend)
     assert run.status == 0, run.stderr
     assert "worker 2 was killed by SIGKILL" in run.stderr
     digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
@@ -207,8 +213,9 @@ def test_functions_that_lost_a_worker_can_be_repeated(launch: Launch, repeat: Ca
     assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
 
 
-def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None:
-    run = launch("-n 1 --ps 2", IN_FUNCTIONS, "misused", backend="tensorflow")
+@of_functions
+def test_functions_that_need_the_whole_table_are_refused(launch: Launch, backend: str) -> None:
+    run = launch("-n 1 --ps 2", IN_FUNCTIONS, "misused", backend=backend)
     assert run.status == 0, run.stderr
     shown = [
         "reads the table of layer 'table', a ServerEmbedding, other than by lookups",
@@ -233,12 +240,12 @@ def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None
 
 
 @pytest.mark.slow
-def test_a_function_trains_rows_on_tensorflow_only(launch: Launch) -> None:
+def test_a_function_on_jax_trains_no_rows(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", SCRIPT, "function")
     assert run.status == 0, run.stderr
     for worker in range(3):
         (line,) = run.marked(worker, "error ")
-        assert "a ServerEmbedding, which is for functions on TensorFlow only" in line
+        assert "a ServerEmbedding, which is for functions on TensorFlow and PyTorch only" in line
 
 
 @pytest.fixture(autouse=True)
