@@ -38,7 +38,9 @@ with strategy.scope():
     table = lockstep.ServerEmbedding(ROWS, 4, keras.initializers.RandomUniform(seed=5), name="table")
     first = ids[:, 0]
     # Keras casts such ids.
-    parts = [layers.Flatten()(table(ids)), table(first // 2), table(keras.ops.cast(first, "float32"))]
+    parts = [layers.Flatten()(table(ids)), table(first // 2), table(ops.cast(first, "float32"))]
+    masked = lockstep.ServerEmbedding(ROWS, 3, mask_zero=True, name="masked")
+    parts.append(layers.GlobalAveragePooling1D()(masked(ids)))
     model = keras.Model(ids, layers.Dense(1)(layers.Concatenate()(parts)))
     optimizer = OPTIMIZERS.get(KIND, keras.optimizers.Adagrad(0.1))
     model.compile(optimizer, "mse")
@@ -90,6 +92,8 @@ def train(x: Any, y: Any) -> Any:
 
     (loss, outputs), gradients = differentiated(loss_of, model.trainable_variables)
     optimizer.apply_gradients(zip(clipped(gradients, 0.2), model.trainable_variables, strict=True))
+    if ON_TORCH:
+        model.zero_grad()
     error.update_state(y, outputs)
     return loss
 
@@ -99,6 +103,16 @@ train_in_graph = traced(train)
 
 def total(x: Any) -> Any:
     return ops.sum(model(x))
+
+
+def untracked(x: Any) -> Any:
+    """Return `total(x)`, without gradients on PyTorch."""
+    if not ON_TORCH:
+        return total(x)
+    import torch
+
+    with torch.no_grad():
+        return total(x)
 
 
 def show(name: str, value: Any) -> None:
@@ -116,7 +130,9 @@ def serial(folder: str) -> None:
     show("losses", [epoch(train_in_graph), float(error.result())])
     show("evaluated", [model.evaluate(X, Y, 50, verbose=0), model.predict(X, 50, verbose=0).tolist()])
     show("eager", epoch(train))
-    show("total", float(coordinator.schedule(traced(total), args=(X,)).fetch()))
+    totals = [coordinator.schedule(traced(one), args=(X,)) for one in (total, untracked)]
+    totals.append(coordinator.schedule(total, args=(X[:0],)))
+    show("totals", [float(one) for one in coordinator.fetch(totals)])
     coordinator.join()
     model.save_weights(f"{folder}/{'served' if job.is_worker() else 'plain'}.weights.h5")
     show("fit", model.fit(X, Y, 20, verbose=0, shuffle=False).history["loss"])
@@ -149,13 +165,22 @@ def misused() -> None:
         gradients_of(lambda: total(X) + ops.sum(ops.square(model.trainable_variables[0])))
 
     def tensor() -> None:
-        dense, *others = gradients_of(lambda: total(X))
-        dense = dense.to_dense() if ON_TORCH else ops.convert_to_tensor(dense)
-        optimizer.apply([dense, *others], model.trainable_variables)
+        gradients = gradients_of(lambda: total(X))
+        if ON_TORCH:
+            gradients = [one.to_dense() for one in gradients]
+        else:
+            import tensorflow as tf
+
+            gradients = [tf.convert_to_tensor(one) for one in gradients]
+        optimizer.apply(gradients, model.trainable_variables)
 
     def updated() -> Any:
         optimizer.apply(gradients_of(lambda: total(X)), model.trainable_variables)
         return total(X)
+
+    def twice() -> None:
+        for _ in range(2):
+            optimizer.apply(gradients_of(lambda: total(X)), model.trainable_variables)
 
     def not_by_row() -> None:
         keras.optimizers.Nadam().apply(gradients_of(lambda: total(X)), model.trainable_variables)
@@ -170,7 +195,7 @@ def misused() -> None:
     def late() -> None:
         last.apply(gradients_of(lambda: ops.sum(other(X)), other), other.trainable_variables)
 
-    for function in (regularized, tensor, updated, not_by_row, of_whole_variables):
+    for function in (regularized, tensor, updated, twice, not_by_row, of_whole_variables):
         attempt(partial(coordinator.schedule, traced(function)))
     coordinator.schedule(traced(untrained))
     attempt(coordinator.join)

@@ -220,7 +220,12 @@ class FunctionRunner:
         for kept in self._graph_gradients.values():
             kept.reset()
         try:
-            with self._isolated(profile, seed), _running_eagerly(eagerly), watcher.watching():
+            with (
+                watcher.standing_in(),
+                self._isolated(profile, seed),
+                _running_eagerly(eagerly),
+                watcher.watching(),
+            ):
                 call()
             self._refuse_updates(before)
             for number in profile.updates & self._graph_gradients.keys():
@@ -271,7 +276,7 @@ class FunctionRunner:
         for number in profile.updates & self._graph_gradients.keys():
             self._graph_gradients[number].reset()
         try:
-            with self._isolated(profile, seed), watcher.watching():
+            with watcher.standing_in(), self._isolated(profile, seed), watcher.watching():
                 result = plain(call(), self._backend)
             changes = self._collected(profile, watcher)
         finally:
@@ -548,14 +553,23 @@ class _Watcher:
                 stack.enter_context(reads_observed_by(self.on_read))
                 stack.enter_context(self._runner.refusing_own_variables())
             stack.enter_context(looking_up_for(self))
-            if self._on_torch:
-                from lockstep.keras.parameter_server.torch_functions import StandIns
-
-                self._stand_ins = StandIns()
-                stack.callback(self._stand_ins.end)
-                for variable in self._runner.tables:
-                    self._stand_in(variable)
             yield
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within the block, tables have gradients on PyTorch, which Keras's variables of one row have not."""
+        if not self._on_torch:
+            yield
+            return
+        from lockstep.keras.parameter_server.torch_functions import StandIns
+
+        self._stand_ins = StandIns()
+        try:
+            for variable in self._runner.tables:
+                self._stand_in(variable)
+            yield
+        finally:
+            self._stand_ins.end()
 
     def _stand_in(self, variable: Any) -> None:
         """On PyTorch, let the parameter of a table have gradients like the table."""
@@ -596,7 +610,7 @@ class _Watcher:
 
     def look_up(self, table: ServerTable, ids: Array) -> Array:
         """Return the rows of ids; zeros in a trial run, while no server answers."""
-        if self._tries:
+        if self._tries or not ids.size:
             return np.zeros((*ids.shape, table.width), table.dtype)
         pull = self._runner.pull_rows
         assert pull is not None

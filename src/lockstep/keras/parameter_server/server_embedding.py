@@ -41,10 +41,10 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     """A `keras.layers.Embedding` for tables that are larger than a worker's memory.
 
     In a job with parameter servers, each server creates and keeps a range of the rows, and no process has
-    the whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow
-    and PyTorch; `evaluate` and `predict` read the rows that a batch looks up. Models are saved, and weights loaded, in
-    blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same initial
-    values.
+    the whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow and
+    PyTorch; `evaluate` and `predict` read the rows that a batch looks up. Models are saved, and weights
+    loaded, in blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same
+    initial values.
 
     The model has a variable of one row in place of the table, so its number of parameters leaves out the
     table, and `get_weights` is an error.

@@ -5,6 +5,7 @@ gradient is a sparse tensor of the rows, as that of `torch.nn.Embedding(sparse=T
 program's own code like any gradient.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ _CALLABLE = frozenset(
 """Likewise methods, and functions of `torch.autograd`."""
 
 
-class TableParameter(torch.nn.Parameter):
+class TableParameter(torch.nn.Parameter):  # type: ignore[misc]
     """The parameter of a table while a function runs; whatever reads its values raises ModelError.
 
     Attributes:
@@ -54,7 +55,7 @@ class TableParameter(torch.nn.Parameter):
         if not allowed:
             raise ModelError(
                 f"a scheduled function reads the table of layer {cls.layer!r}, a ServerEmbedding, other "
-                "than by lookups, such as in a loss: use keras.layers.Embedding"
+                "than by lookups, such as in a loss or by torch.compile: use keras.layers.Embedding"
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -79,7 +80,7 @@ class StandIns:
         # Takes no memory; a value that is read after all shows.
         values = parameter.data.new_full((1, 1), torch.nan).expand(shape)
         _reshape(parameter, values)
-        parameter.__class__ = type(TableParameter.__name__, (TableParameter,), {"layer": layer})
+        parameter.__class__ = _kind_of(layer)
 
     def end(self) -> None:
         """Give all parameters their shapes, values and gradients from before."""
@@ -88,6 +89,11 @@ class StandIns:
             _reshape(parameter, values)
             parameter.grad = gradient
         self._before.clear()
+
+
+@functools.cache
+def _kind_of(layer: str) -> type:
+    return type(TableParameter.__name__, (TableParameter,), {"layer": layer})
 
 
 def _reshape(parameter: Any, values: torch.Tensor) -> None:
@@ -108,24 +114,25 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         ids, rows = ctx.ids.reshape(1, -1), upstream.reshape(-1, ctx.shape[1])
-        return torch.sparse_coo_tensor(ids, rows, ctx.shape), None, None, None
+        return torch.sparse_coo_tensor(ids, rows, ctx.shape, check_invariants=False), None, None, None
 
 
-def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, parameter: Any, shape: tuple[int, int]) -> Any:
+def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, shape: tuple[int, int]) -> Any:
     """Return the rows of ids; the gradient of the parameter is a sparse tensor of these rows.
 
     Args:
         look_up: returns the rows of ids.
         ids: of any shape.
-        parameter: in place of the table.
+        variable: the parameter in place of the table.
         shape: of the table.
     """
     if ids.is_meta:
         # Keras asks for shapes only.
-        return torch.empty((*ids.shape, shape[1]), dtype=parameter.dtype, device="meta")
-    rows = borrowed(look_up(to_numpy(ids)), parameter.device)
-    ids = ids.to(parameter.device, torch.int64)
-    return _Lookup.apply(parameter, torch.where(ids < 0, ids + shape[0], ids), rows, shape)
+        return torch.empty((*ids.shape, shape[1]), dtype=variable.dtype, device="meta")
+    rows = borrowed(look_up(to_numpy(ids)), variable.device)
+    # Positions in the table, also where a trial looks up nothing, so checks no ids.
+    positions = ids.to(variable.device, torch.int64).remainder(shape[0])
+    return _Lookup.apply(variable, positions, rows, shape)
 
 
 def is_of_rows(gradient: Any, shape: tuple[int, int]) -> bool:
