@@ -205,7 +205,7 @@ def misused() -> None:
             [layers.Input((3,), dtype="int64"), lockstep.ServerEmbedding(9, 2, name="late")]
         )
     attempt(partial(coordinator.schedule, late))
-    coordinator.schedule(train_in_graph, args=(X + ROWS, Y))
+    coordinator.schedule(train_in_graph, args=(X + 2**32, Y))
     attempt(coordinator.join)
     coordinator.schedule(train_in_graph, args=(X, Y))
     attempt(lambda: table(X))

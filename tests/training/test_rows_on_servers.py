@@ -231,7 +231,7 @@ def test_functions_that_need_the_whole_table_are_refused(launch: Launch, backend
         "divides 'table/embeddings', but the optimizer has a clipnorm",
         "looks up rows of layer 'masked', a ServerEmbedding, which none trains: first schedule one that",
         "late', a ServerEmbedding, was built after functions were scheduled: build it before",
-        "DataError layer 'masked' looks up row 201, but its table has 101 rows",
+        "DataError layer 'masked' looks up row 4294967396, but its table has 101 rows",
         "the rows of layer 'table' cannot be read now, because servers may change them: call join before",
         "weights of layer 'table' are loaded while functions are scheduled",
     ]
