@@ -45,13 +45,17 @@ with strategy.scope():
     optimizer = OPTIMIZERS.get(KIND, keras.optimizers.Adagrad(0.1))
     model.compile(optimizer, "mse")
     error = keras.metrics.MeanSquaredError()
+    factors = [lockstep.ServerEmbedding(ROWS, 2, "ones", name=f"factor_{k}") for k in range(2)]
+    product = keras.Model(ids, layers.Multiply()([factor(ids) for factor in factors]))
+    of_factors = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)]
 coordinator = lockstep.ClusterCoordinator(strategy)
 
 
 def differentiated(compute: Callable[[], Any], variables: list[Any]) -> tuple[Any, list[Any]]:
     """Return what `compute` returns, and the gradients of the first value of that."""
     if ON_TORCH:
-        model.zero_grad()
+        for one in (model, product):
+            one.zero_grad()
         found = compute()
         found[0].backward()
         return found, [variable.value.grad for variable in variables]
@@ -101,6 +105,17 @@ def train(x: Any, y: Any) -> Any:
 train_in_graph = traced(train)
 
 
+@traced
+def train_factors(x: Any) -> Any:
+    """Apply two optimizers, each to a table."""
+    loss, gradients = differentiated(
+        lambda: [ops.mean(ops.square(product(x) - 2.0))], product.trainable_variables
+    )
+    for one, gradient, variable in zip(of_factors, gradients, product.trainable_variables, strict=True):
+        one.apply([gradient], [variable])
+    return loss[0]
+
+
 def total(x: Any) -> Any:
     return ops.sum(model(x))
 
@@ -130,6 +145,8 @@ def serial(folder: str) -> None:
     show("losses", [epoch(train_in_graph), float(error.result())])
     show("evaluated", [model.evaluate(X, Y, 50, verbose=0), model.predict(X, 50, verbose=0).tolist()])
     show("eager", epoch(train))
+    losses = [coordinator.schedule(train_factors, args=(x,)) for x, _ in BATCHES]
+    show("factors", [float(loss) for loss in coordinator.fetch(losses)])
     totals = [coordinator.schedule(traced(one), args=(X,)) for one in (total, untracked)]
     totals.append(coordinator.schedule(total, args=(X[:0],)))
     show("totals", [float(one) for one in coordinator.fetch(totals)])
