@@ -108,11 +108,21 @@ def launch(
 
 @pytest.fixture
 def repeat(environment: dict[str, str], tmp_path: Path) -> Callable[..., Run]:
-    """Repeat a run with parameter servers; check that the bits and the orders of its calls are equal."""
+    """Repeat a run with parameter servers, in as many processes and in one; return the first repetition.
 
-    def again(run: Run, calls: Sequence[int]) -> Run:
-        folder = tmp_path / "again"
-        command = [sys.executable, "-m", "lockstep", "rerun", str(run.folder), "--run-dir", str(folder)]
+    The bits and the orders of the calls are equal.
+    """
+
+    def again(run: Run, calls: Sequence[int], *, one_process: bool = True) -> Run:
+        done = [repeated(run, calls, tmp_path / "again")]
+        if one_process:
+            done.append(repeated(run, calls, tmp_path / "one", "--one-process"))
+            assert "in one process, 1 thread each" in done[1].stderr
+        return done[0]
+
+    def repeated(run: Run, calls: Sequence[int], folder: Path, *options: str) -> Run:
+        command = [sys.executable, "-m", "lockstep", "rerun", *options, str(run.folder)]
+        command += ["--run-dir", str(folder)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert result.returncode == 0, result.stderr
         assert "the models at the end are equal to the last bit" in result.stdout

@@ -216,7 +216,7 @@ def test_functions_that_lost_a_worker_can_be_repeated(
     assert "worker 2 was killed by SIGKILL" in run.stderr
     digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
     assert len(digests) == 1
-    assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
+    assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3), one_process=False).stdout
 
 
 @on("tensorflow")
@@ -357,7 +357,7 @@ def test_a_worker_that_joins_has_no_rows() -> None:
     joining: Any = SimpleNamespace(
         process=6,
         joins=True,
-        context=SimpleNamespace(tasks=Tasks(6, 2)),
+        context=SimpleNamespace(tasks=Tasks(6, 2), has_all_tasks=False),
         at_completion=lambda act: None,
         at_exit=lambda act: None,
     )

@@ -16,7 +16,12 @@ from lockstep.errors import ConfigError
     type=click.Path(path_type=Path),
     help="Folder of the new run.  [default: runs/<script>-<time>, in the folder where RUN was started]",
 )
-def rerun(run: str, run_dir: Path | None) -> None:
+@click.option(
+    "--one-process",
+    is_flag=True,
+    help="With parameter servers: repeat what the chief, the workers and the servers did in one process.",
+)
+def rerun(run: str, run_dir: Path | None, one_process: bool) -> None:
     """Repeat RUN, and say whether the bits are equal.
 
     RUN is the folder of a run, or its name in runs/. The script runs again on this host, from its first step,
@@ -32,7 +37,7 @@ def rerun(run: str, run_dir: Path | None) -> None:
 
     recording = read_recording(find_run(run).folder)
     folder = run_dir.absolute() if run_dir is not None else fresh_run_folder(recording)
-    status = repeat(recording, folder, {})
+    status = repeat(recording, folder, {}, one_process=one_process)
     if status:
         raise ConfigError(f"the new run ended with status {status}; its logs are in {folder}")
     again = read_recording(folder)

@@ -37,6 +37,7 @@ from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobHost, Jo
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
+    ONE_PROCESS,
     Checkpoints,
     keras_backend,
     legacy_keras,
@@ -740,6 +741,8 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
     workers = sum(host.workers for host in hosts) or workers + others
     _without_others(workers, options)
     replicas = replicas or workers
+    if others and ONE_PROCESS in os.environ:
+        workers = 1
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0
     if not threads and not several:

@@ -13,7 +13,7 @@ from lockstep.checkpoint.store import Entry, Store
 from lockstep.diff.comparison import Comparison
 from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
-from lockstep.system.environment import DIGESTS, ORDER, repeating
+from lockstep.system.environment import DIGESTS, ONE_PROCESS, ORDER, repeating
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
 from lockstep.system.run_folder import fresh_folder
@@ -69,6 +69,8 @@ def repeat(
     variables: Mapping[str, str],
     options: list[str] | None = None,
     output: Any = None,
+    *,
+    one_process: bool = False,
 ) -> int:
     """Run the script of a run again, with its options; return the exit status.
 
@@ -78,6 +80,7 @@ def repeat(
         variables: further environment variables.
         options: further options.
         output: the file for the output of the command; None for that of this process.
+        one_process: whether one process does what all processes of a job with parameter servers did.
 
     Raises:
         ConfigError: the run cannot be repeated.
@@ -94,6 +97,11 @@ def repeat(
             f"{recording.folder} cannot be repeated: it has run a function of a program or notebook, which "
             "the folder does not contain; call the function again"
         )
+    if one_process and not recording.has_servers:
+        raise ConfigError(
+            f"{recording.folder} has no parameter servers, so its bits do not depend on the number of "
+            f"workers: repeat it in one process with lockstep run -n 1 --replicas {recording.replicas}"
+        )
     _refuse_changed(recording)
     words = [
         sys.executable,
@@ -107,8 +115,10 @@ def repeat(
     ]
     words += ["--", str(job["target"]), *map(str, job["arguments"])]
     environment = repeating(recording.program["flags"]) | dict(variables)
-    if job.get("parameter_servers"):
+    if recording.has_servers:
         environment[ORDER] = str(recording.folder.absolute())
+    if one_process:
+        environment[ONE_PROCESS] = "yes"
     return subprocess.run(
         words, cwd=where, env=environment, stdout=output, stderr=output, check=False
     ).returncode
@@ -119,7 +129,7 @@ def _options(job: Mapping[str, Any]) -> list[str]:
     servers = job.get("parameter_servers", 0)
     if servers:
         # A worker that was lost and replaced is not lost here: it also repeats what the other one did.
-        words = ["-n", str(job["workers"] - servers - 1), "--ps", str(servers), "--max-restarts", "0"]
+        words = ["-n", str(job["replicas"] - servers - 1), "--ps", str(servers), "--max-restarts", "0"]
     else:
         words = ["-n", str(job["workers"]), "--replicas", str(job["replicas"])]
     words += ["--threads-per-worker", str(job["threads"]), "--seed", str(job["seed"])]

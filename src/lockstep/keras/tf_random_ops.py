@@ -85,15 +85,19 @@ class EagerDraws:
 
 
 class GraphDraws:
-    """The draws of a function that is being traced; a variable counts the runs of each operation."""
+    """The draws of a function that is being traced; a variable counts the runs of each operation.
+
+    Attributes:
+        number: of the next operation.
+    """
 
     def __init__(self) -> None:
-        self._operations = 0
+        self.number = 0
         self._depth = len(entered_graphs())
 
     def restart(self) -> None:
         """Number the operations that run eagerly as in the first run."""
-        self._operations = 0
+        self.number = 0
 
     @property
     def in_function(self) -> bool:
@@ -104,7 +108,7 @@ class GraphDraws:
         """Add operations to the graph that compute another seed whenever they run."""
         if not self.in_function:
             return None
-        number, self._operations = self._operations, self._operations + 1
+        number, self.number = self.number, self.number + 1
         times = _counter(number)
         place = number * _TIMES if given is None else _place_of(given)
         seed = tf.stack([_variable("key").read_value(), times.read_value() + place])
@@ -246,6 +250,11 @@ def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
         _variable("key").assign(key)
     for counter in counters:
         counter.assign(0)
+
+
+def state_of_graphs() -> list[tuple[tf.Variable, Any]]:
+    """Return the variables from which the operations of all graphs draw, with their values."""
+    return [(one, one.read_value()) for one in (*_variables.values(), *_counters)]
 
 
 def begin_all(seed: int) -> None:

@@ -146,7 +146,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
         config.verify_every,
         config.verify_all,
         config.allow_unlike,
-        Tasks(config.workers, config.parameter_servers) if config.parameter_servers else None,
+        Tasks(config.replicas, config.parameter_servers) if config.parameter_servers else None,
         config.order,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)

@@ -119,7 +119,8 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
     ended = now if now is not None and finished is None else last
     took = None if began is None or ended is None else ended - began
     servers = _integer(job.get("parameter_servers")) or 0
-    workers = _integer(job.get("workers"))
+    # One process with all tasks of a job with servers may repeat a run.
+    workers = _integer(job.get("replicas" if servers else "workers"))
     hosts = job.get("hosts")
     return PastRun(
         name,

@@ -236,6 +236,9 @@ class RunData:
         processes, servers = int(self.job.get("workers", 0)), int(self.job.get("parameter_servers", 0))
         if not servers:
             return ""
+        if processes == 1:
+            # One process with all tasks repeats a run.
+            return "chief"
         # Others take the place of workers only.
         return Tasks(processes, servers).of(worker)[0] if 0 <= worker < processes else "worker"
 

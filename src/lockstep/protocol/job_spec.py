@@ -116,6 +116,11 @@ class JobSpec:
         return place_on_hosts(self.replicas, tuple(tuple(islice(ids, count)) for count in counts))
 
     @property
+    def in_one_process(self) -> bool:
+        """Whether one process has all tasks of a job with parameter servers: it repeats a run."""
+        return self.parameter_servers > 0 and self.workers == 1
+
+    @property
     def vital(self) -> frozenset[int]:
         """The workers that the job cannot lose: with parameter servers the chief, and the only server."""
         match self.parameter_servers:
@@ -128,6 +133,8 @@ class JobSpec:
     @property
     def servers(self) -> frozenset[int]:
         """The parameter servers."""
+        if self.in_one_process:
+            return frozenset()
         return frozenset(range(self.workers - self.parameter_servers, self.workers))
 
     @property
@@ -162,13 +169,16 @@ class JobSpec:
         what = f"{count(self.workers, 'worker')}{on}, {count(self.replicas, 'replica')}"
         if self.parameter_servers:
             servers = self.parameter_servers
-            what = f"a chief (worker 0), {count(self.workers - servers - 1, 'worker')}, "
+            what = f"a chief (worker 0), {count(self.replicas - servers - 1, 'worker')}, "
             what += count(servers, "parameter server")
-            what += (
-                f" (worker {self.workers - 1})"
-                if servers == 1
-                else f" (from worker {self.workers - servers})"
-            )
+            if self.in_one_process:
+                what += " in one process"
+            else:
+                what += (
+                    f" (worker {self.workers - 1})"
+                    if servers == 1
+                    else f" (from worker {self.workers - servers})"
+                )
         parts = [f"{what}, {count(self.threads, 'thread')} each, seed {self.seed} unless the script sets one"]
         if self.joint_input:
             parts.append("each worker reads all input")

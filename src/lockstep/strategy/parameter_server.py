@@ -12,6 +12,7 @@ from lockstep.keras import assignments
 from lockstep.keras.assignments import observed_by
 from lockstep.keras.parameter_server.function_calls import FunctionCalls, ScheduleContext
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
+from lockstep.keras.parameter_server.function_one_process import OneProcessCalls
 from lockstep.keras.parameter_server.function_run import ScopeVariables
 from lockstep.keras.parameter_server.function_server import ServerCalls
 from lockstep.keras.parameter_server.function_worker import WorkerCalls
@@ -130,7 +131,7 @@ class ParameterServerStrategy(Strategy):
             # That of the lost worker in one that has taken its place.
             lambda: seed_of(job.context.seed, "dataset", number, job.process),
             seed_of(job.context.seed, "dataset", number),
-            lambda: job.replacement,
+            lambda: (job.process, job.replacement),
         )
 
     def function_calls(self) -> Calls:
@@ -152,7 +153,8 @@ class ParameterServerStrategy(Strategy):
                 self._methods.functions_changed,
                 self._methods.steps_taken,
             )
-            self._calls = _CALLS[program.task](program)
+            calls = OneProcessCalls if self._job.context.has_all_tasks else _CALLS[program.task]
+            self._calls = calls(program)
         return self._calls
 
     def run(

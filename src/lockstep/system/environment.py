@@ -51,6 +51,8 @@ KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
 ORDER = f"{_PREFIX}ORDER"
 """The variable with the folder of a run whose order of arrivals this one follows; see `JobContext.order`."""
+ONE_PROCESS = f"{_PREFIX}ONE_PROCESS"
+"""The variable that lets one process follow the orders of all tasks; see `JobSpec.in_one_process`."""
 DIGESTS = f"{_PREFIX}DIGESTS"
 """The variable that says which steps a run records; see `lockstep.worker.job.JobContext.digests`."""
 ATTEMPT = f"{_PREFIX}ATTEMPT"
@@ -220,6 +222,9 @@ def worker_environment(
     environment = job_environment(config.seed, config.threads, inherited, backend=backend)
     environment |= _lockstep_variables(config)
     slot = config.worker if slot is None else slot
+    if config.parameter_servers and config.workers == 1 and backend in (None, "tensorflow"):
+        # Threads of TensorFlow wait in functions while others run.
+        environment["TF_NUM_INTEROP_THREADS"] = str(config.replicas)
     environment["TF_CONFIG"] = tf_config(slot, config.replicas, config.parameter_servers)
     if devices is not None:
         environment |= device_variables(inherited, devices, shared)

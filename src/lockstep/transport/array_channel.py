@@ -366,6 +366,10 @@ class Asked:
         """Answer; a thread sends it. The arrays must not change afterwards."""
         self._answer.put((message, arrays))
 
+    def answered(self) -> tuple[Answer, Sequence[Array]] | None:
+        """Wait for the answer, which is taken; None if there is none."""
+        return self._answer.get()
+
     def abandon(self) -> None:
         """Let the thread that waits for the answer end."""
         self._answer.put(None)
@@ -513,7 +517,7 @@ class AnsweringEnd:
                         return
                     self._unanswered.add(asked)
                 self._put(asked)
-                answer = asked._answer.get()
+                answer = asked.answered()
                 with self._lock:
                     self._unanswered.discard(asked)
                 if answer is None:

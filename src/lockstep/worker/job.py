@@ -227,6 +227,11 @@ class JobContext:
     tasks: Tasks | None = None
     order: Path | None = None
 
+    @property
+    def has_all_tasks(self) -> bool:
+        """Whether this process alone has all tasks of a job with parameter servers: it repeats a run."""
+        return self.tasks is not None and self.began_with == 1
+
 
 class Job:
     """One worker in its job: what it knows of the job, and its place in the current view.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -14,6 +14,7 @@ from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall, same_bits
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
+from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
 from lockstep.keras.private.common import embedding_table, given_rate
 from lockstep.keras.randomness import random_states, set_random_states
@@ -22,6 +23,43 @@ from lockstep.system.notes import note
 from lockstep.system.prose import count
 
 Array = npt.NDArray[Any]
+
+
+class CompletedSteps(Protocol):
+    """The steps that others compute; see `StepDispatcher`.
+
+    Attributes:
+        staleness: of the completed steps, in their order.
+        silent: returns the names of the servers that do not answer within some seconds.
+    """
+
+    staleness: list[int]
+    silent: Callable[[float], Sequence[str]]
+
+    @property
+    def layers(self) -> Mapping[str, Array]:
+        """The present values of the layers' state."""
+
+    def set_layers(self, layers: Mapping[str, Array]) -> None:
+        """Set values of the layers' state."""
+
+    def open(self, epoch: int) -> None:
+        """Let an epoch begin."""
+
+    def result(self) -> Mapping[str, Array]:
+        """Wait for the next completed step, in the order of completion; return its arrays."""
+
+    def take_check(self, step: int) -> tuple[int, bytes] | None:
+        """Return the worker that has computed a step, and its hash of the batch, once; None before."""
+
+    def drain(self) -> None:
+        """Begin no more steps, and wait until those in work are complete."""
+
+    def finish(self) -> None:
+        """End the call for those that compute."""
+
+    def close(self) -> None:
+        """Compute nothing more."""
 
 
 class ChiefProcess(FitProcess):
@@ -41,7 +79,8 @@ class ChiefProcess(FitProcess):
         self._opening: int | None = None
         self._checks: dict[int, bytes] = {}
         self._known_others: list[Array] = []
-        self._dispatcher: StepDispatcher | None = None
+        self._dispatcher: CompletedSteps | None = None
+        self._addresses: Mapping[int, bytes] = {}
         self._server_layers = server_layers(self.model)
 
     def train(
@@ -57,17 +96,14 @@ class ChiefProcess(FitProcess):
             PeerLostError: a server or all workers have ended.
         """
         self._steps_per_epoch = steps_per_epoch
-        self._dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
-        self._addresses = self.addresses(self._dispatcher.end)
-        addresses = self._addresses
-        self._dispatcher.keep(addresses)
+        self._dispatcher = self.begin()
         self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
         self._known, self._known_others = self._values(None), self._others(None)
         self._first_others, self._random = self._known_others, random_states()
         batches = training.batches
-        training.batches = lambda: self._one_ahead(batches())
+        training.batches = lambda: self.one_ahead(batches())
         with self.job.apart():
-            self._servers = self.connect_servers(addresses, self.served.shards)
+            self._servers = self.reach_servers()
             self._dispatcher.silent = self._servers.silent
             self.served.install(self._take)
             reading = None if self.tables is None else self.tables.within(self._servers.channels)
@@ -84,6 +120,19 @@ class ChiefProcess(FitProcess):
                 f"{self.call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
                 f"{len(stale)} steps of {count(len(self.live), 'worker')}"
             )
+
+    def begin(self) -> CompletedSteps:
+        """Let workers connect."""
+        dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
+        # Closed also if the addresses do not arrive.
+        self._dispatcher = dispatcher
+        self._addresses = self.addresses(dispatcher.listen())
+        dispatcher.keep(self._addresses)
+        return dispatcher
+
+    def reach_servers(self) -> Servers:
+        """Connect to all servers."""
+        return self.connect_servers(self._addresses, self.served.shards)
 
     def close(self) -> None:
         """Close all connections."""
@@ -144,7 +193,7 @@ class ChiefProcess(FitProcess):
             model.metrics_variables,
         )
 
-    def _one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and note whether each is the last one of its epoch, for which the next one is read.
 
         Where the number of steps is given, nothing is read beyond it.

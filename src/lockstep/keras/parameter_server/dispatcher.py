@@ -11,11 +11,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.errors import DisagreementError, PeerLostError, PeerStuckError
 from lockstep.parameter_server.assignments import Assignments
 from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
 from lockstep.parameter_server.tasks import Tasks
@@ -38,6 +38,16 @@ _ANSWERS_WITHIN = 5.0
 _SHOWN = "`w` in lockstep top shows what a worker does"
 
 
+class ComputedHere(Protocol):
+    """Computes the steps of a recorded call in this process; see `FollowedOrders`."""
+
+    def assign(self, worker: int, assigned: Assigned, layers: Sequence[Array]) -> None:
+        """Assign a step to a worker, with the layers' state."""
+
+    def done(self, worker: int, step: int) -> Asked:
+        """Return what a worker has told the chief of a step that it has completed."""
+
+
 @dataclass(frozen=True)
 class DispatchedCall:
     """A call whose steps the chief hands out.
@@ -53,6 +63,7 @@ class DispatchedCall:
         lost: returns the processes that the coordinator has announced as lost.
         workers: the worker ids of the call's processes, which others replace.
         replacements: see `Job`.
+        here: computes the steps in a replay; None if workers do.
     """
 
     tasks: Tasks
@@ -65,6 +76,7 @@ class DispatchedCall:
     lost: Callable[[], frozenset[int]] = frozenset
     workers: dict[int, int] = field(default_factory=dict)
     replacements: dict[int, int] = field(default_factory=dict)
+    here: ComputedHere | None = None
 
 
 class Dispatcher(ABC):
@@ -76,7 +88,6 @@ class Dispatcher(ABC):
 
     Attributes:
         staleness: of the completed steps, in their order.
-        end: answers the workers.
         when_completed: called by a thread that waits when steps were completed.
         look: is called every second while the chief waits.
         silent: returns the names of the servers that do not answer within some seconds, once the call fails.
@@ -91,9 +102,10 @@ class Dispatcher(ABC):
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
         self._replacements = call.replacements
         self._assignments = Assignments(call.max_staleness)
-        self._writer, self._recorded = call.writer, call.recorded
+        self._writer, self._recorded, self._here = call.writer, call.recorded, call.here
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self.end = AnsweringEnd(self._inbox.put, call.accept)
+        self._accept = call.accept
+        self._end: AnsweringEnd | None = None
         self._changed = threading.Condition()
         self._parked: dict[int, Asked] = {}
         self._arrived: dict[Record, Asked] = {}
@@ -103,7 +115,12 @@ class Dispatcher(ABC):
         self._ended = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-coordinator", daemon=True)
+
+    def listen(self) -> AnsweringEnd:
+        """Answer workers from now on; return where."""
+        self._end = AnsweringEnd(self._inbox.put, self._accept)
         self._thread.start()
+        return self._end
 
     def keep(self, processes: Iterable[int]) -> None:
         """Expect only these processes: the others were lost before they could connect."""
@@ -136,9 +153,10 @@ class Dispatcher(ABC):
 
     def close(self) -> None:
         """Close the connections and end the thread."""
-        self.end.close()
-        self._inbox.put(None)
-        self._thread.join()
+        if self._end is not None:
+            self._end.close()
+            self._inbox.put(None)
+            self._thread.join()
         self._writer.close()
 
     @abstractmethod
@@ -158,6 +176,11 @@ class Dispatcher(ABC):
         """Whether the worker of a recorded assignment waits for it."""
 
     def _wait(self, over: Callable[[], bool], *, leaving: bool = False) -> None:
+        if self._here is not None:
+            # No worker has to leave.
+            while not leaving and not over():
+                self._compute_next(self._here)
+            return
         with self._changed:
             begun = reported = time.monotonic()
             before = self._assignments.completed
@@ -184,7 +207,8 @@ class Dispatcher(ABC):
                     note(f"{self._what}, after {now - begun:.0f} s: {late}")
                 for process in self._lost():
                     worker = self._worker(process)
-                    self.end.drop(worker)
+                    if self._end is not None:
+                        self._end.drop(worker)
                     # It may have been lost before it has connected.
                     self._inbox.put(Asked(process, None, worker=worker))
                 self.look()
@@ -285,7 +309,7 @@ class Dispatcher(ABC):
 
     def _pump(self) -> None:
         """Answer everything that can be answered."""
-        if self._recorded is not None:
+        if self._recorded is not None and self._here is None:
             self._follow(self._recorded)
         for process, asked in list(self._parked.items()):
             if (answer := self._answer(process, asked)) is not None:
@@ -309,6 +333,29 @@ class Dispatcher(ABC):
         """Return the layers' state that a worker needs for a step."""
         assert self._layers is not None
         return tuple(self._layers), list(self._layers.values())
+
+    def _compute_next(self, here: ComputedHere) -> None:
+        """Process what has its turn in the recorded order, which this process computes.
+
+        Raises:
+            DisagreementError: there is no further step.
+        """
+        recorded = self._recorded
+        turn = None if recorded is None else recorded.awaited()
+        if recorded is None or turn is None or turn.kind not in (Kind.ASSIGN, Kind.DONE, Kind.JOINED):
+            raise DisagreementError(
+                f"{self._what}: the new run needs a further {self._unit}, which the recorded one has not "
+                "computed at this point: the script, its data or its libraries have changed"
+            )
+        recorded.advance()
+        with self._changed:
+            if turn.kind is Kind.JOINED:
+                self._replace(turn.worker, turn.step)
+            elif turn.kind is Kind.ASSIGN:
+                self._assignments.follow(turn.worker, turn.step)
+                here.assign(turn.worker, *self._assigned(turn.worker, turn.step))
+            else:
+                self._take(here.done(turn.worker, turn.step))
 
     def _follow(self, recorded: RecordedOrder) -> None:
         """Process what has its turn in the recorded order."""

@@ -115,7 +115,7 @@ class LookedUpRows:
     """The rows that a batch looks up, in place of the tables of a worker's model.
 
     Within the block, the tables are not in the model. A variable has the rows in the order of the lookups; it
-    is replaced by a larger one where a batch looks up more rows.
+    is replaced by a larger one where a batch looks up more rows. The block may be entered again.
 
     Args:
         tables: of the model.
@@ -132,12 +132,13 @@ class LookedUpRows:
 
     def __enter__(self) -> "LookedUpRows":
         for number, table in enumerate(self._tables.tables):
-            layer = table.layer
+            layer, variable = table.layer, embedding_table(table.layer)
             self._stack.enter_context(unreadable(layer, partial(_read_in_step, layer.path)))
             self._stack.enter_context(replaced(layer, "call", partial(self._look_up, number)))
-            self._rows.append(embedding_table(layer))
-            self._replace(number, _room(layer, 1))
-            self._stack.callback(self._replace, number, embedding_table(layer))
+            if number == len(self._rows):
+                self._rows.append(_room(layer, 1))
+            _put_variable(layer, variable, self._rows[number])
+            self._stack.callback(self._put_back, number, variable)
         if self._tables.tables:
             call = partial(self._call_model, self._model.call)
             self._stack.enter_context(replaced(self._model, "call", call))
@@ -202,11 +203,13 @@ class LookedUpRows:
         return collected
 
     def _replace(self, number: int, variable: Any) -> None:
-        """Put another variable in place of the one that a layer has for its rows, or for its table."""
-        old = self._rows[number]
-        variables = own_trainable_variables(self._tables.tables[number].layer)
-        variables[next(i for i, one in enumerate(variables) if one is old)] = variable
+        """Put another variable in place of the one that a layer has for its rows."""
+        _put_variable(self._tables.tables[number].layer, self._rows[number], variable)
         self._rows[number] = variable
+
+    def _put_back(self, number: int, variable: Any) -> None:
+        """Put a table in place of the variable that its layer has for rows."""
+        _put_variable(self._tables.tables[number].layer, self._rows[number], variable)
 
     def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._calls = [[] for _ in self._rows]
@@ -235,6 +238,12 @@ class LookedUpRows:
         rows = keras.ops.convert_to_tensor(self._rows[number])[first : first + prod(shape)]
         rows = keras.ops.reshape(rows, (*shape, table.layer.output_dim))
         return keras.ops.cast(rows, table.layer.compute_dtype)
+
+
+def _put_variable(layer: Any, old: Any, new: Any) -> None:
+    """Put a variable of a layer in place of another one."""
+    variables = own_trainable_variables(layer)
+    variables[next(i for i, one in enumerate(variables) if one is old)] = new
 
 
 def _read_in_step(path: str) -> Exception:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from lockstep.checkpoint import values
 from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
+from lockstep.keras.parameter_server.one_process import OneProcess
 from lockstep.keras.parameter_server.process import ServedCall
 from lockstep.keras.parameter_server.served_variables import (
     ServedVariables,
@@ -76,7 +77,8 @@ def fit_on_servers(
             with served.job.apart():
                 server.serve()
     elif task == "chief":
-        with ChiefProcess(served) as chief:
+        process = OneProcess if served.job.context.has_all_tasks else ChiefProcess
+        with process(served) as chief:
             chief.train(keras_fit, training, callbacks, given["steps_per_epoch"])
             updated = chief.updated_rows()
     else:

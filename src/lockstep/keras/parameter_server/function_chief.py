@@ -86,7 +86,7 @@ class ChiefCalls(FunctionCalls):
     def _open(self) -> None:
         process = self._process
         self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
-        self._addresses = process.addresses(self._dispatcher.end)
+        self._addresses = process.addresses(self._dispatcher.listen())
         self._dispatcher.keep(self._addresses)
         if process.recorded is None:
             self._dispatcher.begin()

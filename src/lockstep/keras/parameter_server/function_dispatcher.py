@@ -248,7 +248,8 @@ class FunctionDispatcher(Dispatcher):
     def publish(self, call: int, passed: Passed, arrays: Sequence[Array]) -> None:
         """Let the other processes pass a call with a result."""
         with self._changed:
-            self._calls[call] = _CallResult(passed, arrays)
+            if self._here is None:
+                self._calls[call] = _CallResult(passed, arrays)
             self._passed = call + 1
             self._pump()
 
@@ -387,7 +388,7 @@ class FunctionDispatcher(Dispatcher):
         return not held and turn.step < min(message.scheduled, self._assignments.stop)
 
     def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
-        """Return the variables that differ from those at the beginning."""
+        """Return the variables that differ from those at the beginning; in a replay in one process, all."""
         assert self._layers is not None
-        names = tuple(self._changed_variables)
+        names = tuple(self._changed_variables if self._here is None else self._layers)
         return names, [self._layers[name] for name in names]

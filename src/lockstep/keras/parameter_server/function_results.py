@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -45,6 +46,13 @@ def describe_failure(error: Exception, step: int, worker: int) -> FunctionFailur
         packed, arrays = values.pack(list(error.args), "")
         arguments = b"" if arrays else msgspec.json.encode(packed)
     return FunctionFailure(kind.__module__, kind.__qualname__, str(error), arguments, step, worker)
+
+
+def report_failure(error: Exception, step: int, function: Any, worker: int) -> FunctionFailure:
+    """Write the traceback of a function's exception to the log; return a message about it."""
+    print(f"function {step + 1} ({name_of(function)}) raises an exception:", file=sys.stderr)
+    traceback.print_exception(error)
+    return describe_failure(error, step, worker)
 
 
 def name_of(function: Any) -> str:

@@ -40,7 +40,7 @@ from lockstep.keras.private.common import (
     trained_by,
     variables_without_decay,
 )
-from lockstep.keras.randomness import random_numbers
+from lockstep.keras.randomness import random_numbers, random_states, set_random_states
 from lockstep.keras.replica_run.merges import Op, Replica, computing_as
 from lockstep.keras.seeds import key_of_replica
 from lockstep.parameter_server.partitioners import Partitioner
@@ -170,6 +170,34 @@ class FunctionRunner:
         """Whether a function has had no trial run that came to its end."""
         profile = self._profiles.get(_key(function))
         return profile is None or not profile.complete
+
+    def exchanges(self, function: Callable[..., Any]) -> bool:
+        """Whether a function that was tried out exchanges gradients for new weights."""
+        return self._profiles[_key(function)].exchanges
+
+    def keep_shared(self) -> Callable[[], None]:
+        """Return what puts back all that runs share, as it is now, so that others can run meanwhile."""
+        known = [*self.pulled, *self._scope.variables]
+        if self._generator is not None:
+            known.append(self._generator.state)
+        variables = list({id(one): one for one in known}.values())
+        values, states, in_graphs = self.transfers.read(variables), random_states(), list[Any]()
+        draws = [one.draws for one in self._profiles.values() if one.draws is not None]
+        numbers = [one.number for one in draws]
+        if self._on_tensorflow:
+            from lockstep.keras import tf_random_ops
+
+            in_graphs = tf_random_ops.state_of_graphs()
+
+        def put_back() -> None:
+            self.transfers.assign(variables, values)
+            for variable, value in in_graphs:
+                variable.assign(value)
+            for one, number in zip(draws, numbers, strict=True):
+                one.number = number
+            set_random_states(states)
+
+        return put_back
 
     def shown_by(self, function: Callable[..., Any]) -> dict[str, str]:
         """Return what trial runs have shown of a function, as facts."""

@@ -1,9 +1,8 @@
 """A worker in the calls of a `ClusterCoordinator`: runs functions while it waits for the chief."""
 
 import itertools
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
@@ -13,7 +12,7 @@ from lockstep.errors import DisagreementError, PeerError
 from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import FunctionCalls, Kind, ScheduleContext, Scheduled
-from lockstep.keras.parameter_server.function_results import describe_failure, name_of, pack_result
+from lockstep.keras.parameter_server.function_results import pack_result, report_failure
 from lockstep.keras.parameter_server.process import TaskProcess, same_bits
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
@@ -27,6 +26,38 @@ from lockstep.transport.array_channel import AskingChannel
 Array = npt.NDArray[Any]
 
 
+@dataclass(frozen=True)
+class FunctionPulls:
+    """What functions read from the servers.
+
+    Attributes:
+        whole: the numbers of the variables over all optimizers, without `tables`.
+        tables: those that only servers have.
+        common: the slots that belong to no variable.
+        variables: the variables, and those of the optimizers for `common`.
+    """
+
+    whole: tuple[int, ...]
+    tables: frozenset[int]
+    common: tuple[Slot, ...]
+    variables: list[Any]
+
+    @classmethod
+    def of(cls, updates: Sequence[Update]) -> "FunctionPulls":
+        """Return what functions read that apply these optimizers."""
+        slots = [slot for one in slots_of_all(updates) for slot in one]
+        variables = [one for each in updates for one in each.optimizer.variables]
+        common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
+        trained = [variable for each in updates for variable in each.variables]
+        whole = {i: one for i, one in enumerate(trained) if server_table(one) is None}
+        tables = frozenset(range(len(trained))) - whole.keys()
+        return cls(tuple(whole), tables, tuple(common), [*whole.values(), *common.values()])
+
+    def values(self, weights: Sequence[Array], common: Mapping[Slot, Array]) -> list[Array]:
+        """Return the values of `variables`, given what `Servers.pull_with_common` returns."""
+        return [*(weights[i] for i in self.whole), *(common[slot] for slot in self.common)]
+
+
 class WorkerCalls(FunctionCalls):
     """The calls of a worker, which runs functions while it waits for the chief."""
 
@@ -38,9 +69,7 @@ class WorkerCalls(FunctionCalls):
         self._until = 0
         self._kept: dict[int, Scheduled] = {}
         self._shown: dict[int, tuple[Any, Any]] = {}
-        self._common: tuple[Slot, ...] = ()
-        self._whole: tuple[int, ...] = ()
-        self._partial: frozenset[int] = frozenset()
+        self._pulls = FunctionPulls.of(())
         self._first: dict[int, Array] = {}
         self._ahead: frozenset[int] = frozenset()
         self._assigned = -1
@@ -157,14 +186,8 @@ class WorkerCalls(FunctionCalls):
             self._servers.add(shards)
 
     def _add(self, update: Update, number: int) -> None:
-        slots = [slot for one in slots_of_all(self._runner.updates) for slot in one]
-        variables = [one for each in self._runner.updates for one in each.optimizer.variables]
-        common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
-        trained = [variable for each in self._runner.updates for variable in each.variables]
-        self._common = tuple(common)
-        whole = {i: one for i, one in enumerate(trained) if server_table(one) is None}
-        self._whole, self._partial = tuple(whole), frozenset(range(len(trained))) - whole.keys()
-        self._runner.pulled = [*whole.values(), *common.values()]
+        self._pulls = FunctionPulls.of(self._runner.updates)
+        self._runner.pulled = self._pulls.variables
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         log = self._joining.log
@@ -279,13 +302,8 @@ class WorkerCalls(FunctionCalls):
             error = lost[0] if lost else self._runner.failure or raised
             if isinstance(error, PeerError):
                 raise error from None
-            print(
-                f"function {step + 1} ({name_of(scheduled.function)}) raises an exception:", file=sys.stderr
-            )
-            traceback.print_exception(error)
-            return FunctionReturned(
-                call, self._scheduled, step, failure=describe_failure(error, step, self._job.worker)
-            ), []
+            failure = report_failure(error, step, scheduled.function, self._job.worker)
+            return FunctionReturned(call, self._scheduled, step, failure=failure), []
         self._job.note_step()
         timer.lap("compute")
         if ran.updates:
@@ -317,5 +335,4 @@ class WorkerCalls(FunctionCalls):
     def _pulled(self, step: int, part: int) -> list[Array]:
         """Return the values of the variables that a function reads from the servers."""
         assert self._servers is not None
-        weights, common = self._servers.pull_with_common(step, part, self._partial)
-        return [*(weights[i] for i in self._whole), *(common[slot] for slot in self._common)]
+        return self._pulls.values(*self._servers.pull_with_common(step, part, self._pulls.tables))

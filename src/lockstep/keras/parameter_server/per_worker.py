@@ -35,13 +35,17 @@ class PerWorkerDataset(PerWorkerValues):
         make: creates the dataset.
         seed: returns the seed of the random numbers with which this worker creates it.
         trial: the seed of those in trial runs, equal in all processes.
-        replacement: returns `Job.replacement`.
+        worker: returns which worker this process is now: the id of its task, and `Job.replacement`.
     """
 
     def __init__(
-        self, make: Callable[[], Any], seed: Callable[[], int], trial: int, replacement: Callable[[], int]
+        self,
+        make: Callable[[], Any],
+        seed: Callable[[], int],
+        trial: int,
+        worker: Callable[[], tuple[int, int]],
     ) -> None:
-        self._make, self._seed, self._trial, self._replacement = make, seed, trial, replacement
+        self._make, self._seed, self._trial, self._worker = make, seed, trial, worker
 
     def __iter__(self) -> "PerWorkerIterator":
         return PerWorkerIterator(self)
@@ -65,15 +69,15 @@ class PerWorkerIterator(PerWorkerValues):
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._create, self._create_fresh = dataset._iterators()
-        self._replacement = dataset._replacement
-        self._iterator: Any = None
-        self._created_as = -1
+        self._worker = dataset._worker
+        self._of_task: dict[int, tuple[int, Any]] = {}
 
     def _own(self) -> Any:
-        # In a replay, one process repeats a lost worker and the one that has taken its place.
-        if self._iterator is None or self._replacement() != self._created_as:
-            self._iterator, self._created_as = self._create(), self._replacement()
-        return self._iterator
+        # In a replay, one process repeats a lost worker and the one that has taken its place, or all workers.
+        task, replacement = self._worker()
+        if task not in self._of_task or self._of_task[task][0] != replacement:
+            self._of_task[task] = replacement, self._create()
+        return self._of_task[task][1]
 
     def _fresh(self) -> Any:
         return self._create_fresh()

@@ -21,7 +21,7 @@ from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.numbered_calls import NumberedCall
-from lockstep.keras.parameter_server.dispatcher import DispatchedCall
+from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.served_variables import place_weights
 from lockstep.keras.parameter_server.server_channel import ServerChannel
@@ -167,8 +167,8 @@ class TaskProcess:
             recorded = RecordedOrder(read_order(RunPaths(followed).orders / name, self.call.number))
         return writer, recorded
 
-    def dispatched(self, max_staleness: int | None) -> DispatchedCall:
-        """Return the call as the chief hands out its steps."""
+    def dispatched(self, max_staleness: int | None, here: ComputedHere | None = None) -> DispatchedCall:
+        """Return the call as the chief hands out its steps, or computes them."""
         membership = self.job.membership
         return DispatchedCall(
             self.tasks,
@@ -181,6 +181,7 @@ class TaskProcess:
             self.lost,
             self.workers,
             self.job.replacements,
+            here,
         )
 
     def lost(self) -> frozenset[int]:

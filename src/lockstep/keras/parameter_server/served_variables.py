@@ -6,6 +6,7 @@ functions of a `ClusterCoordinator` may have several.
 
 import math
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -111,10 +112,13 @@ class TableShard:
         value: Array,
         slots: Mapping[int, Array],
     ) -> None:
-        self._backend, self._optimizer, self._make = backend, optimizer, make
+        self._backend, self._make = backend, make
+        # JAX takes the values of the program's optimizer away while Keras's loop runs.
+        self._optimizer = _unbuilt_copy(optimizer)
         self._transfers = transfers_of(backend)
         self.value, self.slots = np.array(value), {nth: np.array(slot) for nth, slot in slots.items()}
         self._blocks: dict[int, _Block] = {}
+        self._snapshots: weakref.WeakSet[TableSnapshot] = weakref.WeakSet()
         self._changed, self._reported = np.zeros(len(value), bool), np.zeros(len(value), bool)
 
     def update(self, numbers: Array, gradients: Array, common: Mapping[int, Any]) -> None:
@@ -142,14 +146,22 @@ class TableShard:
             ],
         )
         block.update([_padded(gradients, size)])
+        self._keep_for_snapshots(numbers)
         for array, new in zip(kept, self._transfers.read(block.variables), strict=True):
             array[numbers] = new[:count]
 
     def write(self, value: Array | None, slots: Mapping[int, Array]) -> None:
         """Replace all rows, and slots by their numbers."""
         if value is not None:
+            self._keep_for_snapshots(np.arange(len(self.value)))
             self.value = np.array(value)
         self.slots |= {nth: np.array(slot) for nth, slot in slots.items()}
+
+    def snapshot(self) -> "TableSnapshot":
+        """Return the rows as they are now."""
+        made = TableSnapshot(self)
+        self._snapshots.add(made)
+        return made
 
     def take_changed(self, *, again: bool = False) -> Array:
         """Return the numbers of the rows that were updated since the last call.
@@ -173,6 +185,11 @@ class TableShard:
         value, *slots, self._changed, self._reported = (array.copy() for array in state)
         self.value, self.slots = value, dict(zip(self.slots, slots, strict=True))
 
+    def _keep_for_snapshots(self, numbers: Array) -> None:
+        """Keep rows that are about to change for snapshots."""
+        for snapshot in self._snapshots:
+            snapshot.keep(numbers, self.value[numbers])
+
     def _note(self, numbers: Array) -> None:
         """Note that rows are about to be updated."""
         self._changed[numbers] = True
@@ -188,6 +205,30 @@ class TableShard:
             {number: one for (position, number), one in pairs if position < 0},
             self._backend.updater(Update(optimizer, [variable])),
         )
+
+
+class TableSnapshot:
+    """The rows of a shard as they were at a moment; those that have changed since are kept.
+
+    Args:
+        table: the shard.
+    """
+
+    def __init__(self, table: TableShard) -> None:
+        self._table = table
+        self._kept: list[tuple[Array, Array]] = []
+
+    def keep(self, numbers: Array, rows: Array) -> None:
+        """Keep rows, which are about to change."""
+        self._kept.append((numbers, rows))
+
+    def rows(self, numbers: Array) -> Array:
+        """Return rows by their numbers."""
+        found: Array = self._table.value[numbers]
+        for changed, rows in reversed(self._kept):
+            _, own, at = np.intersect1d(numbers, changed, return_indices=True)
+            found[own] = rows[at]
+        return found
 
 
 class LastingTableShard(TableShard):
@@ -380,6 +421,10 @@ class ServedVariables:
         assert isinstance(table, TableShard)
         found: Array = table.value[numbers]
         return found
+
+    def tables(self) -> dict[int, "TableSnapshot"]:
+        """Return the tables as they are now, by the positions of their shards."""
+        return {position: table.snapshot() for position, table in self._tables()}
 
     def digests(self) -> dict[int, Array]:
         """Return the digests of the shards that only servers have, by position."""

@@ -1,7 +1,7 @@
 """A connection to a parameter server that survives it: the standby answers what the server has not."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -13,8 +13,24 @@ from lockstep.transport.array_channel import AskingChannel
 Array = npt.NDArray[Any]
 
 
+class AsksServer(Protocol):
+    """Asks one server."""
+
+    def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
+        """Ask; see `AskingChannel.send`."""
+
+    def receive(self) -> tuple[Any, list[Array]]:
+        """Wait for the answer to what was sent last; see `AskingChannel.receive`."""
+
+    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
+        """Ask, and wait for the answer."""
+
+    def silent(self, within: float) -> str:
+        """Return the name of the server if it is silent, or empty; see `AskingChannel.is_silent`."""
+
+
 class ServerChannel:
-    """Asks one server; if that is lost, the server that has taken over its shards.
+    """An `AsksServer`; if the server is lost, it asks the one that has taken over the shards.
 
     Args:
         connects: connect to the process of the server, and to its standby, if there is one.

@@ -8,7 +8,6 @@ depend on the process that has its shards, and a replay needs no loss.
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from lockstep.errors import PeerLostError, PeerStuckError
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
 from lockstep.keras.parameter_server.standby import (
     KeptServer,
     Processed,
@@ -149,6 +148,10 @@ class ServerShards:
             asked.answer(Applied(-1))
 
         self._arrivals.arrive(record, process, ignore if isinstance(message, Push) else process)
+
+    def tables(self) -> dict[int, TableSnapshot]:
+        """Return the tables as they are now, by the positions of their shards."""
+        return self._variables.tables()
 
     def end_call(self, asked: Asked) -> None:
         """End the call: the order is complete."""
@@ -359,7 +362,7 @@ class ServerProcess(TaskProcess):
         recorded: RecordedOrder | None = None,
         link: StandbyLink | None = None,
     ) -> ServerShards:
-        answer_rows = None if self.tables is None else partial(self.tables.answer, server)
+        answer_rows = None if self.tables is None else self.tables.answers_of(server)
         return ServerShards(self._variables[server], writer, recorded, link, answer_rows)
 
     def _answer(self, shards: ServerShards, asked: Asked) -> None:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -22,7 +23,7 @@ from lockstep.errors import (
     ModelError,
     PeerLostError,
 )
-from lockstep.keras.parameter_server.server_channel import ServerChannel
+from lockstep.keras.parameter_server.server_channel import AsksServer, ServerChannel
 from lockstep.keras.parameter_server.table_rows import VALUES, TableRows, positions_of, ranges_of
 from lockstep.parameter_server.tasks import ServerPlace
 from lockstep.protocol.parameter_server import (
@@ -123,7 +124,8 @@ class ServerTable:
 
         It creates them when they are first needed: a layer may be built while a backend traces a function.
         """
-        if server not in self._tables.held[: None if self.standbys else 1] or server >= len(self.ranges):
+        held = self._tables.held if self.standbys else self._tables.own
+        if server not in held or server >= len(self.ranges):
             return None
         if server not in self._rows:
             start, stop = self.ranges[server]
@@ -213,7 +215,8 @@ class ServerTables:
 
     Attributes:
         servers: the number of servers.
-        held: those whose rows this process has: itself, if it is one, and then those whose standby it is.
+        own: those that this process is: itself, if it is one; all, if it has all tasks.
+        held: those whose rows this process has: its own, and then those whose standby it is.
         optimizers: those that have trained tables, with their numbers, which are the same on all servers.
         closed: why rows cannot be read now; empty if they can.
         failure: the error of a lookup.
@@ -228,7 +231,7 @@ class ServerTables:
         self._count = 0
         self._lock = threading.Lock()
         self._progress = threading.Condition()
-        self._within: Sequence[ServerChannel] | None = None
+        self._within: Sequence[AsksServer] | None = None
         self._channels: list[ServerChannel] | None = None
         self._connected_to: list[list[int]] = []
         self._holders: list[list[int]] = []
@@ -241,9 +244,13 @@ class ServerTables:
         self._trained_by = 0
         task, index = self._tasks.of(job.process)
         self.servers = self._tasks.servers
+        self.own: tuple[int, ...] = ()
         self.held: tuple[int, ...] = ()
+        if job.context.has_all_tasks:
+            self.own = self.held = tuple(range(self.servers))
         # A worker that joins has no task before it takes the place of a lost one.
-        if task == "ps" and not job.joins:
+        elif task == "ps" and not job.joins:
+            self.own = (index,)
             self.held = index, *self._kept_for(job, index)
             self._end = AnsweringEnd(self._put, job.membership.accept)
         # Others may read rows, for example to save a model, until their scripts end.
@@ -319,8 +326,11 @@ class ServerTables:
                     "load them in all processes"
                 )
         known = {process: (worker, at) for worker, (process, at, *_) in found.items()}
-        self._place({process: held for process, _, held, *_ in found.values()}, standbys, what)
-        self._connect(known)
+        if self._job.context.has_all_tasks:
+            self._channels = []
+        else:
+            self._place({process: held for process, _, held, *_ in found.values()}, standbys, what)
+            self._connect(known)
         # Functions that are scheduled update the rows of the standbys that were there at first.
         completes = standbys and self._job.context.order is None and not self.scheduling
         if completes and self._complete(hosts):
@@ -382,7 +392,7 @@ class ServerTables:
         return self._within is not None
 
     @contextmanager
-    def within(self, servers: Sequence[ServerChannel]) -> Iterator[None]:
+    def within(self, servers: Sequence[AsksServer]) -> Iterator[None]:
         """Within the block, a call of `fit` on the chief, use its connections."""
         self._within = servers
         try:
@@ -451,6 +461,12 @@ class ServerTables:
             question = ReadRows(table.number, VALUES, table.loads)
             values, _ = self._connected(table)[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
+
+    def answers_of(
+        self, server: int
+    ) -> Callable[[ReadRows | WriteRows, Sequence[Array]], tuple[Answer, Sequence[Array]]]:
+        """Return what answers questions about the rows of a server."""
+        return partial(self.answer, server)
 
     def answer(
         self, server: int, message: ReadRows | WriteRows | CopyRows, arrays: Sequence[Array]
@@ -571,7 +587,7 @@ class ServerTables:
             self._job.worker,
         )
 
-    def _connected(self, table: ServerTable) -> Sequence[ServerChannel]:
+    def _connected(self, table: ServerTable) -> Sequence[AsksServer]:
         # The servers are in the same call, and do not serve, when all processes evaluate between functions.
         apart = self.scheduling and self._together
         found = self._within if self._within is not None and not apart else self._channels

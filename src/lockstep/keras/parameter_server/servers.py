@@ -4,19 +4,33 @@ Each server has some rows of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.keras.parameter_server.served_variables import Slot
-from lockstep.keras.parameter_server.server_channel import ServerChannel
+from lockstep.keras.parameter_server.server_channel import AsksServer
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import EndCall, Pull, PullRows, Push, Read, Write
 
 Array = npt.NDArray[Any]
 
 _NO_ROWS = np.zeros(0, np.int64)
+
+
+class RowsOfServer(NamedTuple):
+    """Rows of a table that one server has.
+
+    Attributes:
+        server: its number.
+        shard: the position of the table's shard.
+        rows: their numbers in the shard.
+    """
+
+    server: int
+    shard: int
+    rows: Array
 
 
 class Servers:
@@ -33,7 +47,7 @@ class Servers:
         digests: of the tables that only servers have, at the last read, by their variables.
     """
 
-    def __init__(self, channels: Sequence[ServerChannel], shards: Sequence[Shard]) -> None:
+    def __init__(self, channels: Sequence[AsksServer], shards: Sequence[Shard]) -> None:
         self._channels = channels
         self.updated_rows: dict[int, Array] = {}
         self.digests: dict[int, Array] = {}
@@ -56,12 +70,16 @@ class Servers:
             PeerLostError: a server has ended.
             PeerStuckError: a server has not answered in time.
         """
-        for channel, shards in zip(self._channels, self._shards, strict=True):
-            own = {k: one for k, one in enumerate(shards) if one.variable in rows}
-            needed = {k: _rows_in(one, rows[one.variable]) for k, one in own.items()}
-            channel.send(Pull(step, tables=tuple(needed)), list(needed.values()))
+        for server, channel in enumerate(self._channels):
+            channel.send(*self.pull_of(server, step, rows))
         answers = [channel.receive() for channel in self._channels]
-        return self._whole([arrays for _, arrays in answers])
+        return self.whole([arrays for _, arrays in answers])
+
+    def pull_of(self, server: int, step: int, rows: Mapping[int, Array]) -> tuple[Pull, list[Array]]:
+        """Return what `pull` asks one server, with the arrays of the message."""
+        shards = enumerate(self._shards[server])
+        needed = {k: _rows_in(one, rows[one.variable]) for k, one in shards if one.variable in rows}
+        return Pull(step, tables=tuple(needed)), list(needed.values())
 
     def pull_with_common(
         self, step: int, part: int = 0, tables: frozenset[int] = frozenset()
@@ -73,13 +91,24 @@ class Servers:
             part: how often it has applied an optimizer before.
             tables: the variables of which no rows are needed.
         """
-        for channel, shards in zip(self._channels, self._shards, strict=True):
-            own = tuple(k for k, one in enumerate(shards) if one.variable in tables)
-            channel.send(Pull(step, common=True, part=part, tables=own), [_NO_ROWS] * len(own))
-        answers = [channel.receive() for channel in self._channels]
+        for server, channel in enumerate(self._channels):
+            channel.send(*self.pull_with_common_of(server, step, part, tables))
+        return self.whole_with_common([channel.receive() for channel in self._channels])
+
+    def pull_with_common_of(
+        self, server: int, step: int, part: int, tables: frozenset[int]
+    ) -> tuple[Pull, list[Array]]:
+        """Return what `pull_with_common` asks one server, with the arrays of the message."""
+        own = tuple(k for k, one in enumerate(self._shards[server]) if one.variable in tables)
+        return Pull(step, common=True, part=part, tables=own), [_NO_ROWS] * len(own)
+
+    def whole_with_common(
+        self, answers: Sequence[tuple[Any, Sequence[Array]]]
+    ) -> tuple[list[Array], dict[Slot, Array]]:
+        """Return what `pull_with_common` returns, given the answers of all servers."""
         values, arrays = answers[0]
         common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
-        return self._whole([arrays for _, arrays in answers]), common
+        return self.whole([arrays for _, arrays in answers]), common
 
     def pull_rows(self, step: int, variable: int, rows: Array, lookup: int) -> Array:
         """Return rows of a table.
@@ -90,14 +119,20 @@ class Servers:
             rows: the numbers of the rows, distinct and in order.
             lookup: the number of the lookup in the function.
         """
-        asked = []
-        for channel, shards in zip(self._channels, self._shards, strict=True):
-            for k, shard in enumerate(shards):
-                if shard.variable == variable and len(found := _rows_in(shard, rows)):
-                    channel.send(PullRows(step, k, lookup), [found])
-                    asked.append((shard.start, channel))
-        parts = {start: channel.receive()[1][0] for start, channel in asked}
-        return np.concatenate([parts[start] for start in sorted(parts)])
+        places = self.places_of(variable, rows)
+        for place in places:
+            self._channels[place.server].send(PullRows(step, place.shard, lookup), [place.rows])
+        return np.concatenate([self._channels[place.server].receive()[1][0] for place in places])
+
+    def places_of(self, variable: int, rows: Array) -> list["RowsOfServer"]:
+        """Return where rows of a table are, in the order of the rows, which are distinct and in order."""
+        found = [
+            (shard.start, RowsOfServer(server, k, of_shard))
+            for server, shards in enumerate(self._shards)
+            for k, shard in enumerate(shards)
+            if shard.variable == variable and len(of_shard := _rows_in(shard, rows))
+        ]
+        return [place for _, place in sorted(found, key=lambda one: one[0])]
 
     def push(
         self,
@@ -116,23 +151,31 @@ class Servers:
             part: how often the step has applied an optimizer before.
             rows: of which the gradients of tables are, as in `pull`.
         """
-        for channel, shards in zip(self._channels, self._shards, strict=True):
-            own = {k: one for k, one in enumerate(shards) if one.variable in gradients}
-            found = {
-                k: _rows_in(one, rows[one.variable])
-                for k, one in own.items()
-                if rows is not None and one.variable in rows
-            }
-            given = [
-                _part_of(gradients[one.variable], one, rows[one.variable])
-                if rows is not None and k in found
-                else one.part_of(gradients[one.variable])
-                for k, one in own.items()
-            ]
-            channel.send(Push(step, tuple(own), updates, part, tuple(found)), [*given, *found.values()])
+        for server, channel in enumerate(self._channels):
+            channel.send(*self.push_of(server, step, gradients, updates, part, rows or {}))
         answers = [channel.receive()[0] for channel in self._channels]
         # A server that has applied the push before answers with -1.
         return max([0, *(int(answer.staleness) for answer in answers)])
+
+    def push_of(
+        self,
+        server: int,
+        step: int,
+        gradients: Mapping[int, Array],
+        updates: tuple[int, ...],
+        part: int,
+        rows: Mapping[int, Array],
+    ) -> tuple[Push, list[Array]]:
+        """Return what `push` gives one server, with the arrays of the message."""
+        own = {k: one for k, one in enumerate(self._shards[server]) if one.variable in gradients}
+        found = {k: _rows_in(one, rows[one.variable]) for k, one in own.items() if one.variable in rows}
+        given = [
+            _part_of(gradients[one.variable], one, rows[one.variable])
+            if k in found
+            else one.part_of(gradients[one.variable])
+            for k, one in own.items()
+        ]
+        return Push(step, tuple(own), updates, part, tuple(found)), [*given, *found.values()]
 
     def read(
         self,
@@ -191,7 +234,7 @@ class Servers:
             channel.ask(Write(step, tuple(k for k, _ in own), tuple(keys)), arrays)
 
     @property
-    def channels(self) -> Sequence[ServerChannel]:
+    def channels(self) -> Sequence[AsksServer]:
         """The connections."""
         return self._channels
 
@@ -211,7 +254,8 @@ class Servers:
             channel.send(question)
         return [channel.receive() for channel in self._channels]
 
-    def _whole(self, answers: Sequence[Sequence[Array]]) -> list[Array]:
+    def whole(self, answers: Sequence[Sequence[Array]]) -> list[Array]:
+        """Return the variables, given the arrays of the answers of all servers to a pull."""
         parts: dict[int, list[tuple[Shard | None, Array, Array | None]]] = {}
         for shards, arrays in zip(self._shards, answers, strict=True):
             for shard, array in zip(shards, arrays, strict=False):

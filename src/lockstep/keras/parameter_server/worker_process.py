@@ -2,19 +2,15 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy.typing as npt
 
-from lockstep.data.batch import GlobalBatch
 from lockstep.errors import PeerLostError
-from lockstep.keras.backends.contract import ServedProgram
-from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
-from lockstep.keras.parameter_server.step_dispatcher import as_arrays
-from lockstep.keras.seeds import key_of_replica
+from lockstep.keras.parameter_server.worker_step import WorkerStep
 from lockstep.protocol.parameter_server import (
     Assigned,
     Begin,
@@ -42,14 +38,13 @@ class WorkerProcess(FitProcess):
 
     def __init__(self, served: ServedCall) -> None:
         super().__init__(served, "")
-        self._rows = LookedUpRows(served.tables, self.model)
-        self._program: ServedProgram | None = None
+        self._step = WorkerStep(self)
+        self._began = False
         self._steps, self._measured, self._skipped = 0, 0, 0
         self._asked_at = time.monotonic()
         self._assigned: Assigned | None = None
         self._layers: dict[str, Array] = {}
         self._kept: dict[int, Any] = {}
-        self._state: Any = None
 
     def train(self, keras_fit: Callable[[Sequence[Any]], Any], given: dict[str, Any]) -> None:
         """Run Keras's loop until the chief ends the training.
@@ -77,26 +72,25 @@ class WorkerProcess(FitProcess):
             given.update(initial_epoch=answer.epoch)
             self._skipped = answer.completed
             self.served.install(self._take)
-            with self._rows, contextlib.suppress(_TrainingEnded):
+            with self._step.rows, contextlib.suppress(_TrainingEnded):
                 keras_fit([_EpochEnd(self._end_epoch)])
 
     def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Compute the step of a batch, or keep the batch while another worker computes it."""
         step, self._steps = self._steps, self._steps + 1
-        self._state = state
-        if self._program is None:
-            data = self.read(batch)
-            self._rows.look_up(lambda: _inputs(data))
-            self._rows.make_room()
-            self._prepare(step, data)
+        self._step.state = state
+        if not self._began:
+            self._began, data = True, self.read(batch)
+            self._step.look_up(data)
+            self._step.make_room(step, data)
         if step < self._skipped:
             self._skip()
-            return {}, self._state
+            return {}, self._step.state
         self._kept[step] = batch
         if self._assigned is None:
             self._ask(Next())
         self._compute_visited()
-        return {}, self._state
+        return {}, self._step.state
 
     def _skip(self) -> None:
         """Skip a batch whose step was completed before this worker has joined."""
@@ -113,41 +107,21 @@ class WorkerProcess(FitProcess):
             step = self._assigned.step
             self._ask(*self._computed(step, self._kept[step]))
 
-    def _prepare(self, step: int, data: GlobalBatch) -> ServedProgram:
-        """Compute a step, which compiles it, and shows the names of the layers' state."""
-        self._program = program = self.program()
-        self._state = self._rows.fitted(self._state)
-        self.computed(program, self._state, step, data)
-        self._seeds = seeds_in(as_arrays(program.layers(self._state), self.backend.to_numpy))
-        return program
-
     def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
         timer = self.job.timer
         timer.begin(self.call.name)
         data = self.read(batch)
-        program, rows = self._program, self._rows.look_up(lambda: _inputs(data))
+        rows, traced = self._step.look_up(data), self._step.traced
         timer.lap("input")
-        traced = 0 if program is None else program.traced
-        if program is None or self._rows.make_room():
-            program, traced = self._prepare(step, data), 0
+        if self._step.make_room(step, data):
+            traced = 0
             timer.lap("compute")
-        weights = self._rows.placed(self._servers.pull(step, rows))
+        weights = self._servers.pull(step, rows)
         timer.lap("exchange")
-        layers = self._layers | {name: key_of_replica(seed, step) for name, seed in self._seeds.items()}
-        self._state = program.put(self._state, weights, layers)
-        found = dict(self.computed(program, self._state, step, data))
-        found.pop("density", None)
-        present = found.pop("present", None)
-        gradients = {
-            i: found.pop(f"gradient/{i}")
-            for i in range(len(self.model.trainable_variables))
-            if f"gradient/{i}" in found
-        }
-        if present is not None:
-            gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
+        computed = self._step.compute(step, data, weights, self._layers)
         self.job.note_step()
         timer.lap("compute")
-        staleness = self._servers.push(step, self._rows.collected(gradients), rows=rows)
+        staleness = self._servers.push(step, computed.gradients, rows=rows)
         timer.lap("exchange")
         self._measured += 1
         trained = self.served.trained + step + 1
@@ -156,9 +130,10 @@ class WorkerProcess(FitProcess):
             trained=trained,
             examples=data.examples,
             replicas=1,
-            compiled=program.traced != traced,
+            compiled=self._step.traced != traced,
             staleness=staleness,
         )
+        found = computed.found
         return Done(step, tuple(found), staleness, data.check()), list(found.values())
 
     def _ask(self, question: Next | Done, arrays: Sequence[Array] = ()) -> None:
@@ -201,13 +176,3 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call it."""
         self._act(epoch)
-
-
-def _inputs(data: GlobalBatch) -> Any:
-    """Return the inputs of the model in a batch."""
-    return keras.utils.unpack_x_y_sample_weight(data.share(0, 1).data())[0]
-
-
-def seeds_in(layers: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the states of Keras's random generators among the layers' state."""
-    return {name: array for name, array in layers.items() if array.dtype.kind in "iu" and array.shape == (2,)}

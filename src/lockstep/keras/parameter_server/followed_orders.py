@@ -1,0 +1,329 @@
+"""The servers of a recorded call, in one process that follows their orders and computes the workers' steps.
+
+A step is complete on the chief once each server has followed its order up to the step's push. A push takes
+the gradients of its step, which take the weights that the step has pulled from all servers. What is needed
+never leads back to where it began, because the recorded run has done all this in some order of time.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import ConfigError, DisagreementError
+from lockstep.keras.parameter_server.served_variables import TableSnapshot
+from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.parameter_server.standby import record_of
+from lockstep.parameter_server.order import Kind, Record, RecordedOrder
+from lockstep.parameter_server.partitioners import Shard
+from lockstep.protocol.parameter_server import Assigned, EndCall, PullRows, Question, Read, Write
+from lockstep.transport.array_channel import Asked
+
+Array = npt.NDArray[Any]
+Answered = tuple[Any, list[Array]]
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a worker gives the servers at once; see `Servers.push`."""
+
+    of: Mapping[int, Array]
+    rows: Mapping[int, Array] = field(default_factory=dict)
+    updates: tuple[int, ...] = (0,)
+    part: int = 0
+
+
+@dataclass
+class Attempt:
+    """A step that was assigned to a worker; if it was lost with the worker, another attempt follows.
+
+    Attributes:
+        worker: the worker.
+        assigned: what the chief has told it.
+        layers: the layers' state that it has got.
+        pulled: the answers to pulls, by their parts and servers.
+        tables: the numbers of the step's lookups, and the tables at that moment, by the servers.
+        gradients: the last ones, by their part.
+        pushed: the servers that have them.
+        pulls: how often the step has pulled.
+        computing: whether it is being computed.
+        staleness: the largest of all servers.
+        returned: what the worker tells the chief, without the staleness, once the step is computed.
+        batch: what the step is computed from, once that is known.
+    """
+
+    worker: int
+    assigned: Assigned
+    layers: Sequence[Array]
+    pulled: dict[tuple[int, int], Answered] = field(default_factory=dict)
+    tables: dict[int, deque[tuple[int, Mapping[int, TableSnapshot]]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    pushed: set[int] = field(default_factory=set)
+    pulls: int = 0
+    computing: bool = False
+    staleness: int = 0
+    returned: Answered | None = None
+    batch: Any = None
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.assigned.step
+
+
+class ReplayedWorkers(Protocol):
+    """Computes what workers have computed.
+
+    Attributes:
+        unit: names a step in messages.
+    """
+
+    unit: str
+
+    def pull(
+        self, servers: Servers, server: int, attempt: Attempt, part: int
+    ) -> tuple[Question, list[Array]]:
+        """Return what a worker asks a server for, to compute a step; see `Servers.pull_of`."""
+
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered | None, Gradients | None]:
+        """Compute a step up to its end, or to the gradients that it gives the servers before it pulls again.
+
+        Args:
+            attempt: at the step.
+            pulled: the answers of the servers to its pull.
+
+        Returns:
+            What the chief gets, at the end of the step; and the gradients, if any.
+        """
+
+    def completed(self, step: int) -> None:
+        """Forget what belongs to a step that is complete."""
+
+
+class FollowedServer:
+    """A server in this process, as an `AsksServer` of the chief.
+
+    Args:
+        number: of the server.
+        shards: of the server.
+        order: that it follows.
+        orders: those of all servers.
+
+    Attributes:
+        lookups: how often workers look up rows in steps.
+    """
+
+    def __init__(
+        self, number: int, shards: ServerShards, order: RecordedOrder, orders: "FollowedOrders"
+    ) -> None:
+        self.number, self.shards, self.order, self._orders = number, shards, order, orders
+        self.lookups = order.lookups()
+        self._asked: tuple[Question, Sequence[Array]] | None = None
+
+    def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
+        """Ask; see `AskingChannel.send`."""
+        self._asked = message, arrays
+
+    def receive(self) -> Answered:
+        """Return the answer to what was sent last, at its turn."""
+        assert self._asked is not None
+        message, arrays = self._asked
+        if isinstance(message, Read | Write):
+            self._orders.follow(self, record_of(0, message))
+        elif isinstance(message, EndCall):
+            self._orders.follow(self, None)
+        return self.answer(0, message, arrays)
+
+    def ask(self, message: Question, arrays: Sequence[Array] = ()) -> Answered:
+        """Ask, and return the answer."""
+        self.send(message, arrays)
+        return self.receive()
+
+    def silent(self, within: float) -> str:
+        """Return empty: it always answers."""
+        return ""
+
+    def answer(self, process: int, message: Question, arrays: Sequence[Array]) -> Answered:
+        """Return the answer to a question of a process whose turn it is, in arrays of its own."""
+        asked = Asked(process, message, [np.array(array) for array in arrays], self.number)
+        if isinstance(message, EndCall):
+            self.shards.end_call(asked)
+        else:
+            self.shards.arrive(asked)
+        answer = asked.answered()
+        assert answer is not None
+        return answer[0], [np.array(array) for array in answer[1]]
+
+
+class FollowedOrders:
+    """The servers of a recorded call, with the orders that they follow, and the steps of its workers.
+
+    It is `ComputedHere` for a `Dispatcher`, which follows the order of the chief.
+
+    Args:
+        name: of the call, for messages.
+        servers: the shards of each, and its order.
+        shards: of all variables.
+        workers: computes the steps.
+
+    Attributes:
+        servers: asks the servers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        servers: Sequence[tuple[ServerShards, RecordedOrder]],
+        shards: Sequence[Shard],
+        workers: ReplayedWorkers,
+    ) -> None:
+        self._name, self._workers = name, workers
+        self._followed = [FollowedServer(k, *one, self) for k, one in enumerate(servers)]
+        self.servers = Servers(self._followed, shards)
+        self._attempts: dict[tuple[int, int], Attempt] = {}
+
+    def assign(self, worker: int, assigned: Assigned, layers: Sequence[Array]) -> None:
+        """Assign a step to a worker, with the layers' state."""
+        self._attempts[worker, assigned.step] = Attempt(worker, assigned, layers)
+
+    def done(self, worker: int, step: int) -> Asked:
+        """Return what a worker has told the chief of a step that it has completed."""
+        attempt = self._attempt(worker, step)
+        self._compute(attempt)
+        for part in attempt.gradients:
+            self._push_everywhere(attempt, part)
+        del self._attempts[worker, step]
+        self._workers.completed(step)
+        assert attempt.returned is not None
+        message, arrays = attempt.returned
+        return Asked(worker, msgspec.structs.replace(message, staleness=attempt.staleness), arrays)
+
+    def rows(self, attempt: Attempt, variable: int, rows: Array, lookup: int) -> Array:
+        """Return rows of a table within a step; see `Servers.pull_rows`.
+
+        Raises:
+            DisagreementError: the recorded step has not looked up rows of the same server.
+        """
+        parts = []
+        for place in self.servers.places_of(variable, rows):
+            kept = attempt.tables[place.server]
+            number, tables = kept.popleft() if kept else (-1, {})
+            if number != lookup & 0xFF:
+                raise self._differs(f"looks up other rows in {self._workers.unit} {attempt.step + 1}")
+            parts.append(tables[place.shard].rows(place.rows))
+        return np.concatenate(parts)
+
+    def follow(self, server: FollowedServer, until: Record | None) -> None:
+        """Process what the order of a server has before a record of the chief; None for all of it.
+
+        Raises:
+            DisagreementError: the record does not come next.
+        """
+        while (turn := server.order.awaited()) != until:
+            if turn is None or turn.kind in (Kind.READ, Kind.WRITE):
+                asks, asked = (_named(one) for one in (until, turn))
+                raise self._differs(
+                    f"{asks} on parameter server {server.number}, and the recorded one {asked}"
+                )
+            self._serve_next(server)
+
+    def close(self) -> None:
+        """Write the rest of the servers' orders."""
+        for server in self._followed:
+            server.shards.close()
+
+    def _compute(self, attempt: Attempt, part: int | None = None) -> None:
+        """Compute a step up to the gradients of a part, or to its end."""
+        if attempt.computing:
+            raise _unfit(f"{self._workers.unit} {attempt.step + 1} needs what it computes later")
+        attempt.computing = True
+        while attempt.returned is None and part not in attempt.gradients:
+            # A step that looks up rows does so before its only push.
+            for server in self._followed:
+                looked_up = server.lookups[attempt.worker, attempt.step]
+                while not attempt.pulls and len(attempt.tables[server.number]) < looked_up:
+                    self._serve_next(server)
+            pulled = self._pulled(attempt, attempt.pulls)
+            attempt.pulls += 1
+            attempt.returned, gradients = self._workers.compute(attempt, pulled)
+            attempt.gradients = {} if gradients is None else {gradients.part & 0xFF: gradients}
+            attempt.pushed.clear()
+        attempt.computing = False
+
+    def _push_everywhere(self, attempt: Attempt, part: int) -> None:
+        """Let all servers follow their orders up to a push."""
+        push = Record(Kind.PUSH, attempt.worker, attempt.step, part)
+        for server in self._followed:
+            # One without the record has applied the step of a lost worker.
+            while server.order.has(push) and server.number not in attempt.pushed:
+                self._serve_next(server)
+
+    def _pulled(self, attempt: Attempt, part: int) -> list[Answered]:
+        keys = [(part & 0xFF, server.number) for server in self._followed]
+        for server, key in zip(self._followed, keys, strict=True):
+            while key not in attempt.pulled:
+                self._serve_next(server)
+        return [attempt.pulled.pop(key) for key in keys]
+
+    def _serve_next(self, server: FollowedServer) -> None:
+        """Process the next record of a server, which is of a worker."""
+        turn = server.order.awaited()
+        if turn is None or turn.kind in (Kind.READ, Kind.WRITE):
+            raise self._differs(f"trains on, and the recorded one {_named(turn)}")
+        attempt, key = self._attempt(turn.worker, turn.step), (turn.part, server.number)
+        match turn.kind:
+            case Kind.PULL:
+                asked = self._workers.pull(self.servers, server.number, attempt, turn.part)
+                attempt.pulled[key] = server.answer(turn.worker, *asked)
+            case Kind.PULL_ROWS:
+                # The step is computed later, and only then knows the rows.
+                tables = server.shards.tables()
+                attempt.tables[server.number].append((turn.part, tables))
+                message = PullRows(turn.step, next(iter(tables)), turn.part)
+                server.answer(turn.worker, message, [_NO_ROWS])
+            case Kind.PUSH:
+                if turn.part not in attempt.gradients:
+                    self._compute(attempt, turn.part)
+                if turn.part not in attempt.gradients:
+                    raise self._differs(f"has no gradients in {self._workers.unit} {attempt.step + 1}")
+                self._push(server, attempt, attempt.gradients[turn.part])
+                attempt.pushed.add(server.number)
+            case _:
+                raise _unfit(f"that of parameter server {server.number} has {turn.kind.name}")
+
+    def _push(self, server: FollowedServer, attempt: Attempt, gradients: Gradients) -> None:
+        given = gradients.of, gradients.updates, gradients.part, gradients.rows
+        answer, _ = server.answer(attempt.worker, *self.servers.push_of(server.number, attempt.step, *given))
+        if answer.staleness < 0:
+            raise _unfit(f"parameter server {server.number} has applied step {attempt.step + 1} twice")
+        attempt.staleness = max(attempt.staleness, answer.staleness)
+
+    def _attempt(self, worker: int, step: int) -> Attempt:
+        if (worker, step) not in self._attempts:
+            raise _unfit(f"the chief has not assigned step {step + 1} to worker {worker}")
+        return self._attempts[worker, step]
+
+    def _differs(self, how: str) -> DisagreementError:
+        return DisagreementError(
+            f"{self._name}: the new run {how}: the script, its data or its libraries have changed"
+        )
+
+
+def _named(record: Record | None) -> str:
+    """Return what happens at a record of a server, in the present tense."""
+    if record is None:
+        return "ends the call"
+    return {Kind.READ: "reads the weights", Kind.WRITE: "changes the weights"}.get(record.kind, "trains on")
+
+
+def _unfit(why: str) -> ConfigError:
+    return ConfigError(f"the recorded orders do not fit together: {why}")

@@ -1,0 +1,222 @@
+"""The calls of a `ClusterCoordinator` in one process that repeats a recorded run.
+
+It makes the calls as the chief, and runs the functions as their workers; see `FollowedOrders`.
+"""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from lockstep.errors import LockstepError
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.followed_orders import Answered, Attempt, FollowedOrders, Gradients
+from lockstep.keras.parameter_server.function_calls import ScheduleContext, Scheduled
+from lockstep.keras.parameter_server.function_chief import ChiefCalls
+from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
+from lockstep.keras.parameter_server.function_results import pack_result, report_failure
+from lockstep.keras.parameter_server.function_worker import FunctionPulls
+from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.seeds import seed_of
+from lockstep.parameter_server.partitioners import Shard
+from lockstep.protocol.parameter_server import FunctionReturned, Pull
+
+Array = npt.NDArray[Any]
+Computed = tuple[Answered | None, Gradients | None]
+"""What a function returns to the chief, once it has ended, and the gradients that it gives the servers."""
+
+
+class OneProcessCalls(ChiefCalls):
+    """The calls of the chief, which also runs the functions, and has the shards of all servers."""
+
+    unit = "function"
+
+    def __init__(self, program: ScheduleContext) -> None:
+        super().__init__(program)
+        self._orders: FollowedOrders | None = None
+        self._variables: list[ServedVariables] = []
+        self._added: Sequence[Shard] = ()
+        self._pulls = FunctionPulls.of(())
+        self._kept: dict[int, Scheduled] = {}
+        self._threads: dict[tuple[int, int], _FunctionThread] = {}
+
+    def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
+        """Return what a worker asks a server for, to run a function."""
+        return servers.pull_with_common_of(server, attempt.step, part, self._pulls.tables)
+
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> Computed:
+        """Run a function as a worker does; what the script sees of the variables stays as it is.
+
+        One that exchanges gradients runs in a thread, which waits for new weights while other functions run.
+        """
+        assert self._orders is not None
+        values = self._pulls.values(*self._orders.servers.whole_with_common(pulled))
+        key, put_back = (attempt.worker, attempt.step), self._runner.keep_shared()
+        try:
+            if not self._runner.exchanges(self._kept[attempt.step].function):
+                return self._run(attempt, values, None)
+            if key not in self._threads:
+                self._threads[key] = _FunctionThread(lambda thread, given: self._run(attempt, given, thread))
+            return self._threads[key].resume(values)
+        finally:
+            self._job.process, self._job.replacement = 0, -1
+            put_back()
+
+    def completed(self, step: int) -> None:
+        """Forget a function that is complete."""
+        del self._kept[step]
+
+    def _run(self, attempt: Attempt, values: Sequence[Array], thread: "_FunctionThread | None") -> Computed:
+        """Run a function with the values of the variables that it has pulled."""
+        assert self._orders is not None
+        job, orders, scope = self._job, self._orders, self._program.scope.variables
+        step, scheduled = attempt.step, self._kept[attempt.step]
+        lookups, parts = itertools.count(), itertools.count()
+        refused: list[BaseException] = []
+
+        def pull_rows(number: int, rows: Array) -> Array:
+            try:
+                return orders.rows(attempt, number, rows, next(lookups))
+            except LockstepError as error:
+                # TensorFlow raises another error for it.
+                refused.append(error)
+                raise
+
+        def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
+            assert thread is not None
+            first = self._runner.first_of(number)
+            whole = {first + position: gradient for position, gradient in gradients.items()}
+            put_back = self._runner.keep_shared()
+            try:
+                new = thread.exchange(Gradients(whole, {}, (number,), next(parts)))
+            except _RunEnds as error:
+                refused.append(error)
+                raise
+            put_back()
+            act_as_worker()
+            return list(new)
+
+        def act_as_worker() -> None:
+            job.process, job.replacement = attempt.worker, attempt.assigned.replacement
+            self._runner.pull_rows, self._runner.exchange = pull_rows, exchange
+
+        def run() -> Any:
+            args, kwargs = scheduled.own()
+            return scheduled.function(*args, **kwargs)
+
+        act_as_worker()
+        others = [scope[int(name)] for name in attempt.assigned.names]
+        self._runner.transfers.assign([*self._runner.pulled, *others], [*values, *attempt.layers])
+        seed = seed_of(self._call.seed, "function", step)
+        try:
+            ran = self._runner.run(scheduled.function, run, step, seed, exchange)
+            result, own = pack_result(ran.result)
+        except Exception as raised:
+            if refused:
+                raise refused[0] from None
+            replacement = attempt.assigned.replacement
+            worker = replacement if replacement >= 0 else attempt.worker
+            # TensorFlow raises another error for that of a lookup.
+            failure = report_failure(self._runner.failure or raised, step, scheduled.function, worker)
+            return (FunctionReturned(0, self._scheduled, step, failure=failure), []), None
+        changes = ran.changes.values()
+        arrays = [*(start for start, _ in changes), *(end for _, end in changes), *own]
+        returned = FunctionReturned(0, self._scheduled, step, tuple(ran.changes), 0, result)
+        gradients = Gradients(ran.gradients, ran.rows, ran.updates) if ran.updates else None
+        return (returned, arrays), gradients
+
+    def _open(self) -> None:
+        process, servers = self._process, []
+        process.live = tuple(process.tasks.workers)
+        for server in range(process.tasks.servers):
+            self._variables.append(ServedVariables(self._backend, own=True))
+            writer, order = process.order(f"ps-{server}")
+            assert order is not None
+            answers = None if self._tables is None else self._tables.answers_of(server)
+            servers.append((ServerShards(self._variables[server], writer, order, None, answers), order))
+        self._orders = FollowedOrders(self._call.name, servers, (), self)
+        self._servers = self._orders.servers
+        dispatched = process.dispatched(self._program.options.max_staleness, self._orders)
+        self._dispatcher = FunctionDispatcher(dispatched)
+
+    def _end(self) -> None:
+        # Those of lost workers have not come to their ends.
+        for thread in self._threads.values():
+            put_back = self._runner.keep_shared()
+            thread.end()
+            self._job.process, self._job.replacement = 0, -1
+            put_back()
+        self._threads.clear()
+        super()._end()
+        if self._orders is not None:
+            self._orders.close()
+
+    def _add_shards(self, shards: Sequence[Shard]) -> None:
+        super()._add_shards(shards)
+        self._added = shards
+
+    def _add(self, update: Update, number: int) -> None:
+        super()._add(update, number)
+        if self._tables is not None:
+            self._tables.note_optimizer(update.optimizer)
+        first = self._runner.first_of(number)
+        tables = frozenset(first + position for position in self._runner.tables_of(number))
+        for server, variables in enumerate(self._variables):
+            variables.add(update, [one for one in self._added if one.server == server], tables)
+        self._pulls = FunctionPulls.of(self._runner.updates)
+        self._runner.pulled = self._pulls.variables
+
+    def _remember(self, step: int, scheduled: Scheduled) -> None:
+        self._kept[step] = scheduled
+
+
+class _RunEnds(BaseException):
+    """Ends a function that a lost worker has not completed."""
+
+
+class _FunctionThread:
+    """Runs a function that exchanges gradients; no other thread computes meanwhile.
+
+    Args:
+        run: runs it in the thread, given the values that it has pulled.
+    """
+
+    def __init__(self, run: "Callable[[_FunctionThread, Sequence[Array]], Computed]") -> None:
+        self._run = run
+        self._given: queue.SimpleQueue[Sequence[Array] | None] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Computed | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._compute, name="lockstep-function", daemon=True)
+        self._thread.start()
+
+    def resume(self, values: Sequence[Array]) -> Computed:
+        """Give it what it has pulled; return what it has computed when it ends, or exchanges gradients."""
+        self._given.put(values)
+        found = self._found.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def exchange(self, gradients: Gradients) -> Sequence[Array]:
+        """In the thread, give gradients to the servers; return the new values, once they are pulled."""
+        self._found.put((None, gradients))
+        if (values := self._given.get()) is None:
+            raise _RunEnds
+        return values
+
+    def end(self) -> None:
+        """End the thread."""
+        self._given.put(None)
+        self._thread.join()
+
+    def _compute(self) -> None:
+        values = self._given.get()
+        assert values is not None
+        try:
+            self._found.put(self._run(self, values))
+        except BaseException as error:
+            self._found.put(error)

@@ -1,0 +1,173 @@
+"""A call of `fit` that repeats a recorded one in one process, which does what the chief, the workers and the
+servers did; see `FollowedOrders`."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DisagreementError
+from lockstep.keras.parameter_server.chief_process import ChiefProcess
+from lockstep.keras.parameter_server.followed_orders import Answered, Attempt, FollowedOrders, Gradients
+from lockstep.keras.parameter_server.process import ServedCall
+from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
+from lockstep.keras.parameter_server.transfers import transfers_of
+from lockstep.keras.parameter_server.worker_step import WorkerStep
+from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.protocol.parameter_server import Done, Pull
+
+Array = npt.NDArray[Any]
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+class OneProcess(ChiefProcess):
+    """The chief of a recorded call, which also computes what workers and servers have computed.
+
+    Args:
+        served: the call.
+    """
+
+    unit = "step"
+
+    def __init__(self, served: ServedCall) -> None:
+        super().__init__(served)
+        self._worker = WorkerStep(self)
+        self._ahead = _BatchesAhead()
+        self._transfers = transfers_of(served.backend)
+        self._orders: FollowedOrders | None = None
+
+    def begin(self) -> StepDispatcher:
+        """Create the shards of all servers, with the orders that they follow."""
+        served = self.served
+        self.live = tuple(self.tasks.workers)
+        if self.tables is not None:
+            self.tables.note_optimizer(served.update.optimizer)
+        servers = []
+        for server in range(self.tasks.servers):
+            variables = ServedVariables(self.backend, own=True, plain=served.options.max_staleness == 0)
+            own = [one for one in served.shards if one.server == server]
+            variables.add(served.update, own, served.tables.variables)
+            writer, order = self.order(f"ps-{server}")
+            assert order is not None
+            answers = None if self.tables is None else self.tables.answers_of(server)
+            servers.append((ServerShards(variables, writer, order, None, answers), order))
+        self._orders = FollowedOrders(self.call.name, servers, served.shards, self)
+        return StepDispatcher(self.dispatched(served.options.max_staleness, self._orders))
+
+    def reach_servers(self) -> Servers:
+        """Return what asks the servers of this process."""
+        assert self._orders is not None
+        return self._orders.servers
+
+    def close(self) -> None:
+        """Write the rest of the orders."""
+        if self._orders is not None:
+            self._orders.close()
+        super().close()
+
+    def one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; those that steps need earlier are read before."""
+        yield from super().one_ahead(self._ahead.through(batches))
+
+    def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
+        """Return what a worker asks a server for: of tables, the rows that its batch looks up."""
+        if attempt.batch is None and (batch := self._ahead.batch(attempt.step)) is not None:
+            data = self.read(batch)
+            with self._worker.rows:
+                attempt.batch = data, self._worker.look_up(data)
+        # A lost worker that got no further than this has changed nothing: its rows do not matter.
+        none = dict.fromkeys(self.served.tables.variables, _NO_ROWS)
+        return servers.pull_of(server, attempt.step, none if attempt.batch is None else attempt.batch[1])
+
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients]:
+        """Compute a step as a worker does; what the chief has of the model stays as it is."""
+        assert self._orders is not None
+        step, (data, rows) = attempt.step, attempt.batch
+        states = random_states()
+        with self._worker.rows, self._values_kept():
+            self._worker.look_up(data)
+            self._worker.make_room(step, data)
+            weights = self._orders.servers.whole([arrays for _, arrays in pulled])
+            # A backend may use the arrays in place.
+            layers = {
+                name: np.array(array)
+                for name, array in zip(attempt.assigned.names, attempt.layers, strict=True)
+            }
+            computed = self._worker.compute(step, data, weights, layers)
+        set_random_states(states)
+        found = computed.found
+        done = Done(step, tuple(found), 0, data.check())
+        return (done, list(found.values())), Gradients(computed.gradients, rows)
+
+    def completed(self, step: int) -> None:
+        """Forget the batch of a step that is complete."""
+        self._ahead.forget(step)
+
+    @contextmanager
+    def _values_kept(self) -> Iterator[None]:
+        """Give variables of the model their values back, where the state of the step is in variables."""
+        if self._worker.state is not None:
+            yield
+            return
+        rooms = {id(self.model.trainable_variables[table]) for table in self.served.tables.variables}
+        variables = {id(one): one for one in (*self.model.variables, *self.model.metrics_variables)}.values()
+        own = [one for one in variables if id(one) not in rooms]
+        values = self._transfers.read(own)
+        try:
+            yield
+        finally:
+            self._transfers.assign(own, values)
+
+    def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        self._worker.state = state
+        return super()._take(state, batch)
+
+
+class _BatchesAhead:
+    """The batches of Keras's loop, of which steps may need later ones earlier."""
+
+    def __init__(self) -> None:
+        self._batches: Iterator[Any] = iter(())
+        self._waiting: deque[Any] = deque()
+        self._kept: dict[int, Any] = {}
+        self._count = 0
+
+    def through(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a pass."""
+        self._batches = batches
+        while self._waiting or self._read():
+            yield self._waiting.popleft()
+
+    def batch(self, step: int) -> Any:
+        """Return the batch of a step, counted over all passes; None if it was forgotten.
+
+        Raises:
+            DisagreementError: the pass ends before.
+        """
+        while step >= self._count:
+            if not self._read():
+                raise DisagreementError(
+                    f"the recorded run has trained with batch {step + 1}, but the data ends with batch "
+                    f"{self._count}: the script or its data has changed"
+                )
+        return self._kept.get(step)
+
+    def forget(self, step: int) -> None:
+        """Forget the batch of a step."""
+        self._kept.pop(step, None)
+
+    def _read(self) -> bool:
+        batch = next(self._batches, None)
+        if batch is None:
+            return False
+        self._kept[self._count] = batch
+        self._waiting.append(batch)
+        self._count += 1
+        return True

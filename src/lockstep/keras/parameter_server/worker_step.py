@@ -1,0 +1,112 @@
+"""What a worker computes of a step of `fit`: its gradients, given the weights and the layers' state."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy.typing as npt
+
+from lockstep.data.batch import GlobalBatch
+from lockstep.keras.backends.contract import ServedProgram
+from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
+from lockstep.keras.parameter_server.process import FitProcess
+from lockstep.keras.parameter_server.step_dispatcher import as_arrays
+from lockstep.keras.seeds import key_of_replica
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """What a worker has computed.
+
+    Attributes:
+        gradients: by the position of the variable; of a table, those of the distinct rows.
+        found: changes of the layers' state, metrics and logged values, by name.
+    """
+
+    gradients: Mapping[int, Array]
+    found: Mapping[str, Array]
+
+
+class WorkerStep:
+    """Computes steps, within `rows`, one after another.
+
+    Args:
+        process: of the call.
+
+    Attributes:
+        rows: takes the place of the tables.
+        state: what Keras threads through its steps, or None.
+    """
+
+    def __init__(self, process: FitProcess) -> None:
+        self.rows = LookedUpRows(process.served.tables, process.model)
+        self.state: Any = None
+        self._process = process
+        self._program: ServedProgram | None = None
+        self._seeds: dict[str, Array] = {}
+
+    @property
+    def traced(self) -> int:
+        """How many times the backend has traced the step; see `Program`."""
+        return 0 if self._program is None else self._program.traced
+
+    def look_up(self, data: GlobalBatch) -> dict[int, Array]:
+        """Return the distinct rows that a batch looks up; see `LookedUpRows.look_up`.
+
+        The next calls of `make_room` and `compute` are for this batch.
+        """
+        return self.rows.look_up(lambda: _inputs(data))
+
+    def make_room(self, step: int, data: GlobalBatch) -> bool:
+        """Compile the step if it does not fit the batch; return whether it was compiled."""
+        if not self.rows.make_room() and self._program is not None:
+            return False
+        process = self._process
+        self._program = program = process.program()
+        self.state = self.rows.fitted(self.state)
+        # This compiles the step, and shows the names of the layers' state.
+        process.computed(program, self.state, step, data)
+        self._seeds = seeds_in(as_arrays(program.layers(self.state), process.backend.to_numpy))
+        return True
+
+    def compute(
+        self, step: int, data: GlobalBatch, weights: Sequence[Array], layers: Mapping[str, Array]
+    ) -> ComputedStep:
+        """Compute a step.
+
+        Args:
+            step: its number in the call.
+            data: its batch.
+            weights: of tables, the distinct rows that `look_up` has returned.
+            layers: the layers' state; random generators draw what they draw in this step.
+
+        Raises:
+            ModelError: parameter servers do not support the step.
+        """
+        assert self._program is not None
+        given = {**layers, **{name: key_of_replica(seed, step) for name, seed in self._seeds.items()}}
+        self.state = self._program.put(self.state, self.rows.placed(weights), given)
+        found = dict(self._process.computed(self._program, self.state, step, data))
+        found.pop("density", None)
+        present = found.pop("present", None)
+        gradients = {
+            i: found.pop(f"gradient/{i}")
+            for i in range(len(self._process.model.trainable_variables))
+            if f"gradient/{i}" in found
+        }
+        if present is not None:
+            gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
+        return ComputedStep(self.rows.collected(gradients), found)
+
+
+def _inputs(data: GlobalBatch) -> Any:
+    """Return the inputs of the model in a batch."""
+    return keras.utils.unpack_x_y_sample_weight(data.share(0, 1).data())[0]
+
+
+def seeds_in(layers: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the states of Keras's random generators among the layers' state."""
+    return {name: array for name, array in layers.items() if array.dtype.kind in "iu" and array.shape == (2,)}
