@@ -129,6 +129,10 @@ def test_a_parameter_is_as_before_and_its_results_too(parameter: Any) -> None:
         rows = functions.rows_looked_up(lambda ids: VALUES[ids], torch.tensor([3]), parameter, SHAPE)
         rows.sum().backward()
         assert tuple(parameter.grad.shape) == SHAPE
+        with found.suspended():
+            assert parameter.tolist() == [[1.0] * 4]
+        assert tuple(parameter.shape) == SHAPE
+        assert parameter.grad is None
         found.end()
         assert type(parameter) is kind
         assert parameter.tolist() == [[1.0] * 4]

@@ -807,7 +807,10 @@ class _Watcher:
             exchanged_in_graph(lambda arrays: runner.exchanged(number, arrays), gradients, runner.pulled)
             return
         arrays = {i: np.array(runner._backend.to_numpy(one)) for i, one in gradients.items()}
-        runner.transfers.assign(runner.pulled, exchange(number, arrays))
+        # In a replay in one process, other functions run meanwhile.
+        with self._stand_ins.suspended() if self._on_torch else nullcontext():
+            values = exchange(number, arrays)
+        runner.transfers.assign(runner.pulled, values)
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the value."""

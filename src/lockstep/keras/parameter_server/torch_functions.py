@@ -6,7 +6,8 @@ program's own code like any gradient.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Any, type, torch.Tensor, torch.Tensor | None]] = {}
+        self._added: list[tuple[Any, str, tuple[int, int]]] = []
 
     def add(self, parameter: Any, layer: str, shape: tuple[int, int]) -> None:
         """Give a parameter another shape, unless it has it.
@@ -77,6 +79,7 @@ class StandIns:
         if id(parameter) in self._before:
             return
         self._before[id(parameter)] = parameter, type(parameter), parameter.data, parameter.grad
+        self._added.append((parameter, layer, shape))
         # Takes no memory; a value that is read after all shows.
         values = parameter.data.new_full((1, 1), torch.nan).expand(shape)
         _reshape(parameter, values)
@@ -89,6 +92,18 @@ class StandIns:
             _reshape(parameter, values)
             parameter.grad = gradient
         self._before.clear()
+        self._added.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within the block, all are as before; afterwards, without gradients."""
+        added = list(self._added)
+        self.end()
+        try:
+            yield
+        finally:
+            for one in added:
+                self.add(*one)
 
 
 @functools.cache
