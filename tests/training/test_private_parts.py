@@ -252,6 +252,7 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ("tensorflow", context_module, "async_wait context eager_mode global_seed"),
     ("torch", torch, "_foreach_mul_"),
     ("torch", lambda: torch().zeros(1), "_version"),
+    ("torch", lambda: torch().zeros(1).to_sparse(), "_indices _values"),
     ("torch", lambda: torch().utils.data.DataLoader([1]), "_get_iterator _iterator"),
 )
 """Objects with private attributes that the source uses: the backend, or "" for all, an object, and names."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,13 @@ from lockstep.worker.job import Job
 
 Launch = Callable[..., Any]
 SCRIPT, IN_FUNCTIONS = "rows_on_servers.py", "rows_in_functions.py"
+
+
+def on(*quickly: str) -> pytest.MarkDecorator:
+    """Run a test on the backends on which functions train tables; on others than these in slow tests only."""
+    names = ["tensorflow", *(["torch"] if find_spec("torch") else [])]
+    marked = [name if name in quickly else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("backend", marked)
 
 
 generator = np.random.default_rng(0)
@@ -179,14 +187,15 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
             assert text in line
 
 
+@on("tensorflow", "torch")
 def test_functions_train_rows_like_plain_keras(
-    launch: Launch, plain: Callable[..., str], tmp_path: Path
+    launch: Launch, plain: Callable[..., str], tmp_path: Path, backend: str
 ) -> None:
-    run = launch("-n 2 --ps 2", IN_FUNCTIONS, "serial", str(tmp_path), backend="tensorflow")
+    run = launch("-n 2 --ps 2", IN_FUNCTIONS, "serial", str(tmp_path), backend=backend)
     assert run.status == 0, run.stderr
     found = [results(run.log(worker)) for worker in range(5)]
     assert found == [found[0]] * 5
-    expected = results(plain(IN_FUNCTIONS, "serial", str(tmp_path), backend="tensorflow").splitlines())
+    expected = results(plain(IN_FUNCTIONS, "serial", str(tmp_path), backend=backend).splitlines())
     assert found[0].keys() == expected.keys()
     for name, values in expected.items():
         assert _flat(found[0][name]) == pytest.approx(_flat(values), rel=1e-4), name
@@ -198,8 +207,11 @@ def test_functions_train_rows_like_plain_keras(
         assert served[rows][()] == pytest.approx(plainly[rows][()], rel=1e-4, abs=1e-6)
 
 
-def test_functions_that_lost_a_worker_can_be_repeated(launch: Launch, repeat: Callable[..., Any]) -> None:
-    run = launch("-n 3 --ps 2", IN_FUNCTIONS, "free", backend="tensorflow")
+@on("torch")
+def test_functions_that_lost_a_worker_can_be_repeated(
+    launch: Launch, repeat: Callable[..., Any], backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", IN_FUNCTIONS, "free", backend=backend)
     assert run.status == 0, run.stderr
     assert "worker 2 was killed by SIGKILL" in run.stderr
     digests = {line for worker in (0, 1, 3, 4, 5) for line in run.marked(worker, "digest ")}
@@ -207,18 +219,19 @@ def test_functions_that_lost_a_worker_can_be_repeated(launch: Launch, repeat: Ca
     assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
 
 
-def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None:
-    run = launch("-n 1 --ps 2", IN_FUNCTIONS, "misused", backend="tensorflow")
+@on("tensorflow")
+def test_functions_that_need_the_whole_table_are_refused(launch: Launch, backend: str) -> None:
+    run = launch("-n 1 --ps 2", IN_FUNCTIONS, "misused", backend=backend)
     assert run.status == 0, run.stderr
     shown = [
         "reads the table of layer 'table', a ServerEmbedding, other than by lookups",
         "applies a tensor as the gradient of layer 'table'",
-        "trains layer 'table', a ServerEmbedding, applies an optimizer several times, or uses the new",
+        *["trains layer 'table', a ServerEmbedding, applies an optimizer several times, or uses the new"] * 2,
         "layer 'table' is a ServerEmbedding, whose rows are updated on their own, but Nadam has variables",
         "divides 'table/embeddings', but the optimizer has a clipnorm",
-        "looks up rows of layer 'table', a ServerEmbedding, which none trains",
+        "looks up rows of layer 'masked', a ServerEmbedding, which none trains: first schedule one that",
         "late', a ServerEmbedding, was built after functions were scheduled: build it before",
-        "DataError layer 'table' looks up row 201, but its table has 101 rows",
+        "DataError layer 'masked' looks up row 4294967396, but its table has 101 rows",
         "the rows of layer 'table' cannot be read now, because servers may change them: call join before",
         "weights of layer 'table' are loaded while functions are scheduled",
     ]
@@ -233,12 +246,12 @@ def test_functions_that_need_the_whole_table_are_refused(launch: Launch) -> None
 
 
 @pytest.mark.slow
-def test_a_function_trains_rows_on_tensorflow_only(launch: Launch) -> None:
+def test_a_function_on_jax_trains_no_rows(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", SCRIPT, "function")
     assert run.status == 0, run.stderr
     for worker in range(3):
         (line,) = run.marked(worker, "error ")
-        assert "a ServerEmbedding, which is for functions on TensorFlow only" in line
+        assert "a ServerEmbedding, which is for functions on TensorFlow and PyTorch only" in line
 
 
 @pytest.fixture(autouse=True)

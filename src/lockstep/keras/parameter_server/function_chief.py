@@ -184,8 +184,9 @@ class ChiefCalls(FunctionCalls):
         self._dispatcher.remove_variables(map(str, positions))
         for position in positions:
             self._others.pop(position, None)
-        before = len(self._known) - len(self._slots)
+        # Of all optimizers that a trial has found, of which this may not be the last one.
         self._slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
+        before = self._runner.first_of(number)
         weights, slots = self._known[:before], self._known[before:]
         weights += [self._array(one) for one in update.variables]
         self._known = [*weights, *slots, *(self._array(one) for one in update.optimizer.variables)]

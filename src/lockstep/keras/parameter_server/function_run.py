@@ -108,6 +108,7 @@ class _Profile:
         assigned: the positions of the variables that it assigns.
         updates: the numbers of the optimizers that it applies.
         draws: what its random operations on TensorFlow draw from.
+        raised: the exception of its last trial run that came to no end.
     """
 
     function: Any
@@ -116,6 +117,7 @@ class _Profile:
     assigned: set[int] = field(default_factory=set)
     updates: set[int] = field(default_factory=set)
     draws: Any = None
+    raised: str = ""
 
 
 class FunctionRunner:
@@ -246,7 +248,12 @@ class FunctionRunner:
         for kept in self._graph_gradients.values():
             kept.reset()
         try:
-            with self._isolated(profile, seed), _running_eagerly(eagerly), watcher.watching():
+            with (
+                watcher.standing_in(),
+                self._isolated(profile, seed),
+                _running_eagerly(eagerly),
+                watcher.watching(),
+            ):
                 call()
             self._refuse_updates(before)
             for number in profile.updates & self._graph_gradients.keys():
@@ -254,7 +261,8 @@ class FunctionRunner:
             return True
         except ModelError:
             raise
-        except Exception:
+        except Exception as error:
+            profile.raised = f"{type(error).__name__}: {error}"
             return False
         finally:
             with observed_by(None):
@@ -296,7 +304,7 @@ class FunctionRunner:
         for number in profile.updates & self._graph_gradients.keys():
             self._graph_gradients[number].reset()
         try:
-            with self._isolated(profile, seed), watcher.watching():
+            with watcher.standing_in(), self._isolated(profile, seed), watcher.watching():
                 result = plain(call(), self._backend)
             changes = self._collected(profile, watcher)
         finally:
@@ -380,13 +388,22 @@ class FunctionRunner:
                         "build it before"
                     )
 
+    @property
+    def tables(self) -> list[Any]:
+        """The variables of the scope that take the places of tables that only servers have."""
+        return [one for one in self._scope.variables if server_table(one) is not None]
+
     def tables_of(self, number: int) -> list[int]:
         """Return the positions of the tables that only servers have among the variables of an optimizer."""
         variables = self.updates[number].variables
         return [position for position, one in enumerate(variables) if server_table(one) is not None]
 
-    def number_of_table(self, table: ServerTable) -> int:
+    def number_of_table(self, table: ServerTable, raised: str) -> int:
         """Return the number of the variable of a table over all optimizers.
+
+        Args:
+            table: that a function looks up.
+            raised: by the trial run of the function.
 
         Raises:
             ModelError: no function trains it.
@@ -395,6 +412,11 @@ class FunctionRunner:
         for number, variable in enumerate(variables):
             if server_table(variable) is table:
                 return number
+        if raised:
+            raise ModelError(
+                f"a scheduled function looks up rows of layer {table.name!r}, a ServerEmbedding, which none "
+                f"trains yet: a trial of this function, in which all rows are zeros, raised {raised}"
+            )
         raise ModelError(
             f"a scheduled function looks up rows of layer {table.name!r}, a ServerEmbedding, which none "
             "trains: first schedule one that trains it, or use evaluate"
@@ -431,10 +453,10 @@ class FunctionRunner:
                 "support"
             )
         tables = [table for one in update.variables if (table := server_table(one)) is not None]
-        if tables and not self._on_tensorflow:
+        if tables and keras.backend.backend() == "jax":
             raise ModelError(
                 f"a scheduled function trains layer {tables[0].name!r}, a ServerEmbedding, which is for "
-                "functions on TensorFlow only: train it in fit, or use keras.layers.Embedding"
+                "functions on TensorFlow and PyTorch only: train it in fit, or use keras.layers.Embedding"
             )
         if tables and (hindrance := lazy_hindrance(optimizer, update.variables)):
             raise ModelError(
@@ -543,11 +565,13 @@ class _Watcher:
         self.created: list[tuple[Any, Any]] = []
         self.starts = starts or {}
         self._runner, self._profile, self._tries = runner, profile, starts is None
+        self._on_torch = keras.backend.backend() == "torch"
         self._new: dict[int, Any] = {}
         self._in_graphs: set[int] = set()
         self._valued: set[int] = set()
         self._served = {id(one) for one in runner.served}
         self._updated: dict[int, list[Any]] = {}
+        self._stand_ins: Any = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -558,6 +582,28 @@ class _Watcher:
                 stack.enter_context(self._runner.refusing_own_variables())
             stack.enter_context(looking_up_for(self))
             yield
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within the block, tables have gradients on PyTorch, which Keras's variables of one row have not."""
+        if not self._on_torch:
+            yield
+            return
+        from lockstep.keras.parameter_server.torch_functions import StandIns
+
+        self._stand_ins = StandIns()
+        try:
+            for variable in self._runner.tables:
+                self._stand_in(variable)
+            yield
+        finally:
+            self._stand_ins.end()
+
+    def _stand_in(self, variable: Any) -> None:
+        """On PyTorch, let the parameter of a table have gradients like the table."""
+        table = server_table(variable)
+        assert table is not None
+        self._stand_ins.add(stored_value(variable), table.name, (table.rows, table.width))
 
     def on_read(self, variable: Any) -> None:
         """Note that the function reads a variable that it has updated, which the servers update later.
@@ -572,7 +618,11 @@ class _Watcher:
                 f"a scheduled function reads {variable.path!r}, a variable of an optimizer that only the "
                 "servers have: read it in the script, after join"
             )
-        if (table := server_table(variable)) is not None:
+        table = server_table(variable)
+        if table is not None and self._on_torch:
+            # The program reads the gradient there; the parameter itself refuses other reads.
+            return
+        if table is not None:
             raise ModelError(
                 f"a scheduled function reads the table of layer {table.name!r}, a ServerEmbedding, other "
                 "than by lookups, such as in a loss: use keras.layers.Embedding"
@@ -581,16 +631,21 @@ class _Watcher:
 
     def note_lookup(self, variable: Any) -> None:
         """Note that the function looks up rows."""
+        if self._on_torch:
+            # The function may have built the layer.
+            self._stand_in(variable)
         self._note_read(variable)
 
     def look_up(self, table: ServerTable, ids: Array) -> Array:
         """Return the rows of ids; zeros in a trial run, while no server answers."""
-        if self._tries:
+        if self._tries or not ids.size:
             return np.zeros((*ids.shape, table.width), table.dtype)
         pull = self._runner.pull_rows
         assert pull is not None
         try:
-            return table.arranged(ids, functools.partial(pull, self._runner.number_of_table(table)))
+            raised = "" if self._profile.complete else self._profile.raised
+            number = self._runner.number_of_table(table, raised)
+            return table.arranged(ids, functools.partial(pull, number))
         except LockstepError as error:
             self._runner.failure = error
             raise
@@ -677,7 +732,7 @@ class _Watcher:
         tables = self._runner.tables_of(number)
         for position in tables:
             if (gradient := kept.get(position)) is not None:
-                _refuse_tensor(given[position], gradient)
+                self._refuse_tensor(given[position], gradient)
         if self._exchange is not None:
             self._exchanged(number, kept, self._exchange)
             return
@@ -714,10 +769,34 @@ class _Watcher:
             self.gradients[first + position] = np.array(gradient)
 
     def _in_numpy(self, gradient: Any, of_table: bool) -> Array | tuple[Array, Array]:
+        if of_table and self._on_torch:
+            from lockstep.keras.parameter_server.torch_functions import rows_of
+
+            return rows_of(gradient)
         if of_table:
             return gradient.indices.numpy(), gradient.values.numpy()
         array: Array = self._runner._backend.to_numpy(gradient)
         return array
+
+    def _refuse_tensor(self, variable: Any, gradient: Any) -> None:
+        """Raise ModelError for a gradient of a table that is not one of lookups."""
+        table = server_table(variable)
+        assert table is not None
+        if self._on_torch:
+            from lockstep.keras.parameter_server.torch_functions import is_of_rows
+
+            right = is_of_rows(gradient, (table.rows, table.width))
+            better = "the sparse tensor that is the grad of its variable's value, or a multiple of it"
+        else:
+            import tensorflow as tf
+
+            right = isinstance(gradient, tf.IndexedSlices)
+            better = "the tf.IndexedSlices of the tape, or what tf.clip_by_global_norm returns"
+        if not right:
+            raise ModelError(
+                f"a scheduled function applies a tensor as the gradient of layer {table.name!r}, a "
+                f"ServerEmbedding: apply {better}"
+            )
 
     def _exchanged(self, number: int, gradients: Mapping[int, Any], exchange: Exchange) -> None:
         """Give gradients to the servers, and assign the new weights."""
@@ -728,7 +807,10 @@ class _Watcher:
             exchanged_in_graph(lambda arrays: runner.exchanged(number, arrays), gradients, runner.pulled)
             return
         arrays = {i: np.array(runner._backend.to_numpy(one)) for i, one in gradients.items()}
-        runner.transfers.assign(runner.pulled, exchange(number, arrays))
+        # In a replay in one process, other functions run meanwhile.
+        with self._stand_ins.suspended() if self._on_torch else nullcontext():
+            values = exchange(number, arrays)
+        runner.transfers.assign(runner.pulled, values)
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the value."""
@@ -741,19 +823,6 @@ class _Watcher:
     def _now(self, variable: Any) -> Array:
         with _eagerly():
             return np.array(self._runner._backend.to_numpy(variable.value))
-
-
-def _refuse_tensor(variable: Any, gradient: Any) -> None:
-    """Raise ModelError for a gradient of a table that is not one of lookups."""
-    import tensorflow as tf
-
-    if not isinstance(gradient, tf.IndexedSlices):
-        table = server_table(variable)
-        assert table is not None
-        raise ModelError(
-            f"a scheduled function applies a tensor as the gradient of layer {table.name!r}, a "
-            "ServerEmbedding: apply the tf.IndexedSlices of the tape, or what tf.clip_by_global_norm returns"
-        )
 
 
 @contextmanager

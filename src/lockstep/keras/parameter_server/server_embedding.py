@@ -41,10 +41,10 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     """A `keras.layers.Embedding` for tables that are larger than a worker's memory.
 
     In a job with parameter servers, each server creates and keeps a range of the rows, and no process has
-    the whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow;
-    `evaluate` and `predict` read the rows that a batch looks up. Models are saved, and weights loaded, in
-    blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same initial
-    values.
+    the whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow and
+    PyTorch; `evaluate` and `predict` read the rows that a batch looks up. Models are saved, and weights
+    loaded, in blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same
+    initial values.
 
     The model has a variable of one row in place of the table, so its number of parameters leaves out the
     table, and `get_weights` is an error.
@@ -146,7 +146,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if self._table is None:
             return super().call(inputs)
         table = self._table
-        if inputs.dtype not in ("int32", "int64"):
+        if keras.backend.standardize_dtype(inputs.dtype) not in ("int32", "int64"):
             inputs = keras.ops.cast(inputs, "int32")
         if current_replica() is not None:
             return self._call_in_function(table, inputs)
@@ -160,13 +160,16 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
 
     def _call_in_function(self, table: ServerTable, ids: Any) -> Any:
         """Look up rows in a scheduled function, whose gradients are those of the rows."""
-        if keras.backend.backend() != "tensorflow":
+        backend = keras.backend.backend()
+        if backend == "tensorflow":
+            from lockstep.keras.parameter_server.tf_functions import rows_looked_up
+        elif backend == "torch":
+            from lockstep.keras.parameter_server.torch_functions import rows_looked_up
+        else:
             raise ModelError(
-                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which is for "
-                "functions on TensorFlow only: train it in fit, or use keras.layers.Embedding"
+                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which is for functions "
+                "on TensorFlow and PyTorch only: train it in fit, or use keras.layers.Embedding"
             )
-        from lockstep.keras.parameter_server.tf_functions import rows_looked_up
-
         table.note_lookup(self._embeddings)
         shape = self.input_dim, self.output_dim
         rows = rows_looked_up(table.look_up_in_function, ids, stored_value(self._embeddings), shape)

@@ -20,6 +20,11 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def occurrences(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values of a sparse tensor, which may have several values of one index."""
+    return gradient._indices(), gradient._values()
+
+
 def iterates_as_defined(kind: type) -> bool:
     """Whether a class of loaders inherits all of its iteration: `__iter__` creates it by `_get_iterator`."""
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator  # type: ignore[attr-defined]
