@@ -8,7 +8,6 @@ id of a worker, and a step. A file begins with a mark, and each call of `fit`, o
 
 import re
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -252,10 +251,6 @@ class RecordedOrder:
     def has(self, record: Record) -> bool:
         """Whether the recorded process processed this."""
         return record in self._known
-
-    def lookups(self) -> Counter[tuple[int, int]]:
-        """Return how often each worker has looked up rows in each step, by worker and step."""
-        return Counter((one.worker, one.step) for one in self._records if one.kind is Kind.PULL_ROWS)
 
     def awaited(self) -> Record | None:
         """Return the arrival whose turn it is; None after the last one."""

@@ -117,16 +117,12 @@ class FollowedServer:
         shards: of the server.
         order: that it follows.
         orders: those of all servers.
-
-    Attributes:
-        lookups: how often workers look up rows in steps.
     """
 
     def __init__(
         self, number: int, shards: ServerShards, order: RecordedOrder, orders: "FollowedOrders"
     ) -> None:
         self.number, self.shards, self.order, self._orders = number, shards, order, orders
-        self.lookups = order.lookups()
         self._asked: tuple[Question, Sequence[Array]] | None = None
 
     def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
@@ -247,12 +243,10 @@ class FollowedOrders:
             raise _unfit(f"{self._workers.unit} {attempt.step + 1} needs what it computes later")
         attempt.computing = True
         while attempt.returned is None and part not in attempt.gradients:
-            # A step that looks up rows does so before its only push.
-            for server in self._followed:
-                looked_up = server.lookups[attempt.worker, attempt.step]
-                while not attempt.pulls and len(attempt.tables[server.number]) < looked_up:
-                    self._serve_next(server)
             pulled = self._pulled(attempt, attempt.pulls)
+            for server in self._followed:
+                while self._looks_up_next(server, attempt):
+                    self._serve_next(server)
             attempt.pulls += 1
             attempt.returned, gradients = self._workers.compute(attempt, pulled)
             attempt.gradients = {} if gradients is None else {gradients.part & 0xFF: gradients}
@@ -273,6 +267,11 @@ class FollowedOrders:
             while key not in attempt.pulled:
                 self._serve_next(server)
         return [attempt.pulled.pop(key) for key in keys]
+
+    def _looks_up_next(self, server: FollowedServer, attempt: Attempt) -> bool:
+        """Whether a server has recorded a lookup of rows next of what it has of a step."""
+        later = server.order.next_of(attempt.worker)
+        return later is not None and later.kind is Kind.PULL_ROWS and later.step == attempt.step
 
     def _serve_next(self, server: FollowedServer) -> None:
         """Process the next record of a server, which is of a worker."""

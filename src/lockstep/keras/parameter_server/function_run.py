@@ -28,7 +28,9 @@ from lockstep.keras.parameter_server.served_variables import (
 )
 from lockstep.keras.parameter_server.server_tables import (
     ServerTable,
+    look_up_for,
     looking_up_for,
+    running_function,
     server_table,
 )
 from lockstep.keras.parameter_server.table_rows import positions_of, summed_by_row
@@ -182,6 +184,7 @@ class FunctionRunner:
             known.append(self._generator.state)
         variables = list({id(one): one for one in known}.values())
         values, states, in_graphs = self.transfers.read(variables), random_states(), list[Any]()
+        running = running_function()
         draws = [one.draws for one in self._profiles.values() if one.draws is not None]
         numbers = [one.number for one in draws]
         if self._on_tensorflow:
@@ -196,6 +199,7 @@ class FunctionRunner:
             for one, number in zip(draws, numbers, strict=True):
                 one.number = number
             set_random_states(states)
+            look_up_for(running)
 
         return put_back
 

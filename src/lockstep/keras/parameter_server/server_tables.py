@@ -633,11 +633,22 @@ class _Process:
 @contextmanager
 def looking_up_for(function: LooksUp) -> Iterator[None]:
     """Within the block, this process runs a scheduled function."""
-    _Process.function = function
+    before = running_function()
+    look_up_for(function)
     try:
         yield
     finally:
-        _Process.function = None
+        look_up_for(before)
+
+
+def look_up_for(function: LooksUp | None) -> None:
+    """Let this process run a scheduled function from now on, or none."""
+    _Process.function = function
+
+
+def running_function() -> LooksUp | None:
+    """Return the scheduled function that this process runs; None if it runs none."""
+    return _Process.function
 
 
 def _running(name: str) -> LooksUp:
