@@ -54,3 +54,13 @@ def test_workers_that_share_a_gpu_take_memory_as_they_need_it(two: Any) -> None:
     gpus = [gpu for line in lines for gpu in json.loads(line).get("gpus", ())]
     assert gpus, "no load of a GPU was recorded"
     assert max(gpu["memory_used"] / gpu["memory_total"] for gpu in gpus) < 0.5
+
+
+@pytest.mark.parametrize("script", ["serving.py", "scheduling.py"])
+def test_a_run_with_parameter_servers_can_be_repeated(
+    launch: Launch, repeat: Callable[..., Any], backend: str, script: str
+) -> None:
+    """With `fit`, and with functions; a worker is lost."""
+    run = launch("-n 3 --ps 2 --max-restarts 0", script, "free", backend=backend)
+    assert "(1 lost)" in run.last_line, run.stderr
+    repeat(run, (1, 2))

@@ -6,6 +6,7 @@ program's own code like any gradient.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,7 +130,11 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         ids, rows = ctx.ids.reshape(1, -1), upstream.reshape(-1, ctx.shape[1])
-        return torch.sparse_coo_tensor(ids, rows, ctx.shape, check_invariants=False), None, None, None
+        with warnings.catch_warnings():
+            # PyTorch 2.11 warns that nothing is checked, also where that is asked for.
+            warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
+            gradient = torch.sparse_coo_tensor(ids, rows, ctx.shape, check_invariants=False)
+        return gradient, None, None, None
 
 
 def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, shape: tuple[int, int]) -> Any:
