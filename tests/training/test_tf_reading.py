@@ -17,6 +17,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.fit_inputs import global_input
 from lockstep.keras.input.readings import ReadingWorker, whole_batch
+from lockstep.keras.input.streams import Stream
 from lockstep.topology import View, place
 
 tf = pytest.importorskip("tensorflow")
@@ -347,6 +348,15 @@ def test_what_is_drawn_in_parallel_is_drawn_in_order(name: str) -> None:
         passes = [list(each.as_numpy_iterator()) for each in (ordered, ordered, drawn_in_order(dataset))]
         found.append([[row.tobytes() for row in rows] for rows in passes])
         assert int(ordered.cardinality()) == int(dataset.cardinality())
+    assert found[0] == found[1]
+
+
+def test_the_pipeline_of_a_replica_draws_in_order() -> None:
+    found = []
+    for calls in (8, None):
+        tf.random.set_seed(3)
+        stream = Stream(DRAWING["shuffled"](calls))
+        found.append([[rows.tobytes() for rows in stream.begin()] for _ in range(2)])
     assert found[0] == found[1]
 
 

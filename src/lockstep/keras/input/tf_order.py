@@ -26,13 +26,18 @@ _GENERATORS = frozenset(
 """Operations that advance a generator, TensorFlow's or Keras's."""
 
 
-def drawn_in_order(dataset: Any) -> Any:
+def drawn_in_order(dataset: Any, origin: Any = None) -> Any:
     """Return a `tf.data.Dataset` whose functions draw random numbers in the order of its elements.
 
     Functions that draw in parallel run one call after another, in part: operations that only use the numbers
     remain parallel where TensorFlow can separate them. The numbers are those without `num_parallel_calls`.
+
+    Args:
+        dataset: to read.
+        origin: the dataset of which it is a copy, whose functions are known; by default itself.
     """
-    return StatefulCallsInOrder(dataset) if _draws_in_parallel(dataset) else dataset
+    known = dataset if origin is None else origin
+    return StatefulCallsInOrder(dataset) if _draws_in_parallel(known) else dataset
 
 
 def operations(function: Any, chosen: Callable[[Any], bool]) -> list[str]:
