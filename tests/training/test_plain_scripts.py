@@ -208,6 +208,19 @@ def test_the_state_of_a_layer_is_named_if_it_is_no_mean(combine: Any, parts: lis
     assert float(layer.state) == 0.0
 
 
+def test_frozen_weights_of_own_layers_need_no_rows() -> None:
+    class Scales(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(shape=shape[1:])
+
+        def call(self, x: Any) -> Any:
+            return x * self.scale
+
+    model = keras.Sequential([keras.layers.Input((4,)), Scales(trainable=False), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    assert per_replica_parts(model, lambda: pytest.fail("read rows")) == []
+
+
 @pytest.mark.parametrize(
     ("masked", "outputs", "weighs", "differ"),
     [

@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.losses import flat_metrics, observed_denominators
-from lockstep.keras.private.common import compiled_loss, layers_of
+from lockstep.keras.private.common import compiled_loss, layers_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
 from lockstep.system.prose import count
 from lockstep.topology import View
@@ -151,15 +151,18 @@ def _states_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
 
 
 def _own_states(model: Any) -> list[Any]:
-    """Return the variables of floating point that are not trained and belong to layers of the program."""
+    """Return the variables of floating point that layers of the program may update, so no frozen weights."""
     owners: dict[int, tuple[Any, Any]] = {}
+    weights: set[int] = set()
     for layer in layers_of(model):
         # The innermost layer comes last.
         owners |= {id(variable): (variable, layer) for variable in layer.non_trainable_weights}
+        weights |= {id(variable) for variable in own_trainable_variables(layer)}
     return [
         variable
         for variable, layer in owners.values()
-        if not type(layer).__module__.startswith("keras.")
+        if id(variable) not in weights
+        and not type(layer).__module__.startswith("keras.")
         and keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
     ]
 
