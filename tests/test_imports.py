@@ -108,6 +108,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
             "worker_exchange",
             "devices",
             "host_report",
+            "load_failures",
             "model_digest",
             "nests",
             "numbered_calls",

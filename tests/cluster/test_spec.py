@@ -1,6 +1,7 @@
 """`ClusterSpec`: its methods and its errors."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ def test_equal_clusters() -> None:
 )
 def test_different_clusters(other: Any) -> None:
     assert ClusterSpec(other) != ClusterSpec({"job": ["a:1", "b:1"]})
+
+
+def test_a_cluster_accepts_a_protocol_buffer_without_tensorflow() -> None:
+    jobs = [SimpleNamespace(name="ps", tasks={1: "p1:1"}), SimpleNamespace(name="worker", tasks={0: "w0:1"})]
+    assert ClusterSpec(SimpleNamespace(job=jobs)) == ClusterSpec({"ps": {1: "p1:1"}, "worker": ["w0:1"]})
 
 
 def test_a_cluster_copies_its_argument() -> None:

@@ -56,6 +56,7 @@ def test_a_cluster_accepts_one_of_tensorflow() -> None:
     _, theirs = sides()
     for jobs in (DENSE, {"worker": {2: "w2:1", 5: "w5:1"}}, {}):
         assert lockstep.ClusterSpec(theirs.spec(jobs)) == lockstep.ClusterSpec(jobs)
+        assert lockstep.ClusterSpec(theirs.spec(jobs).as_cluster_def()) == lockstep.ClusterSpec(jobs)
         resolver = lockstep.cluster_resolver.SimpleClusterResolver(theirs.spec(jobs))
         assert resolver.cluster_spec() == lockstep.ClusterSpec(jobs)
 
@@ -75,6 +76,7 @@ def test_methods_of_a_cluster(cluster: Any, job: str, index: int) -> None:
         lambda spec: spec.as_cluster_def(),
         lambda spec: spec == type(spec)(spec.as_dict()),
         lambda spec: spec != type(spec)(spec),
+        lambda spec: type(spec)(spec.as_cluster_def()),
         lambda spec: spec == type(spec)(DENSE),
         lambda spec: spec == cluster,
     ):
@@ -86,6 +88,22 @@ def test_methods_of_a_cluster(cluster: Any, job: str, index: int) -> None:
 )
 def test_invalid_clusters(cluster: Any) -> None:
     assert same(lambda side: side.spec(cluster)) is TypeError
+
+
+@pytest.mark.parametrize("task", [(), ("worker",), ("worker", 1), ("ps", 3, "http")])
+def test_a_server_accepts_the_protocol_buffers_of_tensorflow(task: Any) -> None:
+    from tensorflow.python.training.server_lib import _make_server_def
+
+    cluster = lockstep.ClusterSpec({"ps": {3: "p3:1"}, "worker": ["w0:1", "w1:1"]}).as_cluster_def()
+    whole = _make_server_def(cluster, "worker", 1, "ab", None)
+    for definition in (cluster, whole):
+
+        def theirs(definition: Any = definition) -> str:
+            made = _make_server_def(definition, *(task + (None,) * 3)[:3], None)
+            tasks = {job.name: job.tasks for job in made.cluster.job}
+            return f"{made.protocol}://{tasks[made.job_name][made.task_index]}"
+
+        assert answer(lambda given=definition: lockstep.Server(given, *task).target) == answer(theirs)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

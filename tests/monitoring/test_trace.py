@@ -164,6 +164,29 @@ def test_a_folder_of_several_runs_shows_each_step_of_the_last_one(tmp_path: Path
     }
 
 
+def test_workers_of_parameter_servers_take_some_of_the_steps(tmp_path: Path) -> None:
+    lines = [
+        measured(0, 14, range(1, 5), BEGAN),
+        {**measured(1, 14, range(1, 3), BEGAN), "steps": [11, 14]},
+        {**measured(2, 12, range(1, 3), BEGAN), "steps": [13, 12]},
+        {**measured(2, 13, range(3, 4), BEGAN + 1), "steps": [13]},
+    ]
+    folder = write(tmp_path, [job(BEGAN, workers=4, parameter_servers=1)], lines)
+    events = trace_of(folder, range(12, 15))
+    check(events)
+    assert list(slices(events)) == [
+        *(("result 12", 0), ("result 13", 0), ("result 14", 0)),
+        *(("step 14", 1), ("step 12", 2), ("step 13", 2)),
+    ]
+    found = [event for event in events if event.get("cat") == "step"]
+    assert [event["args"] for event in found[2:4]] == [
+        {"call": "fit 1", "number in call": 4},
+        {"call": "fit 1", "number on worker": 2},
+    ]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["here", "worker 0 (chief)", "worker 1", "worker 2"]
+
+
 def test_steps_that_overlap_because_times_are_rounded_are_shown_one_after_the_other(tmp_path: Path) -> None:
     lines = [measured(0, 1, range(1, 2), BEGAN), measured(0, 2, range(2, 3), BEGAN + 0.000998)]
     events = trace_of(write(tmp_path, [job(BEGAN)], lines), range(1, 3))

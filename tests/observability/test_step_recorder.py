@@ -38,6 +38,7 @@ class Recorded:
         seconds: float = 0.25,
         compiled: bool = False,
         staleness: int | None = None,
+        trained: int | None = None,
         **logs: Any,
     ) -> None:
         """Take a step whose time is all for reading and, a quarter of it, for computing."""
@@ -48,7 +49,7 @@ class Recorded:
             StepEnded(
                 call=call,
                 number=number,
-                trained=self.trained,
+                trained=self.trained if trained is None else trained,
                 examples=64,
                 replicas=2,
                 seconds=seconds,
@@ -107,6 +108,30 @@ def test_the_time_after_the_last_step_counts_for_the_last_measurement() -> None:
     recorded.step("fit 3", 1)
     recorded.rest("fit 3", 0.001)
     assert (recorded.steps[-1].call, recorded.steps[-1].count) == ("fit 3", 1)
+
+
+def test_training_steps_that_do_not_follow_one_another_are_recorded() -> None:
+    recorded = Recorded()
+    for number, trained in enumerate((12, 14, 13, 20, 21, 22), 1):
+        recorded.step("fit 1", number, trained=trained)
+    recorded.bus.publish(CallEnded("fit 1"))
+    assert [(one.number, one.trained, one.steps) for one in recorded.steps] == [
+        *((1, 12, ()), (5, 21, (14, 13, 20, 21)), (6, 22, ()))
+    ]
+
+
+def test_workers_of_parameter_servers_record_the_same_steps_of_the_job() -> None:
+    recorded = Recorded()
+    taken = (1024, 1045, 1060, 2050, 2070, 4097)
+    for number, trained in enumerate(taken, 1):
+        recorded.step("fit 2", number, trained=trained, staleness=0)
+    recorded.bus.publish(CallEnded("fit 2"))
+    found = [
+        step
+        for one in recorded.steps
+        for step in one.steps or [one.trained - one.number + single[0] for single in one.singles]
+    ]
+    assert found == [step for step in taken if is_single(step)] == [1024, 1060, 2050, 4097]
 
 
 def test_compiled_steps_are_counted_with_the_seconds_of_their_computing() -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.trace import trace_of
+
 Launch = Callable[..., Any]
 Repeat = Callable[..., Any]
 ALONE = "--max-restarts 0"
@@ -69,6 +72,13 @@ def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_
     run = launch("-n 2 --ps 2 --threads-per-worker 1", "serving.py", "exact", **options)
     assert run.status == 0, run.stderr
     assert [run.marked(worker, "digest ") for worker in range(5)] == [expected] * 5
+    data = RunFolder(run.folder)
+    data.update()
+    steps = range(1, data.data.trained + 1)
+    slices = [event for event in trace_of(run.folder, steps) if event.get("cat") == "step"]
+    named = [(event["name"], event["tid"] == 0) for event in slices]
+    results, taken = ([(f"{kind} {step}", kind == "result") for step in steps] for kind in ("result", "step"))
+    assert sorted(named) == sorted(results + taken)
 
 
 def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(

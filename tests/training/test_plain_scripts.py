@@ -172,6 +172,84 @@ def test_parts_that_are_per_replica_are_named(
     assert all(map(np.array_equal, before, model.get_weights()))
 
 
+class Keeps(keras.layers.Layer):
+    """Keeps a number of the batches that it has seen in a variable."""
+
+    def __init__(self, combine: Callable[[Any, Any], Any]) -> None:
+        super().__init__(name="keeps")
+        self.combine = combine
+
+    def build(self, _: Any) -> None:
+        self.state = self.add_weight(name="state", initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.state.assign(self.combine(self.state, x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("combine", "parts"),
+    [
+        (lambda _, x: keras.ops.mean(x), []),
+        (lambda state, x: 0.9 * state + 0.1 * keras.ops.mean(keras.ops.square(x)), []),
+        (lambda state, _: state + 1.0, []),
+        (lambda state, x: state + keras.ops.cast(keras.ops.shape(x)[0], "float32"), ["model/keeps/state"]),
+        (lambda state, x: keras.ops.maximum(state, keras.ops.max(x)), ["model/keeps/state"]),
+        (lambda state, x: 0.9 * state + 0.1 * keras.ops.var(x), ["model/keeps/state"]),
+        (fails, ["model/keeps/state (possibly: it could not be tested)"]),
+    ],
+)
+def test_the_state_of_a_layer_is_named_if_it_is_no_mean(combine: Any, parts: list[str]) -> None:
+    layer = Keeps(combine)
+    model = keras.Sequential([keras.layers.Input((4,)), layer, keras.layers.Dense(1)], name="model")
+    model.compile("sgd", "mse")
+    assert per_replica_parts(model, lambda: (X, Y)) == [f"the variable {part}" for part in parts]
+    assert float(layer.state) == 0.0
+
+
+def test_frozen_weights_of_own_layers_need_no_rows() -> None:
+    class Scales(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(shape=shape[1:])
+
+        def call(self, x: Any) -> Any:
+            return x * self.scale
+
+    model = keras.Sequential([keras.layers.Input((4,)), Scales(trainable=False), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    assert per_replica_parts(model, lambda: pytest.fail("read rows")) == []
+
+
+@pytest.mark.parametrize(
+    ("masked", "outputs", "weighs", "differ"),
+    [
+        (True, 2, False, True),
+        (False, 2, False, False),
+        (True, 1, False, False),
+        (False, 2, True, True),
+        (False, 1, True, False),
+    ],
+)
+def test_several_losses_with_different_denominators_are_named(
+    masked: bool, outputs: int, weighs: bool, differ: bool
+) -> None:
+    tokens = keras.Input((3,), dtype="int32")
+    vectors = keras.layers.Embedding(5, 4, mask_zero=masked)(tokens)
+    heads = [
+        keras.layers.Dense(1)(vectors),
+        keras.layers.Dense(1)(keras.layers.Lambda(lambda x: x[:, 0], mask=lambda _, mask: None)(vectors)),
+    ]
+    model = keras.Model(tokens, heads[:outputs])
+    reduction = "mean_with_sample_weight" if weighs else "sum_over_batch_size"
+    model.compile("sgd", [keras.losses.MeanSquaredError(reduction) for _ in range(outputs)])
+    words = np.random.default_rng(1).integers(0, 5, (12, 3)).astype("int32")
+    targets = [np.zeros((12, 3, 1)), np.zeros((12, 1))][:outputs]
+    weights = [np.ones((12, 3)), np.arange(12)][:outputs] if weighs else None
+    found = per_replica_parts(model, lambda: (words, targets, weights))
+    assert found == (["the sum of losses with different denominators"] if differ else [])
+
+
 @pytest.mark.parametrize("compares", [True, False])
 def test_a_metric_that_compares_examples_is_named(compares: bool) -> None:
     class Near(keras.metrics.Metric):

@@ -234,6 +234,7 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ("tensorflow", lambda: mapped(num_parallel_calls=2), "_use_unbounded_threadpool"),
     ("tensorflow", mapped, "_as_serialized_graph _common_args _force_synchronous _input_dataset _inputs"),
     ("tensorflow", mapped, "_map_func _preserve_cardinality _use_inter_op_parallelism _variant_tensor"),
+    ("tensorflow", mapped, "_flat_structure _functions"),
     ("tensorflow", lambda: mapped()._map_func, "_func _input_structure"),
     ("tensorflow", lambda: mapped().batch(2), "_batch_size _drop_remainder"),
     ("tensorflow", lambda: mapped().prefetch(2), "_buffer_size"),

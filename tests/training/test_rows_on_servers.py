@@ -177,6 +177,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
         "is a ServerEmbedding, whose rows have gradients in fit and in scheduled functions only",
         "layer 'of_users' looks up row 101, but its table has 101 rows",
         "evaluate 3: only some ServerEmbedding layers of the model have standbys: give all of them the same",
+        "layer 'of_users' are not those of a ServerEmbedding with 101 rows of 4 numbers",
         "predict 1: the chief has loaded the weights of layer 'of_users' more often than parameter",
         "predict 2: some processes have built more ServerEmbedding layers before layer 'of_words' than",
     ]
@@ -275,10 +276,19 @@ def test_a_process_on_its_own_saves_and_loads_the_same_blocks(tmp_path: Path) ->
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert lockstep.digest(loaded) == lockstep.digest(model)
-    larger = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(97, 3)])
     model.save_weights(tmp_path / "model.weights.h5")
-    with pytest.raises(ValueError, match="not those of a ServerEmbedding with 97 rows"):
-        larger.load_weights(tmp_path / "model.weights.h5")
+    # In blocks of 32 rows, 97 rows have another number of blocks than 70, and 80 have the same.
+    for rows, dim in ((97, 3), (80, 3), (70, 4)):
+        other = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(rows, dim)])
+        refused = (
+            rf"^the saved weights of layer .* are not those of a ServerEmbedding with {rows} rows of {dim}"
+        )
+        with pytest.raises(ModelError, match=refused):
+            other.load_weights(tmp_path / "model.weights.h5")
+        before = np.array(other.layers[0].embeddings)
+        with pytest.warns(UserWarning, match="are not those of a ServerEmbedding"):
+            other.load_weights(tmp_path / "model.weights.h5", skip_mismatch=True)
+        assert np.array_equal(before, other.layers[0].embeddings)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,17 @@ def test_a_dataset_without_shards_has_a_reason(
     assert reason in found
 
 
+def test_a_shard_draws_in_order_what_its_dataset_draws_in_parallel() -> None:
+    found = []
+    for calls in (8, None):
+        tf.random.set_seed(3)
+        rows = tf.data.Dataset.range(400).map(lambda _: tf.random.normal([]), num_parallel_calls=calls)
+        shards = shards_of(with_policy(rows.shuffle(9).batch(8), "DATA"), 2)
+        assert isinstance(shards, Shards)
+        found.append([passes(shards.shard(InputContext(2, replica, 2))) for replica in range(2)])
+    assert found[0] == found[1]
+
+
 def test_a_dataset_without_these_policies_has_no_shards(files: list[str]) -> None:
     for policy in ("AUTO", "OFF"):
         assert shards_of(with_policy(lines(files).batch(2), policy), 3) is None

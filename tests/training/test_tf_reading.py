@@ -17,10 +17,12 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.fit_inputs import global_input
 from lockstep.keras.input.readings import ReadingWorker, whole_batch
+from lockstep.keras.input.streams import Stream
 from lockstep.topology import View, place
 
 tf = pytest.importorskip("tensorflow")
 
+from lockstep.keras.input.tf_order import drawn_in_order  # noqa: E402
 from lockstep.keras.input.tf_reading import MappedReading, tf_reading  # noqa: E402
 
 Launch = Callable[..., Any]
@@ -293,6 +295,80 @@ def views(images: Any, labels: Any) -> Any:
     return light[:, 0, 0, 0], tf.repeat(labels, 2)
 
 
+def noisy(row: Any) -> Any:
+    return tf.cast(row, tf.float32) + tf.random.gamma([], 0.7, seed=2)
+
+
+def from_keras() -> Callable[[Any], Any]:
+    generator = keras.random.SeedGenerator(4)
+    return lambda row: tf.cast(row, tf.float32) + keras.random.uniform((), seed=generator)
+
+
+def from_tensorflow() -> Callable[[Any], Any]:
+    generator = tf.random.Generator.from_seed(4)
+    return lambda row: tf.cast(row, tf.float32) + generator.normal(())
+
+
+def numbers() -> Any:
+    return tf.data.Dataset.range(60)
+
+
+def noisy_four(row: Any, calls: int | None) -> Any:
+    return tf.data.Dataset.from_tensors(row).repeat(4).map(noisy, num_parallel_calls=calls)
+
+
+DRAWING: dict[str, Callable[[int | None], Any]] = {
+    "zipped": lambda calls: tf.data.Dataset.zip((numbers().shuffle(9).batch(2), numbers().batch(2))).map(
+        lambda one, two: noisy(one) - noisy(two), num_parallel_calls=calls
+    ),
+    "shuffled": lambda calls: numbers().map(noisy, num_parallel_calls=calls).shuffle(9).batch(8),
+    "cached": lambda calls: numbers().map(noisy, num_parallel_calls=calls).cache().batch(8),
+    "filtered": lambda calls: (
+        numbers().map(noisy, num_parallel_calls=calls).filter(lambda row: row > 3).prefetch(2)
+    ),
+    "in a function": lambda calls: numbers().flat_map(lambda row: noisy_four(row, calls)),
+    "interleaved": lambda calls: numbers().interleave(
+        lambda row: noisy_four(row, None), cycle_length=8, num_parallel_calls=calls
+    ),
+    "generator of TensorFlow": lambda calls: numbers().map(from_tensorflow(), num_parallel_calls=calls),
+}
+if keras.backend.backend() == "tensorflow":
+    DRAWING["generator of Keras"] = lambda calls: numbers().map(from_keras(), num_parallel_calls=calls)
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_is_drawn_in_parallel_is_drawn_in_order(name: str) -> None:
+    found = []
+    for calls in (8, None):
+        tf.random.set_seed(3)
+        dataset = DRAWING[name](calls)
+        ordered = drawn_in_order(dataset)
+        assert (ordered is dataset) == (calls is None)
+        # Later, the program may pass the same dataset to another call.
+        passes = [list(each.as_numpy_iterator()) for each in (ordered, ordered, drawn_in_order(dataset))]
+        found.append([[row.tobytes() for row in rows] for rows in passes])
+        assert int(ordered.cardinality()) == int(dataset.cardinality())
+    assert found[0] == found[1]
+
+
+def test_the_pipeline_of_a_replica_draws_in_order() -> None:
+    found = []
+    for calls in (8, None):
+        tf.random.set_seed(3)
+        stream = Stream(DRAWING["shuffled"](calls))
+        found.append([[rows.tobytes() for rows in stream.begin()] for _ in range(2)])
+    assert found[0] == found[1]
+
+
+def test_what_draws_no_numbers_stays_parallel() -> None:
+    for dataset in (
+        source().map(scaled, num_parallel_calls=8).shuffle(9),
+        source().map(lookup(), num_parallel_calls=8),
+        numbers().interleave(lambda row: tf.data.Dataset.from_tensors(row), num_parallel_calls=8),
+    ):
+        assert drawn_in_order(dataset) is dataset
+
+
 BATCHED: dict[str, Callable[[], Any]] = {
     "batches": lambda: source().batch(8).map(mixed, num_parallel_calls=4).prefetch(2),
     "full": lambda: source().batch(8, drop_remainder=True).map(mixed, num_parallel_calls=4),
@@ -561,7 +637,7 @@ def test_a_lost_worker_does_not_change_a_training(
     backend = thorough_backend
     options = "-n 3 --replicas 4 --max-restarts 0"
     run, whole = launch(options, "tf_pipelines.py", "lost1", backend=backend), undisturbed(backend)
-    assert len(results(whole, 0)) == (14 if backend == "tensorflow" else 10)
+    assert len(results(whole, 0)) == (19 if backend == "tensorflow" else 13)
     for worker in (0, 2):
         assert results(run, worker) == results(whole, 0)
     # Worker 2 has one replica of four, and two after the loss.

@@ -56,6 +56,22 @@ def faded(images: Any, labels: Any) -> Any:
     return images, labels
 
 
+def blended(one: Any, two: Any) -> Any:
+    """Blend two batches with random weights: MixUp."""
+    size = tf.shape(one[0])[0]
+    first, second = tf.random.gamma([size], 0.2), tf.random.gamma([size], 0.2)
+    weight = first / (first + second + 1e-7)
+    of_image, of_label = weight[:, None, None, None], tf.cast(weight, tf.float64)
+    images = tf.cast(one[0], tf.float32) * of_image + tf.cast(two[0], tf.float32) * (1 - of_image)
+    return images / 255.0, one[1] * of_label + two[1] * (1 - of_label)
+
+
+def pairs() -> Any:
+    """Zip two shuffled pipelines of batches, and blend them in parallel."""
+    batches = [source().shuffle(30).batch(16) for _ in range(2)]
+    return tf.data.Dataset.zip(tuple(batches)).map(blended, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
+
+
 def scaled(image: Any, label: Any) -> Any:
     return tf.image.resize(tf.cast(image, tf.float32) / 255.0, (6, 6)), label
 
@@ -101,6 +117,8 @@ def main() -> None:
     batches = batches.map(faded, num_parallel_calls=4).prefetch(2)
     history = model.fit(batches, epochs=2, verbose=0)
     report("fit 3", model, history.history)
+    history = model.fit(pairs(), epochs=2, verbose=0)
+    report("fit 4", model, history.history)
     loop(strategy, batches, model)
     print(f"evaluate {model.evaluate(test, verbose=0).hex()}")
     print(f"predict {ending(model.predict(test, verbose=0))}")
@@ -117,7 +135,7 @@ def loop(strategy: Any, batches: Any, model: keras.Model) -> None:
     def summed(element: Any) -> Any:
         return strategy.reduce("SUM", strategy.run(step, element), axis=None)
 
-    for pipeline in (rows, batches):
+    for pipeline in (rows, batches, pairs()):
         distributed = strategy.experimental_distribute_dataset(pipeline)
         for _ in range(2):
             print("loop", *(float(summed(element)).hex() for element in distributed))

@@ -1,19 +1,27 @@
 """The tasks of a cluster and their addresses, by job."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from lockstep.errors import BackendError
 
 Tasks = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 
 
+@runtime_checkable
+class ClusterDef(Protocol):
+    """A cluster as a `tf.train.ClusterDef`: jobs, each with its `name` and its `tasks` by index."""
+
+    @property
+    def job(self) -> Iterable[Any]:
+        """The jobs."""
+
+
 class ClusterSpec:
     """A set of tasks with their addresses, organized into jobs such as "worker" and "ps".
 
-    It has the methods of `tf.train.ClusterSpec` but does not accept a `ClusterDef`. Names and addresses are
-    `str`.
+    It has the methods of `tf.train.ClusterSpec`. Names and addresses are `str`.
 
     Example:
         >>> import lockstep
@@ -22,22 +30,27 @@ class ClusterSpec:
         (2, 'b:2222', [None, 'c:2222'])
     """
 
-    def __init__(self, cluster: "Mapping[str, Tasks] | ClusterSpec") -> None:
+    def __init__(self, cluster: "Mapping[str, Tasks] | ClusterSpec | ClusterDef") -> None:
         """Copy the cluster.
 
         Args:
             cluster: for each job, the addresses of its tasks in order, or a mapping from the index of a task
-                to its address (indices may be omitted); or a `ClusterSpec`, also TensorFlow's.
+                to its address (indices may be omitted); or a `ClusterSpec`, also TensorFlow's; or a
+                `tf.train.ClusterDef`.
 
         Raises:
             TypeError: `cluster` is none of these.
             ValueError: an index is not a whole number, 0 or more.
         """
-        jobs = cluster.as_dict() if hasattr(cluster, "as_dict") else cluster
+        jobs: object = cluster
+        if isinstance(cluster, ClusterDef):
+            jobs = {job.name: dict(job.tasks.items()) for job in cluster.job}
+        elif hasattr(cluster, "as_dict"):
+            jobs = cluster.as_dict()
         if not isinstance(jobs, Mapping):
             raise TypeError(
                 f"a cluster is {type(cluster).__name__}, expected a dict from the names of jobs to "
-                "the addresses of their tasks, or a ClusterSpec"
+                "the addresses of their tasks, a ClusterSpec, or a tf.train.ClusterDef"
             )
         self._jobs = {_job(job): _indexed(job, tasks) for job, tasks in jobs.items()}
 

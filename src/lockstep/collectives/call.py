@@ -68,7 +68,7 @@ def compare(
             f"the workers do not compute from the same data in {calls[0]}: {' while '.join(texts)}. "
             f"{_differing_files(dict(zip(workers, hosts, strict=False)), [ids for _, ids in checks])}"
             "Every worker must take the same step on the same batches: seed every shuffle and every "
-            "generator, omit num_parallel_calls where a map of tf.data draws random numbers, and pass data "
+            "generator, omit num_parallel_calls where Python code in a map of tf.data draws, and pass data "
             "that differs between workers to strategy.distribute_datasets_from_function",
             _others(checks),
         )

@@ -14,6 +14,7 @@ from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.fit.model_methods import ModelMethods
 from lockstep.keras.host_report import libraries
+from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.private.common import SYMBOLIC_BUILD
 from lockstep.keras.shared_saves import SharedSaves
 from lockstep.observability.events import StrategyInstalled
@@ -71,6 +72,7 @@ def install(job: Job) -> ModelMethods:
         for name in _SAVES:
             _replace(name, functools.partial(_save, methods, saves))
         _save_by_methods()
+        show_refusals()
         for name, handlers in _BATCH_ENDS.items():
             _only_handled(name, handlers)
         for name in _STEPS:

@@ -2,6 +2,9 @@
 
 Each host is a process and each worker a thread of it. A step is a slice with a slice for each of its parts,
 in the order of `STEP_PARTS`: a worker measures how long a part takes, not when.
+
+With parameter servers, each step is taken by one worker. The slices of the chief are the results that it
+gets, which it numbers in the order of completion.
 """
 
 import re
@@ -33,7 +36,7 @@ class SingleStep(NamedTuple):
         step: of the training, from 1.
         worker: its id.
         call: such as `fit 1`.
-        number: in its call, from 1.
+        number: in its call, from 1; of those that the worker takes, with parameter servers.
         start: in microseconds since 1970.
         parts: microseconds of each of `STEP_PARTS`.
     """
@@ -59,6 +62,7 @@ class _Line(msgspec.Struct, tag_field="event", tag="steps"):
     trained: int
     began: float
     singles: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...] = ()
 
 
 _line: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
@@ -92,7 +96,8 @@ def trace_of(folder: Path, steps: range) -> list[TraceEvent]:
         raise ConfigError(f"{folder} is not the folder of a run: it has no {run.paths.events.name}")
     recorded = newest(single_steps(run.paths), [one.time for one in run.data.events if one.event == "job"])
     wanted = [step for step in recorded if step.step in steps]
-    refuse_missing(steps, sorted({step.step for step in recorded}), run.data.trained)
+    taken = {step.step for step in recorded if run.data.task(step.worker) != "chief"}
+    refuse_missing(steps, sorted(taken), run.data.trained)
     return trace_events(wanted, run.data)
 
 
@@ -108,8 +113,9 @@ def single_steps(paths: RunPaths) -> Iterator[tuple[float, SingleStep]]:
                 # Another event, or an incomplete line.
                 continue
             began = round(line.began * _MICRO)
-            for number, start, *parts in line.singles:
-                step = line.trained - line.number + number
+            before = line.trained - line.number
+            steps = line.steps or [before + number for number, *_ in line.singles]
+            for step, (number, start, *parts) in zip(steps, line.singles, strict=False):
                 yield (
                     line.time,
                     SingleStep(step, line.worker, line.call, number, began + start, tuple(parts)),
@@ -170,13 +176,15 @@ def trace_events(steps: Iterable[SingleStep], data: RunData) -> list[TraceEvent]
     events: list[TraceEvent] = [_name("process_name", number, 0, name) for name, number in numbers.items()]
     for worker, taken in by_worker.items():
         process = numbers[hosts[worker]]
-        events.append(_name("thread_name", process, worker, f"worker {worker}"))
+        task = data.task(worker)
+        name = f"worker {worker} (chief)" if task == "chief" else f"worker {worker}"
+        events.append(_name("thread_name", process, worker, name))
         free = 0
         for step in taken:
             # Times are rounded: steps must not overlap.
             start = max(step.start, free)
             free = start + sum(step.parts)
-            events += _slices(step._replace(start=start), process)
+            events += _slices(step._replace(start=start), process, task)
     begin = min(taken[0].start for taken in by_worker.values()) / _MICRO
     end = max(taken[-1].end for taken in by_worker.values()) / _MICRO
     for one in data.events:
@@ -217,12 +225,13 @@ def _name(kind: str, process: int, thread: int, name: str) -> TraceEvent:
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slices(step: SingleStep, process: int) -> Iterator[TraceEvent]:
+def _slices(step: SingleStep, process: int, task: str) -> Iterator[TraceEvent]:
     place = {"ph": "X", "pid": process, "tid": step.worker}
-    arguments = {"call": step.call, "number in call": step.number}
+    numbered = "number on worker" if task == "worker" else "number in call"
+    arguments = {"call": step.call, numbered: step.number}
     duration = sum(step.parts)
     yield {
-        "name": f"step {step.step}",
+        "name": f"{'result' if task == 'chief' else 'step'} {step.step}",
         "cat": "step",
         **place,
         "ts": step.start,

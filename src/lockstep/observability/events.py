@@ -503,8 +503,11 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
         replicas: number of replicas that this worker executes.
         seconds: sum of their durations; also the sum of the parts.
         singles: some of the steps of a call that trains, the same on all workers: all of its first 1024
-            steps, then windows of 16 steps with growing gaps. For each, the number in the call, the start in
-            microseconds after `began`, and the parts in microseconds in the order of `STEP_PARTS`.
+            steps (of the job's, in a worker of a job with parameter servers), then windows of 16 steps with
+            growing gaps. For each, the number in the call, the start in microseconds after `began`, and the
+            parts in microseconds in the order of `STEP_PARTS`.
+        steps: the training step of each of `singles`, if they are not consecutive: a worker of a job with
+            parameter servers takes some of the steps of the call.
         calls: the seconds of `nested` by method, such as `predict`.
         compiled: how many of the steps the backend has compiled, because of new shapes of examples.
         compiling: the seconds of `compute` in these steps.
@@ -529,6 +532,7 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
     other: float
     nested: float = 0.0
     singles: tuple[tuple[int, ...], ...] = ()
+    steps: tuple[int, ...] = ()
     calls: Mapping[str, float] = {}
     compiled: int = 0
     compiling: float = 0.0

@@ -110,6 +110,7 @@ class _Sums:
         self.count = 0
         self.rest = 0.0
         self.singles: list[tuple[int, ...]] = []
+        self._trained: list[int] = []
         self._began = 0.0
         self._examples = 0
         self._parts = [0.0] * len(STEP_PARTS)
@@ -131,9 +132,12 @@ class _Sums:
             self._compiling += step.compute
         if step.staleness is not None:
             self._staleness.append(step.staleness)
-        if self.trains and is_single(step.number):
+        # Each worker of parameter servers takes some of the steps of the job; all record the same ones.
+        place = step.number if step.staleness is None else step.trained
+        if self.trains and is_single(place):
             start = ended - step.seconds - self._began
             self.singles.append((step.number, *(round(part * _MICRO) for part in (start, *parts))))
+            self._trained.append(step.trained)
 
     def add_rest(self, rest: RestEnded, ended: float) -> None:
         """Add the time after the last step of the call, which ends at this time."""
@@ -151,6 +155,13 @@ class _Sums:
             self._within[method] = self._within.get(method, 0.0) + seconds
         return parts
 
+    def _consecutive(self) -> bool:
+        """Whether the training steps follow from the numbers of the single steps in their call."""
+        before = self.last.trained - self.last.number
+        return all(
+            trained - single[0] == before for trained, single in zip(self._trained, self.singles, strict=True)
+        )
+
     def taken(self) -> StepsMeasured:
         """Return the measurement of the steps, and begin the next one."""
         last = self.last
@@ -165,6 +176,7 @@ class _Sums:
             replicas=last.replicas,
             seconds=round(sum(self._parts), 6),
             singles=tuple(self.singles),
+            steps=() if self._consecutive() else tuple(self._trained),
             calls={method: round(seconds, 6) for method, seconds in self._within.items()},
             compiled=self._compiled,
             compiling=round(self._compiling, 6),
@@ -177,7 +189,7 @@ class _Sums:
 
 
 def is_single(number: int) -> bool:
-    """Whether the step with this number in its call, from 1, is recorded one by one."""
+    """Whether the step with this number, from 1, is recorded one by one."""
     before = number - 1
     return before < _ALL_SINGLES or (before // _WINDOW) % (1 << (before // _ALL_SINGLES).bit_length()) == 0
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from lockstep.cluster.resolver import ClusterResolver
-from lockstep.cluster.spec import ClusterSpec
+from lockstep.cluster.spec import ClusterDef, ClusterSpec
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.errors import ConfigError, InputError, ModelError
 from lockstep.keras import assignments
@@ -212,6 +212,27 @@ class ParameterServerStrategy(Strategy):
             self._methods.functions_closed(calls.name, calls.close())
 
 
+@runtime_checkable
+class ServerDef(Protocol):
+    """A task of a cluster as a `tf.train.ServerDef`; an empty name is one that is not set."""
+
+    @property
+    def cluster(self) -> ClusterDef:
+        """The cluster."""
+
+    @property
+    def job_name(self) -> str:
+        """The job of the task."""
+
+    @property
+    def task_index(self) -> int:
+        """The index of the task in its job."""
+
+    @property
+    def protocol(self) -> str:
+        """The prefix of addresses."""
+
+
 class Server:
     """Stands for a task of a cluster in programs of `tf.distribute`; listens at no address.
 
@@ -220,10 +241,11 @@ class Server:
     "worker" and "ps" do not get there.
 
     Args:
-        server_or_cluster_def: the cluster: a `ClusterSpec`, or a mapping from names of jobs to addresses.
+        server_or_cluster_def: the cluster: a `ClusterSpec`, a `tf.train.ClusterDef`, or a mapping from names
+            of jobs to addresses; or a `tf.train.ServerDef`, which also has the defaults of the next three.
         job_name: the job of the task; by default the only one.
-        task_index: the index of the task in its job; by default 0 if that is the only one.
-        protocol: the prefix of `target`.
+        task_index: the index of the task in its job; by default that of the only one.
+        protocol: the prefix of `target`; by default "grpc".
         config: ignored.
         start: ignored.
 
@@ -239,14 +261,20 @@ class Server:
 
     def __init__(
         self,
-        server_or_cluster_def: ClusterSpec | Mapping[str, Any],
+        server_or_cluster_def: ClusterSpec | ClusterDef | ServerDef | Mapping[str, Any],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
         config: Any = None,
         start: bool = True,
     ) -> None:
-        cluster = ClusterSpec(server_or_cluster_def)
+        given = server_or_cluster_def
+        if isinstance(given, ServerDef):
+            job_name = job_name or given.job_name or None
+            task_index = given.task_index if task_index is None else task_index
+            protocol = protocol or given.protocol
+            given = given.cluster
+        cluster = ClusterSpec(given)
         if job_name is None and len(cluster.jobs) == 1:
             (job_name,) = cluster.jobs
         if job_name is None:

@@ -65,6 +65,27 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
         yield densities
 
 
+@contextmanager
+def observed_denominators() -> Iterator[list[bool]]:
+    """Within the block, note for each loss of Keras whether its denominator is not the number of elements."""
+    own: list[bool] = []
+    reduce = getattr(*REDUCE_WEIGHTED_VALUES)
+
+    def observed(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        weighted = reduction == _WEIGHTED_MEAN and sample_weight is not None
+        own.append(weighted or (mask is not None and reduction in (*_MEANS, _WEIGHTED_MEAN)))
+        return reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+
+    with replaced(*REDUCE_WEIGHTED_VALUES, observed):
+        yield own
+
+
 def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight: Any) -> dict[str, Any]:
     """Weight the values that are proportional to the loss by the replica's share of the loss's denominator.
 

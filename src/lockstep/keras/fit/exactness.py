@@ -6,18 +6,20 @@ The latter differ from one process on the global batch by more than rounding.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own
-from lockstep.keras.backends.losses import flat_metrics
-from lockstep.keras.private.common import compiled_loss, layers_of
+from lockstep.keras.backends.losses import flat_metrics, observed_denominators
+from lockstep.keras.private.common import compiled_loss, layers_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
 from lockstep.system.prose import count
 from lockstep.topology import View
+
+Result = TypeVar("Result")
 
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""
@@ -46,9 +48,10 @@ def per_replica_note(parts: Sequence[str]) -> str:
 def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
     """Name the parts of a model's training that differ from one process by more than rounding.
 
-    These use several examples at once: the statistics of BatchNormalization, a loss or a metric that compares
-    examples, a sum that a layer adds to the loss, and perhaps a custom step. Random layers draw different
-    numbers in each replica.
+    These use several examples at once: the statistics of BatchNormalization, the state of a layer that is no
+    mean over examples, a loss or a metric that compares examples, losses with different denominators, a sum
+    that a layer adds to the loss, and perhaps a custom step. Random layers draw different numbers in each
+    replica.
 
     Args:
         model: built.
@@ -63,7 +66,9 @@ def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
     parts += [
         f"{name} of {type(model).__name__}" for name in ("train_step", "compute_loss") if has_own(model, name)
     ]
-    parts += _losses_across_examples(model, rows) + _sums_of_layers(model, rows)
+    parts += _states_across_examples(model, rows)
+    parts += _losses_across_examples(model, rows) + _different_denominators(model, rows)
+    parts += _sums_of_layers(model, rows)
     return parts + [f"the metric {name}" for name in metrics_across_examples(model, rows)]
 
 
@@ -89,6 +94,77 @@ def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
     except Exception:  # A custom step may pass anything to losses.
         return [f"{name} (possibly: it could not be tested)" for name in names]
     return [] if _near(whole, (first + second) / 2) or _near(whole, first + second) else names
+
+
+def _different_denominators(model: Any, rows: Callable[[], Any]) -> list[str]:
+    """Name several losses if one of them is a mean over unmasked elements, or over the sum of weights."""
+    given = keras.tree.flatten(model.loss)
+    weighs = any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in given)
+    if len(getattr(model, "output_names", None) or (None, None)) < 2:
+        return []
+    if not (weighs or any(map(_masks, layers_of(model, include_self=False)))):
+        return []
+    name = "the sum of losses with different denominators"
+    try:
+        data = rows()
+        x, y, weight = rows_of(data, slice(0, 2 * tried_rows(data)))
+        with random_numbers(0), keras.StatelessScope(), observed_denominators() as own:
+            compiled_loss(model)(y, model(x, training=False), weight)
+    except Exception:  # A custom step may pass anything to losses.
+        return [f"{name} (possibly: it could not be tested)"]
+    return [name] if len(own) > 1 and any(own) else []
+
+
+def _masks(layer: Any) -> bool:
+    """Whether a layer may give its outputs a mask that its inputs do not have."""
+    own = not type(layer).compute_mask.__module__.startswith("keras.")
+    return bool(getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking) or own)
+
+
+def _states_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
+    """Name the variables of the program's own layers whose change in a step is no mean over examples."""
+    variables = _own_states(model)
+    if not variables:
+        return []
+    before = [keras.ops.convert_to_numpy(variable.value) for variable in variables]
+
+    def states(x: Any, _: Any) -> list[Any]:
+        with keras.StatelessScope() as scope:
+            model(x, training=True)
+        found = map(scope.get_current_value, variables)
+        return [
+            old if value is None else keras.ops.convert_to_numpy(value)
+            for old, value in zip(before, found, strict=True)
+        ]
+
+    try:
+        parts = _each_part(rows(), states)
+    except Exception:  # The program may call the model in another way.
+        return [f"the variable {one.path} (possibly: it could not be tested)" for one in variables]
+    if not parts:
+        return []
+    return [
+        f"the variable {one.path}"
+        for one, old, whole, first, second in zip(variables, before, *parts, strict=True)
+        if not np.allclose(whole, (first + second) / 2, 1e-5, 1e-4 * np.max(np.abs(whole - old), initial=0))
+    ]
+
+
+def _own_states(model: Any) -> list[Any]:
+    """Return the variables of floating point that layers of the program may update, so no frozen weights."""
+    owners: dict[int, tuple[Any, Any]] = {}
+    weights: set[int] = set()
+    for layer in layers_of(model):
+        # The innermost layer comes last.
+        owners |= {id(variable): (variable, layer) for variable in layer.non_trainable_weights}
+        weights |= {id(variable) for variable in own_trainable_variables(layer)}
+    return [
+        variable
+        for variable, layer in owners.values()
+        if id(variable) not in weights
+        and not type(layer).__module__.startswith("keras.")
+        and keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
+    ]
 
 
 def _sums_of_layers(model: Any, rows: Callable[[], Any]) -> list[str]:
@@ -132,19 +208,25 @@ def _added_losses(model: Any, x: Any) -> Any:
         return sum(keras.ops.sum(loss) for loss in scope.losses)
 
 
-def _in_parts(data: Any, compute: Callable[[Any, Any], Any]) -> tuple[float, float, float]:
-    """Return `compute(x, y)` of some rows of `data` and of each half of them; zeros for fewer than two."""
+def _in_parts(data: Any, compute: Callable[[Any, Any], Any]) -> tuple[float, ...]:
+    """Return the number `compute(x, y)` as `_each_part` does; zeros if there is no part."""
+    found = _each_part(data, lambda x, y: float(keras.ops.convert_to_numpy(compute(x, y))))
+    return tuple(found) or (0.0, 0.0, 0.0)
+
+
+def _each_part(data: Any, compute: Callable[[Any, Any], Result]) -> list[Result]:
+    """Return `compute(x, y)` of some rows of `data` and of each half of them; none for fewer than two."""
     half = tried_rows(data)
     if not half:
-        return 0.0, 0.0, 0.0
+        return []
 
-    def of(rows: slice) -> float:
+    def of(rows: slice) -> Result:
         x, y, _ = rows_of(data, rows)
         # Random numbers drawn here must not affect later ones.
         with random_numbers(0):
-            return float(keras.ops.convert_to_numpy(compute(x, y)))
+            return compute(x, y)
 
-    return of(slice(0, 2 * half)), of(slice(0, half)), of(slice(half, 2 * half))
+    return [of(slice(0, 2 * half)), of(slice(0, half)), of(slice(half, 2 * half))]
 
 
 def _near(one: float, other: float) -> bool:

@@ -31,7 +31,7 @@ from lockstep.keras.input.readings import (
 from lockstep.keras.input.shards import shard_pipelines
 from lockstep.keras.input.sources import DividedSource, Element, GlobalBatchPass, GlobalBatchSource, Source
 from lockstep.keras.input.stored_arrays import StoredArray, stored
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable
 from lockstep.keras.input.visits import (
     OrderSeed,
     ReorderedDataset,
@@ -335,17 +335,20 @@ class JointReading:
         inner: Keras's adapter of the dataset.
         reader: this worker; without it, all rows are compared.
         why: the reason.
+
+    Attributes:
+        inner: Keras's adapter.
     """
 
     def __init__(self, inner: DataAdapter, reader: ReadingWorker | None = None, why: str = "") -> None:
-        self._inner = inner
+        self.inner = inner
         self._reader = reader
         self._numbers = PassNumbers(reader)
         self.way = Way.joint(why)
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
-        return self._batches(_begin(self._inner))
+        return self._batches(_begin(self.inner))
 
     def _batches(self, begun: Iterator[Any]) -> Iterator[GlobalBatch]:
         number = self._numbers.next()
@@ -604,7 +607,8 @@ def global_input(
                 return PipelinesInput(source)
         reading: Reading = JointReading(inner, reader)
         if reader is not None and not unsplit:
-            reading = _reading(x, inner, reader, weighed=class_weight is not None)
+            reading = _reading(x, inner, reader, class_weight)
+            inner = reading.inner if isinstance(reading, JointReading) else inner
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
@@ -612,7 +616,7 @@ def global_input(
     )
 
 
-def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed: bool) -> Reading:
+def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, class_weight: Any) -> Reading:
     """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
     divided: Reading | str
     if reader.joint:
@@ -624,8 +628,12 @@ def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed
     else:
         from lockstep.keras.input.tf_reading import tf_reading
 
-        divided = tf_reading(inner.get_tf_dataset(), reader, weighed=weighed)
-    return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
+        divided = tf_reading(inner.get_tf_dataset(), reader, weighed=class_weight is not None)
+    if not isinstance(divided, str):
+        return divided
+    if is_tf_dataset(dataset):
+        inner = get_data_adapter(readable(dataset), class_weight=class_weight)
+    return JointReading(inner, reader, divided)
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:

@@ -55,7 +55,7 @@ class Stream:
     def __init__(self, dataset: Any, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.apart = apart
         self.is_tensorflow = is_tensorflow(dataset)
-        self.dataset = easily_freed(dataset) if self.is_tensorflow else dataset
+        self.dataset = readable(dataset) if self.is_tensorflow else dataset
         self._begun: Reader | None = None
         self._form = _declared(dataset.element_spec) if self.is_tensorflow else None
 
@@ -173,6 +173,13 @@ def easily_freed(dataset: Any) -> Any:
     options = sys.modules["tensorflow"].data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def readable(dataset: Any) -> Any:
+    """Return a `tf.data.Dataset` as several workers read it: with equal elements, and easily freed."""
+    from lockstep.keras.input.tf_order import drawn_in_order
+
+    return easily_freed(drawn_in_order(dataset))
 
 
 def read(dataset: Any) -> Iterator[Any]:

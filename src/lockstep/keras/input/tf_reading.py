@@ -27,7 +27,8 @@ from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way, joint_batch
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable
+from lockstep.keras.input.tf_order import operations
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
 from lockstep.keras.private.common import KERAS_SEED
@@ -328,7 +329,7 @@ def _prepared(parts: _Parts) -> _Maps | str:
     finally:
         set_random_states(before)
     for step in steps:
-        if left := _operations(step.function, counts_its_runs):
+        if left := operations(step.function, counts_its_runs):
             return f"a map draws with the operation {left[0]}, which no stateless operation replaces"
         if refusal := _kept_state(step.function):
             return refusal
@@ -342,7 +343,7 @@ def _refusal(function: Any) -> str:
     """Return why a map must not be computed by one worker only; empty if it may."""
     if not is_traced(function):
         return "a map has a legacy function"
-    if _operations(function, lambda node: node.op in _PYTHON):
+    if operations(function, lambda node: node.op in _PYTHON):
         return (
             "a map calls Python code, which may keep a state: if its results depend only on its arguments, "
             "declare that by tf.numpy_function(..., stateful=False)"
@@ -364,7 +365,7 @@ def _kept_state(function: Any) -> str:
             "keras.layers.Random*, tf.image.random_* or tf.random.uniform; instead of variables that are "
             "only read, constants"
         )
-    if stateful := _operations(function, _keeps_state):
+    if stateful := operations(function, _keeps_state):
         return f"a map has the operation {stateful[0]}, whose result may depend on earlier ones"
     return ""
 
@@ -402,9 +403,7 @@ def _described(function: Any) -> list[bytes]:
 
 def _draws(function: Any) -> bool:
     """Whether a map draws random numbers, which depend on how often it has run."""
-    return is_traced(function) and (
-        _generators_only(function) or bool(_operations(function, counts_its_runs))
-    )
+    return is_traced(function) and (_generators_only(function) or bool(operations(function, counts_its_runs)))
 
 
 def _keeps_state(node: Any) -> bool:
@@ -415,13 +414,6 @@ def _keeps_state(node: Any) -> bool:
         and node.op not in _HARMLESS
         and not counts_its_runs(node)
     )
-
-
-def _operations(function: Any, chosen: Callable[[Any], bool]) -> list[str]:
-    """Return the names of the chosen operations of a traced function and of all functions that it calls."""
-    definition = function.function.graph.as_graph_def()
-    nodes = [definition.node, *(called.node_def for called in definition.library.function)]
-    return [node.op for part in nodes for node in part if chosen(node)]
 
 
 def _traced_again(parts: _Parts) -> list[_Map]:
@@ -739,7 +731,7 @@ class MappedReading:
         if weigh is not None:
             self._group_maps.append(_weighing(weigh, parts))
         self._reader = reader
-        self._batches = easily_freed(parts.batches.with_options(parts.options)).prefetch(1)
+        self._batches = readable(parts.batches.with_options(parts.options)).prefetch(1)
         self._stages: dict[int, MapStage] = {}
         self._numbers = PassNumbers(reader)
         if parts.why_joint:

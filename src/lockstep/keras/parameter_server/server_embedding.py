@@ -12,6 +12,7 @@ import numpy.typing as npt
 from lockstep.errors import ModelError
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.common import replaced
+from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.parameter_server.server_tables import (
     ServerTable,
     server_table,
@@ -197,11 +198,13 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         """Load what `save_own_variables` has saved; each server loads its rows."""
         if not self.built:
             return
+        show_refusals()
         blocks, saved = _blocks(self.input_dim), set(store.keys())
-        if _key(VALUES, len(blocks) - 1) not in saved or _key(VALUES, len(blocks)) in saved:
+        shapes = [store[key].shape for k in range(len(blocks) + 1) if (key := _key(VALUES, k)) in saved]
+        if shapes != [(len(numbers), self.output_dim) for numbers in blocks]:
             raise ModelError(
                 f"the saved weights of layer {self.path!r} are not those of a ServerEmbedding with "
-                f"{self.input_dim} rows"
+                f"{self.input_dim} rows of {self.output_dim} numbers"
             )
         if self._table is None:
             self._embeddings.assign(np.concatenate([store[_key(VALUES, k)] for k in range(len(blocks))]))

@@ -14,6 +14,7 @@ import keras
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.losses import loss as loss_functions
+from keras.src.saving import saving_lib
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
@@ -192,6 +193,15 @@ def graph_kept(model: Any) -> Iterator[None]:
         if names is not None and before is not None:
             names.clear()
             names.update(before)
+
+
+# Saving
+
+RAISE_LOADING_FAILURE: Part = saving_lib, "_raise_loading_failure"
+"""Raises an error about those of layers that could not load, or warns: (error_msgs, warn_only=).
+
+`error_msgs` has a layer and what it has raised for each.
+"""
 
 
 # Losses

@@ -20,6 +20,7 @@ from tensorflow.python.data.ops import (
     batch_op,
     cache_op,
     dataset_ops,
+    interleave_op,
     map_op,
     prefetch_op,
     repeat_op,
@@ -226,6 +227,8 @@ def reached_by(saver: Any) -> Any:
 # The operations of `tf.data`: each method of a dataset creates an instance of a class
 
 MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
+PARALLEL = (map_op._ParallelMapDataset, interleave_op._ParallelInterleaveDataset)
+"""Operations that call a function in parallel."""
 BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 REPEAT, TAKE, SKIP = repeat_op._RepeatDataset, take_op._TakeDataset, skip_op._SkipDataset
 PREFETCH, OPTIONS = prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset
@@ -241,6 +244,12 @@ def inputs_of(dataset: Any) -> Sequence[Any]:
     """Return the datasets on which any dataset depends directly."""
     inputs: Sequence[Any] = dataset._inputs()
     return inputs
+
+
+def functions_of(dataset: Any) -> Sequence[Any]:
+    """Return the functions that an operation calls, each a `StructuredFunctionWrapper`."""
+    functions: Sequence[Any] = dataset._functions()
+    return functions
 
 
 def is_unordered(dataset: Any) -> bool:
@@ -354,6 +363,23 @@ class MappedDataset(dataset_ops.UnaryDataset):  # type: ignore[misc]
     def element_spec(self) -> Any:
         """The function's."""
         return self._function.output_structure
+
+
+class StatefulCallsInOrder(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
+    """A dataset as TensorFlow rewrites it where its operations must be deterministic.
+
+    Operations with a state that depends on the order of calls run in the order of the elements.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        variant = gen_dataset_ops.optimize_dataset_v2(
+            dataset._variant_tensor,
+            optimizations_enabled=["make_deterministic"],
+            optimizations_disabled=[],
+            optimizations_default=[],
+            **dataset._flat_structure,
+        )
+        super().__init__(dataset, variant)
 
 
 # The forms of elements of `tf.data`

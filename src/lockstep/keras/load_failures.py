@@ -1,0 +1,37 @@
+"""Errors of Lockstep in layers that load saved weights: Keras would raise another one, which hides them.
+
+Keras collects what layers raise while it loads a model or its weights, and then raises a `ValueError` about
+all of them, with the text of the first one in the middle.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.keras.private.common import RAISE_LOADING_FAILURE
+from lockstep.worker.patch_registry import PATCHES
+
+_lock = threading.Lock()
+
+
+def show_refusals() -> None:
+    """Let Keras raise an error of Lockstep itself if a layer raises one; the first call replaces a function.
+
+    With `skip_mismatch=True`, Keras warns of an `InputError`, as of weights of other shapes.
+    """
+    with _lock:
+        if not PATCHES.has(__name__):
+            PATCHES.replace(__name__, *RAISE_LOADING_FAILURE, _own_error_first)
+
+
+def _own_error_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def raise_loading_failure(
+        error_msgs: Mapping[int, tuple[Any, Exception]], warn_only: bool = False
+    ) -> None:
+        for _, error in error_msgs.values():
+            if isinstance(error, LockstepError) and not (warn_only and isinstance(error, InputError)):
+                raise error
+        original(error_msgs, warn_only=warn_only)
+
+    return raise_loading_failure
