@@ -70,6 +70,16 @@ def test_folders_that_cannot_be_compared(command: Command, trained: Callable[...
         assert done.stderr.count("\n") == 1
 
 
+def test_a_run_without_servers_is_not_repeated_in_one_process(
+    command: Command, trained: Callable[..., str]
+) -> None:
+    done = command("rerun", "--one-process", trained("two", "-n 2"), "--run-dir", "again")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "repeat it in one process with lockstep run -n 1 --replicas 2" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (command.folder / "again").exists()  # type: ignore[attr-defined]
+
+
 @pytest.mark.slow
 def test_a_run_is_repeated(command: Command, trained: Callable[..., str]) -> None:
     done = command("rerun", trained("two", "-n 2"), "--run-dir", "again")

@@ -189,6 +189,23 @@ def test_a_model_is_traced_for_each_shape_also_within_a_step() -> None:
         model(ids)
 
 
+def test_the_rows_keep_their_variable_when_they_take_the_place_of_a_table_again() -> None:
+    model = text()
+    model.compile("sgd", "mse")
+    tables, _ = find_tables(model, lambda: None, adapter().steps().to_numpy)
+    looked_up, ids = LookedUpRows(tables, model), generator.integers(0, ITEMS - 1, (5, 3)).astype("int32")
+    before, found = list(model.trainable_variables), []
+    for _ in range(2):
+        with looked_up:
+            looked_up.look_up(lambda: ids)
+            found.append((looked_up.make_room(), list(model.trainable_variables)))
+        assert all(one is other for one, other in zip(model.trainable_variables, before, strict=True))
+    (first_room, first), (second_room, second) = found
+    assert (first_room, second_room) == (True, False)
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    assert sum(one is not other for one, other in zip(first, before, strict=True)) == 1
+
+
 def test_inputs_get_the_ranks_of_a_functional_model() -> None:
     users = layers.Input((1,), dtype="int32")
     model = keras.Model(users, layers.Dense(1)(layers.Flatten()(layers.Embedding(USERS, 2)(users))))
@@ -524,3 +541,31 @@ def test_nothing_is_replaced_in_a_model_without_tables() -> None:
         assert looked_up.look_up(lambda: X) == {}
         assert not looked_up.make_room()
         assert "call" not in vars(model)
+
+
+def test_a_snapshot_has_the_rows_as_they_were() -> None:
+    model = text()
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    variables = model.trainable_variables
+    model.optimizer.build(variables)
+    backend = adapter().steps()
+    shapes = [(tuple(one.shape), 4) for one in variables]
+    shards = place_variables(shapes, 1, FixedShardsPartitioner(2))
+    tables = find_tables(model, lambda: None, backend.to_numpy)[0].variables
+    served = ServedVariables(backend, own=True)
+    served.add(Update(model.optimizer, variables), shards, tables)
+    positions = [k for k, shard in enumerate(shards) if shard.variable in tables]
+    taken: list[tuple[Any, dict[int, np.ndarray]]] = []
+    for step in range(6):
+        values = served.values()
+        taken.append((served.tables(), {k: values[k] for k in positions}))
+        if step == 3:
+            served.write({positions[0]: values[positions[0]] * 2}, {})
+        gradients, rows = _draw(shards, shapes, tables, step)
+        served.update(gradients, (0,), rows)
+    for snapshots, values in taken:
+        assert snapshots.keys() == values.keys()
+        for k, value in values.items():
+            for numbers in (np.arange(len(value)), np.array([1, len(value) - 1])):
+                assert snapshots[k].rows(numbers).tobytes() == value[numbers].tobytes()
+    assert taken[0][1][positions[0]].tobytes() != served.values()[positions[0]].tobytes()
