@@ -1,16 +1,20 @@
 """Trains tables whose rows are on parameter servers only, in scheduled functions; prints exact results.
 
-    rows_in_functions.py serial FOLDER | free | misused
+    rows_in_functions.py serial FOLDER | free | replaced FOLDER | misused
 
 `serial` runs one function at a time; without Lockstep, it prints what plain Keras computes. In `free`, a
-worker ends between its pushes to two servers, unless it follows a recorded order. `misused` prints errors.
-On TensorFlow and PyTorch.
+worker ends between its pushes to two servers, unless it follows a recorded order. In `replaced`, one ends
+within a function, and the program schedules functions until the worker that replaces it has run some; it
+writes the number of rounds to FOLDER. `misused` prints errors. On TensorFlow and PyTorch.
 """
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,6 +23,7 @@ from losing import lose_between_pushes
 
 import lockstep
 from lockstep.errors import LockstepError
+from lockstep.keras.parameter_server.function_worker import WorkerCalls
 from lockstep.worker import job
 
 layers, ops = keras.layers, keras.ops
@@ -32,7 +37,7 @@ BATCHES = [(X[start : start + 20], Y[start : start + 20]) for start in range(0, 
 OPTIMIZERS = {"serial": keras.optimizers.SGD(0.5), "free": keras.optimizers.Adam(0.05)}
 
 keras.utils.set_random_seed(3)
-strategy = lockstep.ParameterServerStrategy(max_staleness=None if KIND == "free" else 0)
+strategy = lockstep.ParameterServerStrategy(max_staleness=None if KIND in ("free", "replaced") else 0)
 with strategy.scope():
     ids = layers.Input((3,), dtype="int64")
     table = lockstep.ServerEmbedding(ROWS, 4, keras.initializers.RandomUniform(seed=5), name="table")
@@ -167,6 +172,40 @@ def free() -> None:
     print("digest", lockstep.digest(model), flush=True)
 
 
+def replaced(folder: Path) -> None:
+    own, run, ran = job.current(), WorkerCalls._run, 0
+    rounds, joined = folder / "rounds", folder / "joined"
+
+    def counted(*given: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        if own.worker == 2 and ran == 4 and own.context.order is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if own.worker == 6:
+            joined.write_text(str(ran))
+        return run(*given)
+
+    def enough(number: int) -> int:
+        if not rounds.exists() and joined.exists() and int(joined.read_text()) > 5:
+            rounds.write_text(str(number))
+        return int(rounds.exists() and number >= int(rounds.read_text()))
+
+    WorkerCalls._run = counted  # type: ignore[method-assign, assignment]
+    history: list[Any] = []
+    for number in range(10**6):
+        history.append([epoch(train_in_graph), float(error.result())])
+        if number % 3 == 1:
+            history.append(model.evaluate(X, Y, 50, verbose=0))
+        if coordinator.schedule(enough, (number,)).fetch():
+            break
+    # All processes evaluate together, also the new one.
+    history += [model.evaluate(X, Y, 50, verbose=0), epoch(train_in_graph)]
+    history.append(model.fit(X, Y, 20, verbose=0).history["loss"])
+    history += [epoch(train), model.predict(X, 50, verbose=0).tolist()]
+    show("history", history)
+    print("digest", lockstep.digest(model), flush=True)
+
+
 def misused() -> None:
     def attempt(act: Callable[[], Any]) -> None:
         try:
@@ -236,5 +275,7 @@ match KIND:
         serial(sys.argv[2])
     case "free":
         free()
+    case "replaced":
+        replaced(Path(sys.argv[2]))
     case "misused":
         misused()

@@ -220,6 +220,22 @@ def test_functions_that_lost_a_worker_can_be_repeated(
     assert f"equal to the last bit ({digests.pop()})" in repeat(run, (1, 3)).stdout
 
 
+@pytest.mark.slow
+@on("torch")
+def test_functions_whose_lost_worker_was_replaced_can_be_repeated(
+    launch: Launch, repeat: Callable[..., Any], tmp_path: Path, backend: str
+) -> None:
+    run = launch("-n 3 --ps 2", IN_FUNCTIONS, "replaced", str(tmp_path), backend=backend)
+    assert run.status == 0, run.stderr
+    assert "functions 1: worker 6 takes the place of worker 2\n" in run.stderr
+    left = (0, 1, 3, 4, 5, 6)
+    assert [[len(run.marked(one, mark)) for mark in ("result ", "digest ")] for one in left] == [[1, 1]] * 6
+    found = {tuple(run.marked(worker, mark)) for worker in left for mark in ("result ", "digest ")}
+    assert len(found) == 2
+    again = repeat(run, (1,))
+    assert found == {tuple(again.marked(one, mark)) for one in range(6) for mark in ("result ", "digest ")}
+
+
 @on("tensorflow")
 def test_functions_that_need_the_whole_table_are_refused(launch: Launch, backend: str) -> None:
     run = launch("-n 1 --ps 2", IN_FUNCTIONS, "misused", backend=backend)

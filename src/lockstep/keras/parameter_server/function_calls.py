@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DisagreementError, InputError, ModelError
+from lockstep.errors import DisagreementError, InputError
 from lockstep.keras.assignments import observed_by
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.multi_update import Update
@@ -318,15 +318,13 @@ class FunctionCalls(ABC):
         self._runner.met = frozenset(tables)
         if not tables:
             return
-        reason = "its functions look up rows of a ServerEmbedding, which a worker that joins could not repeat"
-        if self._joining.replays:
-            raise ModelError(f"this worker cannot join the job: {reason}")
-        if self._job.is_chief:
-            self._joining.close(reason)
         self._tables = self._process.tables = tables_of_job(self._job)
+        self._tables.scheduling = True
+        if self._joining.replays:
+            # The chief tells where the rows are; the digests are values that calls have found.
+            return
         for table, digest in zip(tables, self._tables.meet(tables, what), strict=True):
             table.digest_variable.assign(digest.view(np.int32))
-        self._tables.scheduling = True
 
     def _compare_trial(
         self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
