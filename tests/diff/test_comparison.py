@@ -171,6 +171,18 @@ def test_a_difference_of_the_hosts_explains_a_gradient_and_alone_is_none(
     assert (found(both).step, found(both).cause) == (5, cause)
 
 
+def test_threads_that_wait_in_a_replay_in_one_process_are_no_difference() -> None:
+    def with_threads(workers: int, threads: str) -> Recording:
+        made = recording()
+        made.job = {**made.job, "parameter_servers": 2, "workers": workers}
+        made.program = {**made.program, "flags": {"TF_NUM_INTEROP_THREADS": threads}}
+        return made
+
+    run = with_threads(6, "1")
+    assert not compare(run, with_threads(1, "6")).heads
+    assert len(compare(run, with_threads(6, "6")).heads) == 1
+
+
 def test_optimizer_settings_do_not_explain_a_gradient_of_the_first_step() -> None:
     def edit(made: Recording) -> None:
         made.settings["fit 1"]["setting optimizer: learning_rate"] = "0.2"

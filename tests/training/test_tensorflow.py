@@ -37,10 +37,14 @@ if HERE:
     from tensorflow.python.framework.auto_control_deps import LEGACY_RANDOM_OPS
     from tensorflow.python.ops import gen_random_ops, random_ops
 
-    from lockstep.keras import tf_random_ops
+    from lockstep.keras import assignments, tf_random_ops
+    from lockstep.keras.backends.adapter import adapter
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import borrowed, executable
+    from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables
+    from lockstep.keras.parameter_server.tf_functions import exchanged_in_graph
     from lockstep.keras.private.tensorflow import RANDOM_WITHOUT_EQUIVALENT
+    from lockstep.keras.replica_run import merges, tf_merged_variables
     from lockstep.keras.tf_checkpoints import shared
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
@@ -557,3 +561,42 @@ def test_a_checkpoint_is_written_elsewhere_and_renamed(tmp_path: Path) -> None:
     found = tf.Variable([0.0, 0.0])
     tf.train.Checkpoint(kept=found).restore(str(final)).expect_partial()
     assert found.numpy().tolist() == [1.0, 2.0]
+
+
+@here
+def test_a_scheduled_function_draws_random_numbers_with_operations_of_tensorflow() -> None:
+    assignments.install()
+    merges.install()
+    tf_merged_variables.install()
+    runner = FunctionRunner(ScopeVariables(), adapter().functions())
+
+    @tf.function
+    def draw() -> Any:
+        return tf.random.normal((2,))
+
+    for function in (draw, lambda: tf.random.normal((2,))):
+        runner.try_out(function, function, 1)
+        first, again, other = (runner.run(function, function, step, step).result for step in (4, 4, 5))
+        assert first.tolist() == again.tolist() != other.tolist()
+
+
+@here
+def test_a_graph_that_waits_for_new_weights_uses_nothing_that_other_functions_change() -> None:
+    weight, seen = keras.Variable(np.float32(1)), keras.Variable(np.float32(0), trainable=False)
+
+    @tf.function
+    def step() -> None:
+        seen.assign(seen + 1.0)
+        exchanged_in_graph(lambda _: [np.array(weight.value)], {0: tf.ones(())}, [weight], [weight, seen])
+        seen.assign(seen + 2.0)
+
+    graph = step.get_concrete_function().graph
+    (call,) = (one for one in graph.get_operations() if one.type == "EagerPyFunc")
+    given = {id(one) for one in call.inputs}
+    reads = [one for one in graph.get_operations() if one.type == "ReadVariableOp"]
+    before, after = (one for one in reads if id(one.inputs[0]) in given)
+    assert call in after.control_inputs
+    assert call not in before.control_inputs
+    assert any(one.type == "AssignVariableOp" for one in call.control_inputs)
+    step()
+    assert float(seen.value) == 3.0

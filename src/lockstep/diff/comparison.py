@@ -44,6 +44,7 @@ _DATA = ("data reading", "data", "order", "call batch", "call shuffle", "call va
 _ROWS = re.compile(r"(?<=\[)\d+")
 """The number of rows in the description of arrays, such as `float32[96, 4] float32[96, 3]`."""
 _KERAS = "keras.config."
+_INTEROP = "TF_NUM_INTEROP_THREADS"
 _DRAWN = (", random states ", ", seed ")
 
 
@@ -396,9 +397,9 @@ def _heads(first: Recording, second: Recording) -> Iterable[HeadDifference]:
         if ours != theirs:
             yield HeadDifference(cause, name, _shown(ours), _shown(theirs))
 
-    def all_changed(cause: Cause, kind: str, name: str) -> Iterable[HeadDifference]:
+    def all_changed(cause: Cause, kind: str, name: str, *others: str) -> Iterable[HeadDifference]:
         ours, theirs = one.get(name, {}), other.get(name, {})
-        for each in sorted({*ours, *theirs}):
+        for each in sorted({*ours, *theirs}.difference(others)):
             yield from changed(cause, f"{kind}{each}", ours.get(each), theirs.get(each))
 
     yield from changed("seed", "seed", one.get("seed"), other.get("seed"))
@@ -409,7 +410,9 @@ def _heads(first: Recording, second: Recording) -> Iterable[HeadDifference]:
     for name in sorted(configs[0].keys() & configs[1].keys()):
         yield from changed("configuration", f"{_KERAS}{name}", configs[0][name], configs[1][name])
     yield from all_changed("versions", "version of ", "versions")
-    yield from all_changed("configuration", "environment variable ", "flags")
+    # A replay in one process has as many of these threads as the run has processes, which bits do not show.
+    own = (_INTEROP,) if first.in_one_process != second.in_one_process else ()
+    yield from all_changed("configuration", "environment variable ", "flags", *own)
     yield from changed("processor", "processor", one.get("processor"), other.get("processor"))
     features = [set(str(each.get("features", "")).split()) for each in (one, other)]
     for name in sorted(features[0] ^ features[1]):

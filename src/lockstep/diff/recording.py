@@ -93,6 +93,11 @@ class Recording:
         return bool(self.job.get("parameter_servers"))
 
     @property
+    def in_one_process(self) -> bool:
+        """Whether the run is a replay, in one process, of a job with parameter servers."""
+        return self.has_servers and self.job.get("workers") == 1
+
+    @property
     def replicas(self) -> int:
         """R."""
         return int(self.program.get("replicas", self.job.get("replicas", 0)))

@@ -229,7 +229,12 @@ def is_counter(variable: tf.Variable) -> bool:
 
 def is_own(variable: tf.Variable) -> bool:
     """Whether a variable is one of this module."""
-    return is_counter(variable) or any(variable is one for one in _variables.values())
+    return any(variable is one for one in own_variables())
+
+
+def own_variables() -> list[tf.Variable]:
+    """Return the variables of this module, from which the operations of all graphs draw."""
+    return [*_variables.values(), *_counters]
 
 
 def new_seed() -> int:
@@ -254,7 +259,7 @@ def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
 
 def state_of_graphs() -> list[tuple[tf.Variable, Any]]:
     """Return the variables from which the operations of all graphs draw, with their values."""
-    return [(one, one.read_value()) for one in (*_variables.values(), *_counters)]
+    return [(one, one.read_value()) for one in own_variables()]
 
 
 def begin_all(seed: int) -> None:

@@ -62,7 +62,10 @@ class OneProcessCalls(ChiefCalls):
                 return self._run(attempt, values, None)
             if key not in self._threads:
                 self._threads[key] = _FunctionThread(lambda thread, given: self._run(attempt, given, thread))
-            return self._threads[key].resume(values)
+            returned, gradients = self._threads[key].resume(values)
+            if returned is not None:
+                del self._threads[key]
+            return returned, gradients
         finally:
             self._job.process, self._job.replacement = 0, -1
             put_back()

@@ -177,12 +177,17 @@ class FunctionRunner:
         """Whether a function that was tried out exchanges gradients for new weights."""
         return self._profiles[_key(function)].exchanges
 
-    def keep_shared(self) -> Callable[[], None]:
-        """Return what puts back all that runs share, as it is now, so that others can run meanwhile."""
+    @property
+    def shared(self) -> list[Any]:
+        """The variables of Keras that functions of all workers use."""
         known = [*self.pulled, *self._scope.variables]
         if self._generator is not None:
             known.append(self._generator.state)
-        variables = list({id(one): one for one in known}.values())
+        return list({id(one): one for one in known}.values())
+
+    def keep_shared(self) -> Callable[[], None]:
+        """Return what puts back all that runs share, as it is now, so that others can run meanwhile."""
+        variables = self.shared
         values, states, in_graphs = self.transfers.read(variables), random_states(), list[Any]()
         running = running_function()
         draws = [one.draws for one in self._profiles.values() if one.draws is not None]
@@ -808,7 +813,8 @@ class _Watcher:
         if entered_graphs():
             from lockstep.keras.parameter_server.tf_functions import exchanged_in_graph
 
-            exchanged_in_graph(lambda arrays: runner.exchanged(number, arrays), gradients, runner.pulled)
+            exchange_arrays = functools.partial(runner.exchanged, number)
+            exchanged_in_graph(exchange_arrays, gradients, runner.pulled, runner.shared)
             return
         arrays = {i: np.array(runner._backend.to_numpy(one)) for i, one in gradients.items()}
         # In a replay in one process, other functions run meanwhile.

@@ -16,7 +16,7 @@ import tensorflow as tf
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
 from lockstep.keras.backends.tf_graphs import assign, call_python, natives, read
-from lockstep.keras.tf_random_ops import is_own
+from lockstep.keras.tf_random_ops import is_own, own_variables
 from lockstep.worker.patch_registry import definer
 
 Array = npt.NDArray[Any]
@@ -95,16 +95,27 @@ def exchanged_in_graph(
     exchange: Callable[[dict[int, Array]], list[Array]],
     gradients: Mapping[int, Any],
     variables: Sequence[Any],
+    shared: Sequence[Any],
 ) -> None:
-    """Add operations to the graph that exchange gradients, by position, for new values of variables."""
+    """Add operations to the graph that exchange gradients, by position, for new values of variables.
+
+    Args:
+        exchange: makes the exchange.
+        gradients: of the function.
+        variables: that get the new values.
+        shared: all variables that other functions, which may run meanwhile, change too.
+    """
     own = natives(variables)
 
     def exchanged(*tensors: Any) -> list[Any]:
-        arrays = [np.array(tensor.numpy()) for tensor in tensors]
+        arrays = [np.array(tensor.numpy()) for tensor in tensors[: len(gradients)]]
         return list(exchange(dict(zip(gradients, arrays, strict=True))))
 
     dense = [tf.convert_to_tensor(one) for one in gradients.values()]
-    values = call_python(exchanged, dense, [variable.dtype for variable in own])
+    # With the handles, it counts as an assignment: what uses the variables runs before it or after it, as in
+    # the program, and not while the function waits.
+    handles = {id(one): one.handle for one in [*natives(shared), *own_variables()]}
+    values = call_python(exchanged, [*dense, *handles.values()], [variable.dtype for variable in own])
     for variable, value in zip(own, values, strict=True):
         value.set_shape(variable.shape)
         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)

@@ -17,6 +17,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
 from lockstep.keras.private.tensorflow import VARIABLE_CLASSES, written_by
 from lockstep.keras.replica_run.merges import Op, current_replica
+from lockstep.keras.tf_random_ops import is_own
 from lockstep.worker.patch_registry import PATCHES
 
 _SCOPE = "lockstep_merged"
@@ -96,7 +97,7 @@ def _merging(argument: str, original: Any) -> Any:
         replica = current_replica()
         if replica is None:
             return original(self, *args, **kwargs)
-        if tf.executing_eagerly() and not is_assigning():
+        if tf.executing_eagerly() and not is_assigning() and not is_own(self):
             raise ModelError(
                 f"the function passed to strategy.run assigns {self.name!r}, a variable of TensorFlow's "
                 "own, where functions run eagerly: use a keras.Variable, or remove "
