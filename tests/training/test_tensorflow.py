@@ -41,7 +41,8 @@ if HERE:
     from lockstep.keras.backends.adapter import adapter
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import borrowed, executable
-    from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables
+    from lockstep.keras.parameter_server.function_results import pack_result, unpack_results
+    from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables, plain
     from lockstep.keras.parameter_server.tf_functions import exchanged_in_graph
     from lockstep.keras.private.tensorflow import RANDOM_WITHOUT_EQUIVALENT
     from lockstep.keras.replica_run import merges, tf_merged_variables
@@ -578,6 +579,14 @@ def test_a_scheduled_function_draws_random_numbers_with_operations_of_tensorflow
         runner.try_out(function, function, 1)
         first, again, other = (runner.run(function, function, step, step).result for step in (4, 4, 5))
         assert first.tolist() == again.tolist() != other.tolist()
+
+
+@here
+def test_a_scheduled_function_returns_strings() -> None:
+    texts = tf.constant([["one", "\0"], ["", "two"]])
+    result, arrays = pack_result(plain({"all": texts, "first": texts[0, 0]}, adapter().functions()))
+    assert arrays == []
+    assert unpack_results([result], arrays) == [{"all": [[b"one", b"\0"], [b"", b"two"]], "first": b"one"}]
 
 
 @here

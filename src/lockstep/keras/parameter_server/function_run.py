@@ -917,7 +917,7 @@ def _is_full(cell: Any) -> bool:
 
 
 def plain(result: Any, backend: EagerBackend) -> Any:
-    """Return a result with arrays of NumPy instead of tensors."""
+    """Return a result with arrays of NumPy instead of tensors, and bytes instead of tensors of strings."""
     if isinstance(result, keras.Variable):
         result = result.value
     if isinstance(result, dict):
@@ -927,7 +927,8 @@ def plain(result: Any, backend: EagerBackend) -> Any:
     if isinstance(result, tuple):
         return tuple(plain(value, backend) for value in result)
     if keras.ops.is_tensor(result) or hasattr(result, "__array__"):
-        return np.array(backend.to_numpy(result))
+        array = np.array(backend.to_numpy(result))
+        return array.tolist() if array.dtype == object else array
     if result is not None and not isinstance(result, bool | int | float | str | bytes):
         raise InputError(
             f"a scheduled function returns a {type(result).__name__}, which has no value to send: return "
