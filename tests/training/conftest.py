@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -107,16 +108,21 @@ def launch(
 
 
 @pytest.fixture
-def repeat(environment: dict[str, str], tmp_path: Path) -> Callable[..., Run]:
-    """Repeat a run with parameter servers, in as many processes and in one; return the first repetition.
+def repeat(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path) -> Callable[..., Run]:
+    """Repeat a run with parameter servers in as many processes, and in one; return the first repetition.
 
-    The bits and the orders of the calls are equal.
+    The bits and the orders of the calls are equal. A test that is not slow may leave out one of the two.
     """
+    is_slow = request.node.get_closest_marker("slow") is not None
 
-    def again(run: Run, calls: Sequence[int]) -> Run:
-        one = repeated(run, calls, tmp_path / "one", "--one-process")
-        assert "in one process, " in one.stderr
-        return repeated(run, calls, tmp_path / "again")
+    def again(run: Run, calls: Sequence[int], *, left_out: Literal["", "several", "one"] = "") -> Run:
+        found = []
+        if is_slow or left_out != "several":
+            found.append(repeated(run, calls, tmp_path / "again"))
+        if is_slow or left_out != "one":
+            found.append(repeated(run, calls, tmp_path / "one", "--one-process"))
+            assert "in one process, " in found[-1].stderr
+        return found[0]
 
     def repeated(run: Run, calls: Sequence[int], folder: Path, *options: str) -> Run:
         command = [sys.executable, "-m", "lockstep", "rerun", *options, str(run.folder)]
