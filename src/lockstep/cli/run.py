@@ -38,6 +38,7 @@ from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
     ONE_PROCESS,
+    ORDER,
     Checkpoints,
     keras_backend,
     legacy_keras,
@@ -741,7 +742,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
     workers = sum(host.workers for host in hosts) or workers + others
     _without_others(workers, options)
     replicas = replicas or workers
-    if others and ONE_PROCESS in os.environ:
+    if others and {ONE_PROCESS, ORDER} <= os.environ.keys():
         workers = 1
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0

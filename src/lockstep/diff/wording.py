@@ -39,7 +39,8 @@ _NEXT: dict[Cause, str] = {
     ),
     "order": (
         "nothing, if the data is equal: two runs with parameter servers differ in the order of arrivals, "
-        "unless max_staleness is 0; lockstep rerun RUN repeats one"
+        "unless max_staleness is 0; lockstep rerun RUN repeats one, unless the script depends on what "
+        "a run does not record, such as a Python object that scheduled functions change"
     ),
 }
 

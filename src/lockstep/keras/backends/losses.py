@@ -49,19 +49,7 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
         ModelError: some of the model's losses are sums and others means.
     """
     densities: list[Any] = []
-    reduce = getattr(*REDUCE_WEIGHTED_VALUES)
-
-    def observed(
-        values: Any,
-        sample_weight: Any = None,
-        mask: Any = None,
-        reduction: Any = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
-        densities.append(_density(sample_weight, mask, reduction))
-        return reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-
-    with replaced(*REDUCE_WEIGHTED_VALUES, observed), whole_sums(model, weight):
+    with _observed(lambda *given: densities.append(_density(*given))), whole_sums(model, weight):
         yield densities
 
 
@@ -69,6 +57,18 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
 def observed_denominators() -> Iterator[list[bool]]:
     """Within the block, note for each loss of Keras whether its denominator is not the number of elements."""
     own: list[bool] = []
+
+    def note(sample_weight: Any, mask: Any, reduction: Any) -> None:
+        weighted = reduction == _WEIGHTED_MEAN and sample_weight is not None
+        own.append(weighted or (mask is not None and reduction in (*_MEANS, _WEIGHTED_MEAN)))
+
+    with _observed(note):
+        yield own
+
+
+@contextmanager
+def _observed(note: Callable[[Any, Any, Any], object]) -> Iterator[None]:
+    """Within the block, call `note` with the weights, the mask and the reduction of each loss of Keras."""
     reduce = getattr(*REDUCE_WEIGHTED_VALUES)
 
     def observed(
@@ -78,12 +78,11 @@ def observed_denominators() -> Iterator[list[bool]]:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        weighted = reduction == _WEIGHTED_MEAN and sample_weight is not None
-        own.append(weighted or (mask is not None and reduction in (*_MEANS, _WEIGHTED_MEAN)))
+        note(sample_weight, mask, reduction)
         return reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
 
     with replaced(*REDUCE_WEIGHTED_VALUES, observed):
-        yield own
+        yield
 
 
 def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight: Any) -> dict[str, Any]:

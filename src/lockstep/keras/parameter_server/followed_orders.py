@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ConfigError, DisagreementError
-from lockstep.keras.parameter_server.served_variables import TableSnapshot
+from lockstep.keras.parameter_server.process import TaskProcess
+from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.standby import record_of
@@ -149,7 +150,7 @@ class FollowedServer:
         return ""
 
     def answer(self, process: int, message: Question, arrays: Sequence[Array]) -> Answered:
-        """Return the answer to a question of a process whose turn it is, in arrays of its own."""
+        """Return the answer to a question whose turn it is; its arrays are copies."""
         asked = Asked(process, message, [np.array(array) for array in arrays], self.number)
         if isinstance(message, EndCall):
             self.shards.end_call(asked)
@@ -242,16 +243,18 @@ class FollowedOrders:
         if attempt.computing:
             raise _unfit(f"{self._workers.unit} {attempt.step + 1} needs what it computes later")
         attempt.computing = True
-        while attempt.returned is None and part not in attempt.gradients:
-            pulled = self._pulled(attempt, attempt.pulls)
-            for server in self._followed:
-                while self._looks_up_next(server, attempt):
-                    self._serve_next(server)
-            attempt.pulls += 1
-            attempt.returned, gradients = self._workers.compute(attempt, pulled)
-            attempt.gradients = {} if gradients is None else {gradients.part & 0xFF: gradients}
-            attempt.pushed.clear()
-        attempt.computing = False
+        try:
+            while attempt.returned is None and part not in attempt.gradients:
+                pulled = self._pulled(attempt, attempt.pulls)
+                for server in self._followed:
+                    while self._looks_up_next(server, attempt):
+                        self._serve_next(server)
+                attempt.pulls += 1
+                attempt.returned, gradients = self._workers.compute(attempt, pulled)
+                attempt.gradients = {} if gradients is None else {gradients.part & 0xFF: gradients}
+                attempt.pushed.clear()
+        finally:
+            attempt.computing = False
 
     def _push_everywhere(self, attempt: Attempt, part: int) -> None:
         """Let all servers follow their orders up to a push."""
@@ -315,6 +318,22 @@ class FollowedOrders:
         return DisagreementError(
             f"{self._name}: the new run {how}: the script, its data or its libraries have changed"
         )
+
+
+def followed_shards(
+    process: TaskProcess, server: int, variables: ServedVariables
+) -> tuple[ServerShards, RecordedOrder]:
+    """Return the shards of a server in this process, and the recorded order that they follow.
+
+    Args:
+        process: of the call, in a replay.
+        server: its number.
+        variables: its shards.
+    """
+    writer, order = process.order(f"ps-{server}")
+    assert order is not None
+    answers = None if process.tables is None else process.tables.answers_of(server)
+    return ServerShards(variables, writer, order, None, answers), order
 
 
 def _named(record: Record | None) -> str:

@@ -13,14 +13,19 @@ import numpy.typing as npt
 
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.followed_orders import Answered, Attempt, FollowedOrders, Gradients
+from lockstep.keras.parameter_server.followed_orders import (
+    Answered,
+    Attempt,
+    FollowedOrders,
+    Gradients,
+    followed_shards,
+)
 from lockstep.keras.parameter_server.function_calls import ScheduleContext, Scheduled
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
 from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
 from lockstep.keras.parameter_server.function_results import pack_result, report_failure
 from lockstep.keras.parameter_server.function_worker import FunctionPulls
 from lockstep.keras.parameter_server.served_variables import ServedVariables
-from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_of
 from lockstep.parameter_server.partitioners import Shard
@@ -138,10 +143,7 @@ class OneProcessCalls(ChiefCalls):
         process.live = tuple(process.tasks.workers)
         for server in range(process.tasks.servers):
             self._variables.append(ServedVariables(self._backend, own=True))
-            writer, order = process.order(f"ps-{server}")
-            assert order is not None
-            answers = None if self._tables is None else self._tables.answers_of(server)
-            servers.append((ServerShards(self._variables[server], writer, order, None, answers), order))
+            servers.append(followed_shards(process, server, self._variables[server]))
         self._orders = FollowedOrders(self._call.name, servers, (), self)
         self._servers = self._orders.servers
         dispatched = process.dispatched(self._program.options.max_staleness, self._orders)

@@ -11,10 +11,15 @@ import numpy.typing as npt
 
 from lockstep.errors import DisagreementError
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
-from lockstep.keras.parameter_server.followed_orders import Answered, Attempt, FollowedOrders, Gradients
+from lockstep.keras.parameter_server.followed_orders import (
+    Answered,
+    Attempt,
+    FollowedOrders,
+    Gradients,
+    followed_shards,
+)
 from lockstep.keras.parameter_server.process import ServedCall
 from lockstep.keras.parameter_server.served_variables import ServedVariables
-from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
 from lockstep.keras.parameter_server.transfers import transfers_of
@@ -54,10 +59,7 @@ class OneProcess(ChiefProcess):
             variables = ServedVariables(self.backend, own=True, plain=served.options.max_staleness == 0)
             own = [one for one in served.shards if one.server == server]
             variables.add(served.update, own, served.tables.variables)
-            writer, order = self.order(f"ps-{server}")
-            assert order is not None
-            answers = None if self.tables is None else self.tables.answers_of(server)
-            servers.append((ServerShards(variables, writer, order, None, answers), order))
+            servers.append(followed_shards(self, server, variables))
         self._orders = FollowedOrders(self.call.name, servers, served.shards, self)
         return StepDispatcher(self.dispatched(served.options.max_staleness, self._orders))
 

@@ -17,6 +17,7 @@ from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
+from lockstep.keras.parameter_server.server_tables import AnswerRows
 from lockstep.keras.parameter_server.standby import (
     KeptServer,
     Processed,
@@ -48,7 +49,6 @@ from lockstep.transport.array_channel import AnsweringEnd, Asked
 from lockstep.worker.job import GRACE_FOR_AGENT, Job
 
 Array = npt.NDArray[Any]
-AnswerRows = Callable[[ReadRows | WriteRows, Sequence[Array]], tuple[Answer, Sequence[Array]]]
 
 _LOOK_AGAIN = 0.01
 """Seconds between two looks whether a standby is lost whose connection has ended."""

@@ -40,6 +40,7 @@ from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
+AnswerRows = Callable[[ReadRows | WriteRows, Sequence[Array]], tuple[Answer, Sequence[Array]]]
 
 _BLOCK = 1 << 16
 """Rows that a new standby copies at a time."""
@@ -462,9 +463,7 @@ class ServerTables:
             values, _ = self._connected(table)[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
 
-    def answers_of(
-        self, server: int
-    ) -> Callable[[ReadRows | WriteRows, Sequence[Array]], tuple[Answer, Sequence[Array]]]:
+    def answers_of(self, server: int) -> AnswerRows:
         """Return what answers questions about the rows of a server."""
         return partial(self.answer, server)
 

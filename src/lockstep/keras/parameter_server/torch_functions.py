@@ -1,6 +1,6 @@
 """What functions that look up rows of parameter servers need on PyTorch: parameters with sparse gradients.
 
-While a function runs, the parameter of a table has the table's shape, and no values of its own. So its
+While a function runs, the parameter of a table has the shape of the table and holds no values. So its
 gradient is a sparse tensor of the rows, as that of `torch.nn.Embedding(sparse=True)`, and passes through the
 program's own code like any gradient.
 """
