@@ -682,6 +682,23 @@ def test_a_job_with_parameter_servers_replaces_no_lost_server() -> None:
     assert [action.worker for action in decision.actions if isinstance(action, StartWorker)] == [5]
 
 
+@pytest.mark.parametrize("order", [(2, 3), (3, 2)])
+def test_a_job_with_parameter_servers_tells_what_follows_from_each_loss(order: tuple[int, int]) -> None:
+    """A worker and a server that raise one soon after the other, where lost workers are not replaced."""
+    state, told = replace(SERVED, size=JobSize.of(5, 1, 0)), []
+    events: list[Event] = [
+        FailureReported(worker, 1, "ValueError: no", blames=False, prints=True) for worker in order
+    ]
+    events += [WorkerExited(worker, 1) for worker in order]
+    for event, now in zip([*events, DeadlinePassed()], (9.0, 9.0, 9.1, 9.2, 10.5), strict=True):
+        decision = decide(state, event, now)
+        state = decision.state
+        told += [action.text for action in decision.actions if isinstance(action, ShowMessage)]
+    whole = "; ".join(told)
+    assert whole.count("lost workers are not replaced (--max-restarts 0)") == 1, whole
+    assert whole.count("a lost parameter server is not replaced") == 1, whole
+
+
 def test_the_processes_of_a_job_with_parameter_servers_stay_on_a_host_that_retires() -> None:
     state = replace(SERVED, view=place_on_hosts(5, ((0, 1), (2, 3, 4)))).with_slots(5)
     for worker in (2, 3, 4):

@@ -344,9 +344,7 @@ def _with_missing(state: State, lost: int) -> State:
         # Perhaps others have not received all of it.
         admission = admission.without_state()
     receivers = admission.receivers - {lost}
-    # The consequence of an earlier loss may still wait for a message.
-    told = "; ".join(dict.fromkeys(text for text in (admission.unreported, then) if text))
-    admission = replace(admission, arrivals=arrivals, receivers=receivers, unreported=told)
+    admission = replace(admission, arrivals=arrivals, receivers=receivers).with_consequence(then)
     return replace(state, size=size, admission=admission)
 
 
@@ -734,7 +732,7 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
         # The job now wants one worker less; users see this number.
         # If only members on hosts that retire are left, they stay: no others start in their place.
         size = replace(size, wanted=max(size.wanted - 1, 1), closed=size.closed or size.wanted == 1)
-        return replace(state, size=size, admission=replace(admission, unreported=_no_more(size)))
+        return replace(state, size=size, admission=admission.with_consequence(_no_more(size)))
     size, losses = replace(size, restarts_left=size.restarts_left - 1), admission.young_losses
     if lost.started_at is None or now - lost.started_at >= limits.young:
         return replace(state, size=size, admission=replace(admission, young_losses=0))
@@ -750,7 +748,7 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
 
 def _without_servers(state: State, number: int) -> State:
     """Aim for fewer processes: others do not replace parameter servers, whose standbys continue."""
-    admission = replace(state.admission, unreported="a lost parameter server is not replaced")
+    admission = state.admission.with_consequence("a lost parameter server is not replaced")
     wanted = max(state.size.wanted - number, 1)
     return replace(state, size=replace(state.size, wanted=wanted), admission=admission)
 

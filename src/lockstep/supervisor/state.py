@@ -166,7 +166,7 @@ class Admission:
         report_at: when a message says for whom the state is on its way; None if it is not.
         backoff_until: the earliest time to start a worker; None for no limit.
         young_losses: how many workers in a row were lost soon after their start.
-        unreported: the consequence of the last loss, until a message has reported it.
+        unreported: the consequences of losses, until a message has reported them.
         arrivals: the hosts of workers that wait because a user has started them by hand.
     """
 
@@ -188,6 +188,11 @@ class Admission:
         return replace(
             self, given=False, holders=none, receivers=none, moved=(), deadline=None, report_at=None
         )
+
+    def with_consequence(self, text: str) -> "Admission":
+        """Return the admission with one more consequence of a loss to report; an empty text adds none."""
+        texts = dict.fromkeys(part for part in (self.unreported, text) if part)
+        return replace(self, unreported="; ".join(texts))
 
 
 class Stage(Enum):
