@@ -30,7 +30,7 @@ from lockstep.data.batch import GlobalBatch
 BACKEND = keras.backend.backend()
 ROOT = Path(lockstep.__file__).parent
 FILES = (*sorted((ROOT / "keras/private").glob("[a-z]*.py")), ROOT / "worker/private_modules.py")
-"""The only files that use private parts of Keras and its backends; see tests/test_imports.py."""
+"""The only files that use private parts of Keras and its backends; see tests/checks/test_imports.py."""
 MODULES = {"keras": r"keras\.src", "jax": r"jax\._src", "tensorflow": r"tensorflow\.python"}
 """The packages of private modules, by library."""
 GLOBAL_STATE = "keras.src.backend.common.global_state"

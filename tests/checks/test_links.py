@@ -5,8 +5,6 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^ *(```+)[^\n]*\n.*?^ *\1", re.MULTILINE | re.DOTALL)
@@ -32,15 +30,15 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
-    for name, anchor in LINK.findall(CODE.sub("", prose(page))):
-        if ":" in name:
-            continue
-        target = (page.parent / name).resolve() if name else page
-        assert target.is_file(), f"{page.name}: {name}"
-        assert target.is_relative_to(ROOT), f"{page.name}: {name}"
-        assert not anchor or anchor in anchors(target), f"{page.name}: {name}#{anchor}"
+def test_every_link_leads_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for name, anchor in LINK.findall(CODE.sub("", prose(page))):
+            target = (page.parent / name).resolve() if name else page
+            inside = target.is_file() and target.is_relative_to(ROOT)
+            if ":" not in name and not (inside and (not anchor or anchor in anchors(target))):
+                wrong.append(f"{page.name}: {name}#{anchor}")
+    assert wrong == []
 
 
 def test_the_pages_link_to_one_another() -> None:

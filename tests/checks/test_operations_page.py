@@ -1,4 +1,4 @@
-"""docs/operations.md: its commands exist with these options, its links lead somewhere, its notes are real.
+"""docs/operations.md: its commands exist with these options, its notes are real.
 
 The commands of some other pages exist, too.
 """
@@ -9,11 +9,10 @@ from itertools import takewhile
 from pathlib import Path
 
 import click
-import pytest
 
 from lockstep.cli.main import cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "operations.md"
 OTHERS = [
@@ -50,25 +49,15 @@ def phrases(note: str) -> set[str]:
     return {" ".join(three) for three in found if all(w[0].isalpha() and not w.isupper() for w in three)}
 
 
-@pytest.mark.parametrize(
-    "words", [words for page in (PAGE, *OTHERS) for words in commands(page.read_text())], ids=" ".join
-)
-def test_every_command_and_its_options_exist(words: list[str]) -> None:
-    name, *rest = words
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None, name
-    known = {option for parameter in command.params for option in parameter.opts}
-    used = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
-    assert set(used) <= known
-
-
-def test_every_link_leads_to_a_file_and_a_heading() -> None:
-    links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", PAGE.read_text())
-    assert links
-    for file, anchor in links:
-        target = DOCS / file if file else PAGE
-        assert target.is_file(), file
-        assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
+def test_every_command_and_its_options_exist() -> None:
+    called = [words for page in (PAGE, *OTHERS) for words in commands(page.read_text())]
+    assert len(called) > 100
+    for name, *rest in called:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None, name
+        known = {option for parameter in command.params for option in parameter.opts}
+        used = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+        assert used <= known, (name, *rest)
 
 
 def test_every_section_is_in_the_table_of_symptoms() -> None:

@@ -22,7 +22,7 @@ from lockstep.observability.events import (
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.worker.script import Script
 
-PAGE = Path(__file__).parents[1] / "docs" / "run-folder.md"
+PAGE = Path(__file__).parents[2] / "docs" / "run-folder.md"
 
 
 def described(part: str) -> dict[str, set[str]]:

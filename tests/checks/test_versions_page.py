@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "versions.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMES = {"Keras": "keras", "JAX": "jax", "TensorFlow": "tensorflow", "PyTorch": "torch", "NumPy": "numpy"}
