@@ -14,6 +14,10 @@ import pytest
 from hypothesis import settings
 from packaging.version import Version
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from command_server import CommandServers
+
 # Tests decide on the results of code, never on its speed.
 settings.register_profile("lockstep", deadline=None)
 settings.load_profile("lockstep")
@@ -39,6 +43,19 @@ _QUICK += " --xla_backend_optimization_level=0"
 if _jaxlib < Version("0.11"):
     # Later versions do not know this flag, and end the process.
     _QUICK += " --xla_cpu_use_fusion_emitters=false"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Take the marks `ci("tensorflow")` from tests with other parameters than these."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    values = {value for value in parameters.values() if isinstance(value, str | int)}
+    values |= {*item.callspec.id.split("-")} if parameters else set()
+    item.own_markers[:] = [
+        mark
+        for mark in item.own_markers
+        if mark.name not in ("ci", "slow") or not mark.args or values.intersection(mark.args)
+    ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,11 +92,13 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ctrl_c_interrupts() -> Iterator[None]:
-    """A shell without job control starts background jobs that ignore Ctrl-C; processes of tests do not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_end_processes() -> Iterator[None]:
+    """A background job of a shell may ignore Ctrl-C, and one of `nohup` SIGHUP; processes of tests do not."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _descriptors() -> set[tuple[int, int, int]]:
@@ -106,6 +125,14 @@ def closes_descriptors() -> Iterator[None]:
 def environment(shared_folder: Path) -> dict[str, str]:
     """Variables that let tests share compiled code of JAX, outside of the user's own cache."""
     return os.environ | {"XDG_CACHE_HOME": str(shared_folder)}
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServers]:
+    """Runs commands in processes that have imported Keras and a backend already."""
+    servers = CommandServers(tmp_path_factory.mktemp("output"))
+    yield servers
+    servers.close()
 
 
 @pytest.fixture(scope="session")

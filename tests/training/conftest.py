@@ -3,8 +3,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,12 +12,15 @@ from typing import Literal
 
 import pytest
 
+from command_server import IMPORTS_OF_JOBS, CommandServers
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
+from lockstep.launcher.import_scan import imports_for_training
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import WORKER_EVENTS, Event
 from lockstep.parameter_server.order import read_order
 from lockstep.system.clock import SystemClock
+from lockstep.system.environment import job_environment
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext
@@ -50,6 +51,8 @@ class Run:
     stdout: str
     stderr: str
     folder: Path
+    script: str = ""
+    backend: str = ""
 
     def log(self, worker: int) -> list[str]:
         return (self.folder / f"worker-{worker}.log").read_text().splitlines()
@@ -66,6 +69,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def plain(
+    commands: CommandServers,
     environment: dict[str, str],
     lean: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
@@ -78,10 +82,10 @@ def plain(
     }
 
     def run(script: str, *arguments: str, backend: str = "jax", optimized: bool = False) -> str:
-        command = [sys.executable, str(HERE / script), *arguments]
+        command = [str(HERE / script), *arguments]
         variables = environment | lean(HERE / script, backend, optimized=optimized) | compiled
         variables["KERAS_BACKEND"] = backend
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
+        result = commands.run(command, variables, PATIENCE, ("keras", backend))
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -90,6 +94,7 @@ def plain(
 
 @pytest.fixture(scope="session")
 def launch(
+    commands: CommandServers,
     environment: dict[str, str],
     lean: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
@@ -98,17 +103,25 @@ def launch(
 
     def run(options: str, script: str, *arguments: str, backend: str = "jax", optimized: bool = False) -> Run:
         folder = tmp_path_factory.mktemp("run")
-        command = [sys.executable, "-m", "lockstep", "run", "--backend", backend, "--run-dir", str(folder)]
+        command = ["-m", "lockstep", "run", "--backend", backend, "--run-dir", str(folder)]
         command += [*options.split(), str(HERE / script), *arguments]
         variables = environment | lean(HERE / script, backend, optimized=optimized)
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
-        return Run(result.returncode, result.stdout, result.stderr, folder)
+        importing = job_environment(0, 1, variables, backend=backend)
+        imports = (*IMPORTS_OF_JOBS, *imports_for_training(backend))
+        result = commands.run(command, variables, PATIENCE, imports, importing)
+        return Run(result.returncode, result.stdout, result.stderr, folder, script, backend)
 
     return run
 
 
 @pytest.fixture
-def repeat(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path) -> Callable[..., Run]:
+def repeat(
+    request: pytest.FixtureRequest,
+    commands: CommandServers,
+    environment: dict[str, str],
+    lean: Callable[..., dict[str, str]],
+    tmp_path: Path,
+) -> Callable[..., Run]:
     """Repeat a run with parameter servers in as many processes, and in one; return the first repetition.
 
     The bits and the orders of the calls are equal. A test that is not slow may leave out one of the two.
@@ -125,9 +138,11 @@ def repeat(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path
         return found[0]
 
     def repeated(run: Run, calls: Sequence[int], folder: Path, *options: str) -> Run:
-        command = [sys.executable, "-m", "lockstep", "rerun", *options, str(run.folder)]
-        command += ["--run-dir", str(folder)]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        command = ["-m", "lockstep", "rerun", *options, str(run.folder), "--run-dir", str(folder)]
+        variables = environment | lean(HERE / run.script, run.backend)
+        importing = job_environment(0, 1, variables, backend=run.backend)
+        imports = (*IMPORTS_OF_JOBS, *imports_for_training(run.backend))
+        result = commands.run(command, variables, PATIENCE, imports, importing)
         assert result.returncode == 0, result.stderr
         assert "the models at the end are equal to the last bit" in result.stdout
         for name in ("chief", "ps-0", "ps-1"):
@@ -135,7 +150,7 @@ def repeat(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path
                 [read_order(one / "order" / name, call) for call in calls] for one in (run.folder, folder)
             ]
             assert orders[0] == orders[1]
-        return Run(result.returncode, result.stdout, result.stderr, folder)
+        return Run(result.returncode, result.stdout, result.stderr, folder, run.script, run.backend)
 
     return again
 

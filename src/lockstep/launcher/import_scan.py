@@ -68,10 +68,15 @@ def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> 
     backend = {**environment, **found.settings}.get("KERAS_BACKEND")
     trains = "keras" in imports or ("lockstep" in imports and any(name in imports for name in _BACKENDS))
     if backend is not None and trains:
-        imports += ["keras", backend, *_OF_KERAS, *_OF_BACKEND.get(backend, ())]
+        imports += imports_for_training(backend)
         if found.seeds and find_spec("tensorflow") is not None:
             imports.append("tensorflow")
     return ImportScan(tuple(dict.fromkeys(imports)), str(folder), found.settings)
+
+
+def imports_for_training(backend: str) -> tuple[str, ...]:
+    """Return the modules that a worker imports to train with Keras on a backend."""
+    return ("keras", backend, *_OF_KERAS, *_OF_BACKEND.get(backend, ()))
 
 
 def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
