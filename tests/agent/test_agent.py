@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.host import HostReport, Instruction, Stop
+from lockstep.protocol.host import EndHost, HostEnded, HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import EventReport, Failed, Finished, Started, WaitReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
@@ -388,6 +389,37 @@ def test_the_end_of_a_worker_after_the_job_is_not_logged(stage: Stage) -> None:
     assert outcome.status == 130
     assert outcome.events_of("exited") == []
     assert outcome.graces == [0, 0]
+
+
+def test_a_channel_that_closes_after_the_end_of_the_job_is_no_loss(stage: Stage) -> None:
+    """The coordinator closes it as soon as it has the answer."""
+    to_agent, to_coordinator = stage.connect()
+    nothing: Any = SimpleNamespace(
+        prepare=lambda: None, reap=lambda owned: None, end=lambda grace: (), close=lambda: None
+    )
+    said = list[str]()
+    with EventLoop() as loop:
+        agent = Agent(
+            "a",
+            to_coordinator,
+            loop,
+            nothing,
+            lambda members: pytest.fail("there is no view"),
+            Attachment.missing(),
+            nothing,
+            nothing,
+            LoadMeter(),
+            say=said.append,
+        )
+        with contextlib.closing(agent):
+            to_agent.send(EndHost(0.0, status=3))
+            while not agent.ended:
+                loop.turn(0.0)
+            while not isinstance(report := to_agent.receive(), HostEnded):
+                assert report is not None
+            to_agent.close()
+            loop.turn(0.0)
+            assert (agent.ended, agent.status, said) == (True, 3, [])
 
 
 def test_killing_a_joiner_leaves_the_grace_of_remaining_processes(

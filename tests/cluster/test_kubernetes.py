@@ -180,6 +180,28 @@ def test_a_server_that_does_not_answer_raises(monkeypatch: pytest.MonkeyPatch, o
     assert len(off.requests) <= 1
 
 
+def test_an_older_client_does_not_wait_without_a_limit(
+    monkeypatch: pytest.MonkeyPatch, off: ApiServer
+) -> None:
+    """Clients up to at least version 35 know a pair of limits, or a whole number, but ignore a float."""
+    from kubernetes.client.rest import RESTClientObject
+
+    class OlderRest(RESTClientObject):  # type: ignore[misc]
+        def request(self, *args: Any, _request_timeout: Any = None, **kwargs: Any) -> Any:
+            if not isinstance(_request_timeout, int | tuple):
+                # It would wait without a limit: the server answers, so that the test fails at once.
+                off.page = "an answer"
+                off.answers.set()
+                _request_timeout = None
+            return super().request(*args, _request_timeout=_request_timeout, **kwargs)
+
+    off.answers.clear()
+    monkeypatch.setattr("kubernetes.client.rest.RESTClientObject", OlderRest)
+    monkeypatch.setattr(resolving, "_PATIENCE", 0.1)
+    with pytest.raises(UnfitError, match=r"gave no usable answer within 0.1 s: .*timed out"):
+        KubernetesClusterResolver(executable_location=OFF).cluster_spec()
+
+
 def test_a_missing_configuration_of_kubectl_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     with pytest.raises(UnfitError, match="finds no API server for OFF_CLUSTER: Invalid kube-config file"):

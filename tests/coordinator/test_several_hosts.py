@@ -15,7 +15,12 @@ from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.observability.events import StrategyInstalled, WorkerConnectedLate
+from lockstep.observability.events import (
+    JobFinished,
+    StrategyInstalled,
+    TrainingResumed,
+    WorkerConnectedLate,
+)
 from lockstep.protocol.host import (
     SILENCE,
     AllReported,
@@ -27,6 +32,7 @@ from lockstep.protocol.host import (
     FetchState,
     HostEnded,
     HostReport,
+    HostRetiring,
     HostStopped,
     Instruction,
     KeepAlive,
@@ -327,6 +333,47 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
     ]
     assert found[2:4] == [DeliverPosition(3, position), FetchState(state)]
     assert not any(isinstance(one, DeliverPosition | FetchState) for one in job.to(0))
+
+
+def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[[Reaction], Job]) -> None:
+    """The host of all others retires while it joins; only what the first chief has resumed came before."""
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(0 | 1 as worker):
+                events = [StrategyInstalled("jax"), TrainingResumed("step 4 of fit 1", 4)]
+                return [WorkerSaid(worker, EventReport(event)) for event in events]
+            case StartProcess(2):
+                return [ProcessExited(2, -signal.SIGKILL)]
+            case StartProcess(3):
+                return [WorkerSaid(3, JoinRequest(whole=False))]
+            case DeliverPosition(3):
+                return [WorkerSaid(3, JoinRequest(whole=True))]
+            case FetchState(source):
+                return [StateReceived(source.view)]
+            case BeginView(3) if host == 0:
+                return [ProcessExited(worker, 0) for worker in (0, 1)]
+            case BeginView(3):
+                resumed = EventReport(TrainingResumed("step 9 of fit 1", 9))
+                return [WorkerSaid(3, resumed), WorkerSaid(3, Finished()), ProcessExited(3, 0)]
+        notice = getattr(instruction, "notice", None)
+        if host == 0 and notice in (1, 2):
+            view = job.coordinator.state.view.number
+            held = StateHeld(view, whole=notice == 2, number=notice, size=1000)
+            return [held, HostRetiring("the machine stops")] if notice == 1 else [held]
+        return well(host, instruction)
+
+    job, finished = make(react), list[object]()
+    job.coordinator.events.subscribe(lambda published: finished.append(published.event), JobFinished)
+    assert job.coordinator.run() == 0
+    views = [one.hosts for one in job.to(1) if isinstance(one, BeginView)]
+    assert views == [FIRST, FIRST[:1], (HostMembers(1, (3,), "node2", *PEERS[1]),)]
+    assert [line for line in job.notes().splitlines() if "resumed" in line] == [
+        "lockstep: training resumed after step 4 of fit 1"
+    ]
+    (ended,) = finished
+    assert isinstance(ended, JobFinished)
+    assert ended.before == 4
 
 
 @pytest.mark.parametrize("missed", ["position", "state"])

@@ -24,7 +24,7 @@ from lockstep.protocol.host import (
     RemoteReport,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.rendezvous import KeepWaiting
+from lockstep.protocol.rendezvous import KeepWaiting, Rejected
 from lockstep.system import disk_work
 from lockstep.system.clock import VirtualClock
 from lockstep.system.event_loop import EventLoop
@@ -128,6 +128,30 @@ def test_an_agent_that_corrects_its_offer_joins_once(join: Callable[..., Job]) -
     job.loop.turn(0.0)
     job.loop.turn(0.0)
     assert [host.name for host in job.admitted] == ["10.0.0.2"]
+
+
+def test_a_rejected_agent_learns_whether_the_job_runs(join: Callable[..., Job]) -> None:
+    """If it does, the agent exits with status 75, and whatever started it may try again."""
+    job = join()
+
+    def judge(agent: JoiningAgent, offer: HostOffer) -> str:
+        return "the hosts of the job are complete"
+
+    job.server.pass_on(judge, job._take)
+    job.agent.send(HostOffer(1))
+    job.loop.turn(0.0)
+    assert received(job.agent, Rejected) == Rejected("the hosts of the job are complete", runs=True)
+    assert job.newcomers.names == ["10.0.0.1"]
+
+    own, theirs = socket.socketpair()
+    server = AgentServer(WITHOUT_KEY, judge, job.notes.append, loop=job.loop, clock=job.clock)
+    server.admit(Greeting(ConnectionKind.CONTROL), own, "10.0.0.3:50000")
+    early: Agent = Agent.over(theirs, RemoteInstruction, None, accepted=False)
+    early.send(HostOffer(1))
+    job.loop.turn(0.0)
+    assert received(early, Rejected) == Rejected("the hosts of the job are complete", runs=False)
+    server.close()
+    early.close()
 
 
 def test_the_wait_for_an_agent_that_only_lives_is_named_and_ends(join: Callable[..., Job]) -> None:

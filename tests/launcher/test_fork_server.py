@@ -100,6 +100,24 @@ def test_a_worker_is_a_child_with_its_own_session_and_environment(workers: Worke
     assert workers.output(1) == (0, f"{os.getpid()} True 1 [] 1\n", "")
 
 
+def test_the_script_has_the_collector_of_cyclic_garbage(workers: Workers, tmp_path: Path) -> None:
+    """The fork server itself imports modules without it."""
+    script = """
+import foreseen, gc, weakref
+class Node:
+    pass
+node = Node()
+node.itself, gone = node, weakref.ref(node)
+del node
+kept = []
+while gone() and len(kept) < 100_000:
+    kept.append([])
+print(foreseen.collected, gone() is None)
+"""
+    workers.plan(script, importing(tmp_path, "import gc\ncollected = gc.isenabled()\n"))
+    assert workers.output() == (0, "False True\n", "")
+
+
 def test_modules_are_imported_once_and_each_worker_repeats_their_output(
     workers: Workers, tmp_path: Path
 ) -> None:

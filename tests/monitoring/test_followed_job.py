@@ -84,6 +84,29 @@ def test_a_killed_job_has_an_end(tmp_path: Path, clock: VirtualClock) -> None:
     assert one.look().end == "train-1 ended without a last event: its processes were killed"
 
 
+def test_a_job_that_ends_while_its_folder_is_read_has_its_last_event(
+    tmp_path: Path, clock: VirtualClock
+) -> None:
+    """It is told with the next look: this one has read the folder before the event was there."""
+    record(tmp_path, job(), started(0))
+    replies: list[Reply | None] = [STATUS, None]
+    one, contact = followed(tmp_path, clock, lambda *asked: replies.pop(0))
+    contact.look()
+
+    class Ending(RunFolder):
+        def update(self) -> bool:
+            found = super().update()
+            if replies:
+                record(tmp_path, event(1072.0, "finished", status=3, message="worker 1 failed", seconds=5.0))
+                contact.look()
+            return found
+
+    one.folder = Ending(tmp_path)
+    assert one.look().end == ""
+    assert contact.gone
+    assert one.look().end == "train-1 ended with status 3: worker 1 failed"
+
+
 def test_the_end_of_an_earlier_run_in_the_folder_is_not_that_of_the_job(
     tmp_path: Path, clock: VirtualClock
 ) -> None:

@@ -134,6 +134,15 @@ def test_folders_are_listed_the_newest_first(tmp_path: Path) -> None:
     assert (found[0].steps, found[0].digest) == (4, "45be74b16910")
 
 
+def test_the_name_of_a_folder_has_no_control_characters(tmp_path: Path) -> None:
+    """Whatever could move the cursor, or begin another line, is a question mark."""
+    make_run(tmp_path / "runs" / "two\nlines\x1b[2J")
+    (tmp_path / "runs" / "odd\x1b[2J" / "events.jsonl").mkdir(parents=True)
+    found = past_runs([tmp_path / "runs"], BEGAN + 60)
+    assert [run.name for run in found] == ["two?lines?[2J", "odd?[2J"]
+    assert all(row.isprintable() for row in table(found))
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.localtime", time.gmtime)

@@ -1,5 +1,6 @@
 """The state of callbacks that another process receives: what changes in training, never settings or paths."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,14 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.errors import PeerLostError
 from lockstep.keras.fit.callbacks import different_paths, paths_of, writing_once
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, set_callback_states
+from lockstep.topology import place
+from lockstep.worker import job
+from lockstep.worker.job import Alone, Job, JobContext, Place, by_itself
 
 callbacks = keras.callbacks
 
@@ -125,3 +132,38 @@ def test_paths_that_differ_between_workers_are_described_once_for_each_callback(
         "the path of ModelCheckpoint is a/best.keras on worker 3, which writes it, and b/best.keras on "
         "worker 5, "
     )
+
+
+class Survivor(Alone):
+    """The membership of worker 1, which continues alone."""
+
+    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+        view = place(2, (1,), 2)
+        return view, by_itself(view)
+
+
+@pytest.fixture
+def hub_of_two(job_of_one_worker: Job) -> Iterator[Hub]:
+    """The exchange of two workers, of which this process is the one that is not the chief."""
+    view = place(2, (0, 1))
+    hub = Hub(ReducePlan.of(view))
+    job.enter(Job(JobContext(1, 0, 1, job_of_one_worker.events), (view, hub.member(1)), Survivor()))
+    yield hub
+    job.enter(job_of_one_worker)
+
+
+def test_the_next_chief_writes_the_row_that_the_lost_one_wrote(hub_of_two: Hub, tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    (table,) = writing_once([callbacks.CSVLogger(path)], 0, resumes=False)
+    table.set_model(keras.Model())
+    table.on_train_begin()
+    logs = {"loss": 0.5, "val_loss": 0.7}
+    table.on_epoch_end(0, logs)
+    # As a later callback does, such as ReduceLROnPlateau.
+    logs["learning_rate"] = 0.1
+    assert not path.exists()
+    hub_of_two.abort("worker 0 is lost")
+    job.current().exchange(lambda _, exchange: exchange.barrier())
+    table.on_epoch_end(1, {"loss": 0.25, "val_loss": 0.4, "learning_rate": 0.1})
+    table.on_train_end()
+    assert path.read_text().split() == ["epoch,loss,val_loss", "0,0.5,0.7", "1,0.25,0.4"]

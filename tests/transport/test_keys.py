@@ -196,6 +196,22 @@ def test_holders_of_the_key_trust_each_other() -> None:
     assert shake_hands(KEY.mint(), KEY.mint()) == (None, None)
 
 
+def test_a_server_sends_nothing_of_its_own_after_the_handshake() -> None:
+    """A client that only sends would never read it, and a connection closed with unread bytes is reset."""
+    credentials = KEY.mint()
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = credentials.client_context().wrap_bio(to_client, to_server)
+    server = credentials.server_context().wrap_bio(to_server, to_client, server_side=True)
+    for end in (client, server):
+        with pytest.raises(ssl.SSLWantReadError):
+            end.do_handshake()
+    client.do_handshake()
+    server.do_handshake()
+    client.write(b"all")
+    assert server.read() == b"all"
+    assert to_client.read() == b""
+
+
 def test_strangers_do_not_trust_each_other_in_either_direction() -> None:
     job, stranger = JobKey.generate(), JobKey.generate()
     assert shake_hands(stranger.mint(), job.mint())[0] == "its key is not the key of this job"

@@ -65,6 +65,23 @@ def test_a_call_is_repeated_without_joined_workers_that_differ() -> None:
     assert agent.calls == ["they differ"]
 
 
+def test_a_difference_that_an_earlier_view_has_settled_ends_no_other_view() -> None:
+    """Over hosts, a worker may learn only in the next view, which lacks the others, how a call ended."""
+    job, agent = job_of(worker=0, began_with=4)
+    results = iter([PeerLostError("a connection broke"), DisagreementError("they differ", (4, 5))])
+    views = []
+
+    def call(view: View, communicator: Communicator) -> str:
+        views.append(view.number)
+        if (error := next(results, None)) is not None:
+            raise error
+        return "done"
+
+    assert job.exchange(call) == "done"
+    assert views == [1, 2, 2]
+    assert agent.calls == ["a connection broke"]
+
+
 def test_waits_of_earlier_views_count() -> None:
     first, agent = job_of(worker=0, began_with=4)
     hub = Hub(ReducePlan.of(place(1, (0,))))

@@ -1,5 +1,6 @@
 """Processes of one job read the source texts that the first of them read."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ try:
 except ZeroDivisionError:
     print(traceback.format_exc())
 from lockstep.worker.program_sources import own_sources
-print(sorted(own_sources()))
+print(sorted(own_sources().items()))
 """
 PART = """
 from .deep import VALUE
@@ -76,11 +77,14 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", [("train.py", "config.py"), ("-m", "package.train", "config.py")])
 def test_a_later_process_runs_the_sources_of_the_first(program: Path, command: tuple[str, ...]) -> None:
+    """It also records their hashes, not those of the files that have changed since."""
     files = [path for path in program.rglob("*.py") if path.parent.name != "kept"]
     first = run(program, *command)
     assert str(program / ("package" if "-m" in command else "")) in first
     assert "line 6, in fail\n    return 1 / 0  # the first text" in first
     assert "note" not in first
+    for text in (TRAIN, PART):
+        assert hashlib.sha256(text.encode()).hexdigest() in first
     assert {path.stat().st_mode & 0o777 for path in (program / "kept").iterdir()} == {0o600}
     assert not list(program.rglob("__pycache__"))
     read = [path for path in files if path.stat().st_size or path.name == "__init__.py"]

@@ -22,6 +22,7 @@ def run(*statements: str) -> list[str]:
     return result.stdout.split()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_package_that_is_imported_later_is_seeded(name: str) -> None:
     pytest.importorskip(name)
