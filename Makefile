@@ -11,10 +11,17 @@ export BACKENDS
 # The processes of tests read these modules compiled, also where PYTHONDONTWRITEBYTECODE is set.
 COMPILE_OWN := $(BIN)/python -m compileall -q -j 0 src tests
 
-# Two processes share the test files: a test of several workers leaves cores idle while it compiles.
-SHARED := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Three processes share the test files, because a test that waits leaves a core idle.
+SHARED := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo docs gallery test test-all gpu matrix check style types layers bench soak dist clean
+# The rooms whose tests need no framework and no hosts.
+CORE := $(addprefix tests/,agent checkpoint cluster collectives coordinator data diff doctor launcher monitoring \
+	observability parameter_server protocol rendezvous supervisor system transport worker \
+	test_parsers.py test_topology.py)
+
+TESTS := $(BIN)/python -m pytest $(SHARED) --ignore tests/checks
+
+.PHONY: demo docs gallery test test-core test-ci test-all mutants gpu matrix check style types rules bench soak dist clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -27,13 +34,27 @@ docs: .venv/docs
 gallery: .venv/gallery
 	$(BIN)/python docs/site/gallery.py $(ENTRIES)
 
+# While you edit: the tests that need no framework.
+test-core: .venv/dev
+	$(COMPILE_OWN)
+	$(TESTS) -m "not ci and not slow" $(CORE)
+
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
-	$(BIN)/python -m pytest $(SHARED) -m "not slow"
+	$(TESTS) -m "not ci and not slow"
+
+# What CI runs beside `make test`.
+test-ci: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
+	$(COMPILE_OWN)
+	$(TESTS) -m "ci and not slow"
 
 test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
 	$(BIN)/python -m pytest $(SHARED)
+
+# Plants the faults of tests/mutants/faults.toml, one at a time, and shows which suite catches which. Takes hours.
+mutants: .venv/dev .venv/bench
+	BACKENDS=all $(BIN)/python tests/mutants/mutants.py
 
 # With the packages of PYTHON's environment, whose frameworks must use the GPU; BACKENDS="jax torch" names them.
 gpu:
@@ -45,7 +66,7 @@ gpu:
 matrix:
 	$(PYTHON) tests/matrix.py $(CORNERS)
 
-check: style types layers
+check: style types rules
 
 style: .venv/dev
 	$(BIN)/ruff format --check
@@ -54,8 +75,8 @@ style: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
-layers: .venv/dev
-	$(BIN)/python -m pytest -q tests/test_imports.py
+rules: .venv/dev
+	$(BIN)/python -m pytest -q tests/checks
 
 bench: .venv/mpi
 	$(BIN)/python bench/run.py
@@ -74,7 +95,7 @@ dist: .venv/dev
 	$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf .venv .matrix dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix .mutants dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'

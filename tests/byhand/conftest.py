@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-PATIENCE = 300.0
+PATIENCE = 600.0
 
 Config = dict[str, Any]
 

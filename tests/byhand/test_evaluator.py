@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "evaluator.py"
 PROGRAM = Path(__file__).parent / "evaluating.py"
 
@@ -15,6 +17,7 @@ def printed(text: str, mark: str) -> Any:
     return ast.literal_eval(line.removeprefix(mark))
 
 
+@pytest.mark.slow
 def test_an_evaluator_evaluates_what_a_chief_and_a_worker_train(
     host: Any, environment: dict[str, str], lean: Callable[..., dict[str, str]]
 ) -> None:

@@ -49,6 +49,7 @@ def printed(text: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ci("order1")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_processes_become_workers_in_any_order(host: Any, is_gone: Gone, order: tuple[int, int]) -> None:
     script = host.script(MEET + TELL)
@@ -102,6 +103,7 @@ def test_the_chief_is_worker_0_and_a_script_may_set_its_own_task(host: Any) -> N
     assert "ignoring the TF_CONFIG" not in texts[0] + texts[1]
 
 
+@pytest.mark.ci
 def test_the_others_wait_again_for_a_process_that_exits(host: Any, is_gone: Gone) -> None:
     script = host.script(MEET + TELL)
     first = host.start(host.config(0, 3), script)
@@ -160,6 +162,7 @@ while me.worker == 1 and not os.path.exists("go"):
 """
 
 
+@pytest.mark.ci
 def test_a_worker_that_arrives_as_a_job_ends_begins_the_next_job(host: Any) -> None:
     script = host.script(MEET + ONE_WAITS)
     first, other = [host.start(host.config(index), script) for index in range(2)]

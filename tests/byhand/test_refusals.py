@@ -93,6 +93,7 @@ def test_a_script_can_handle_a_refusal(host: Any, text: str, said: str) -> None:
     assert ("Traceback" in terminal.text) == ("1 / 0" in text)
 
 
+@pytest.mark.ci
 def test_too_many_tasks_are_refused(host: Any) -> None:
     for tasks in (1500, 4000):
         cluster = {"worker": [f"127.0.0.1:{20000 + i}" for i in range(tasks)]}
@@ -134,6 +135,7 @@ def test_another_user_that_holds_the_names_and_accepts_no_connection_is_named(ho
     )
 
 
+@pytest.mark.ci
 def test_a_worker_that_does_not_match_the_others_is_refused(host: Any) -> None:
     first = host.start(host.config(0), host.script(MEET + WAIT, "first.py"))
     first.until("worker 0 waits for worker 1")

@@ -55,6 +55,7 @@ def start(host: Any, environment: dict[str, str], lean: Callable[..., Any]) -> C
     return started
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chief_that_is_killed_and_restarted_joins(
     start: Callable[..., list[Any]], undisturbed: Undisturbed, backend: str
@@ -72,6 +73,7 @@ def test_a_chief_that_is_killed_and_restarted_joins(
         assert "worker 2 joined (2 workers, view 3)" in terminal.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("how", "without"),

@@ -9,6 +9,8 @@ import pytest
 from chaos_faults import POINTS, WHILE_JOINING, WHILE_OTHERS_JOIN
 
 HARNESS = Path(__file__).with_name("harness.py")
+QUICK = ("halfway through summing", "after reduce", "in the next view", "state reported", "asking to join")
+"""The points that `make test` plays; `make test-ci` plays the others."""
 JOBS = 40
 """So many jobs lose workers at random points."""
 
@@ -21,6 +23,7 @@ def run(*arguments: str) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", result.stdout.splitlines()[-1])}
 
 
+@pytest.mark.ci(*(point for point in POINTS if point not in QUICK))
 @pytest.mark.parametrize("point", POINTS)
 def test_workers_are_lost_at_a_point(point: str) -> None:
     seen = run("--seed", "1000", "--jobs", "6", "--point", point)
@@ -29,6 +32,7 @@ def test_workers_are_lost_at_a_point(point: str) -> None:
     assert seen["lost"] > seen["jobs"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", [0, pytest.param(JOBS, marks=pytest.mark.slow)])
 def test_workers_are_lost_anywhere(first: int) -> None:
     seen = run("--seed", str(first), "--jobs", str(JOBS))
@@ -36,6 +40,7 @@ def test_workers_are_lost_anywhere(first: int) -> None:
     assert seen["lost"] > JOBS
 
 
+@pytest.mark.ci(*(point for point in (*WHILE_OTHERS_JOIN, *WHILE_JOINING) if point not in QUICK))
 @pytest.mark.parametrize("point", [*WHILE_OTHERS_JOIN, *WHILE_JOINING])
 def test_workers_are_lost_while_others_join(point: str) -> None:
     seen = run("--replace", "--seed", "1000", "--jobs", "5", "--point", point)
@@ -43,6 +48,7 @@ def test_workers_are_lost_while_others_join(point: str) -> None:
     assert seen["replaced"] >= seen["jobs"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", [0, pytest.param(JOBS, marks=pytest.mark.slow)])
 def test_lost_workers_are_replaced(first: int) -> None:
     seen = run("--replace", "--seed", str(first), "--jobs", str(JOBS))

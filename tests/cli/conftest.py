@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-PATIENCE = 300.0
+PATIENCE = 600.0
 
 
 @dataclass

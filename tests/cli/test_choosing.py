@@ -30,6 +30,7 @@ def run(home: Path, *arguments: str, **variables: str) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr.splitlines()[0]
 
 
+@pytest.mark.ci
 def test_a_fresh_home_gives_the_same_backend_again(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import keras; print(keras.backend.backend())")
     first = run(tmp_path, "--run-dir", "run", "a.py")

@@ -60,6 +60,7 @@ def only_jax(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_report_has_the_rate_and_the_hash_of_a_training(tmp_path: Path, only_jax: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -96,6 +97,7 @@ def test_backends_that_crash_are_rows_of_the_report(tmp_path: Path, broken: Path
     assert found["torch"]["reason"].endswith("exited with status 3: hello from torch")
 
 
+@pytest.mark.ci
 def test_a_training_that_fails_is_a_failure(tmp_path: Path, broken: Path) -> None:
     (broken / "jax.py").unlink()
     # The probe computes without Keras; a job does not.
@@ -175,6 +177,7 @@ def test_incompatible_options_are_refused(tmp_path: Path, options: tuple[str, ..
     assert message in err
 
 
+@pytest.mark.ci
 def test_a_report_that_cannot_be_written_is_a_one_line_failure(tmp_path: Path, broken: Path) -> None:
     command = f"{shlex.quote(sys.executable)} -m lockstep doctor --no-train"
     for output, status in ((">/dev/full", 2), (">&-", 2), ("--json >/dev/full", 2), ("| true", 2)):

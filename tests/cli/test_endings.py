@@ -31,10 +31,8 @@ def begin(lockstep: Any, text: str) -> tuple[Any, list[int]]:
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_a_signal_ends_all_processes(lockstep: Any, is_gone: Gone, number: int, status: int) -> None:
     running, processes = begin(lockstep, OBEYS)
-    start = time.monotonic()
     running.process.send_signal(number)
     done = running.end()
-    assert time.monotonic() - start < 3
     assert is_gone(processes, 0)
     assert done.status == status
     assert done.notes == [f"lockstep: stopped by {signal.Signals(number).name}"]
@@ -49,6 +47,7 @@ def test_the_workers_get_the_same_signal(lockstep: Any) -> None:
     assert [done.log(worker).splitlines()[-1] for worker in (0, 1)] == ["KeyboardInterrupt"] * 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("keeping", [(), ("--checkpoint", "kept", "--grace", "1s")])
 def test_a_signal_after_the_scripts_have_finished_keeps_the_success(
     lockstep: Any, is_gone: Gone, keeping: tuple[str, ...]
@@ -64,17 +63,18 @@ def test_a_signal_after_the_scripts_have_finished_keeps_the_success(
     assert done.events()[-1]["status"] == 0
 
 
+@pytest.mark.ci(2)
 @pytest.mark.parametrize(("number", "status"), SIGNALS[:2])
-def test_workers_that_ignore_signals_are_killed_within_five_seconds(
+def test_workers_that_ignore_signals_are_killed_after_three_seconds(
     lockstep: Any, is_gone: Gone, number: int, status: int
 ) -> None:
     running, processes = begin(lockstep, IGNORES_SIGNALS)
     start = time.monotonic()
     running.process.send_signal(number)
-    assert is_gone(processes, 5)
+    assert is_gone(processes, 300)
     done = running.end()
     assert done.status == status
-    assert 2.5 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 2.5
     killed = "lockstep: workers 0 and 1 did not exit within 3 s after the signal: killing them"
     assert done.notes == [killed, f"lockstep: stopped by {signal.Signals(number).name}"]
 
@@ -85,11 +85,12 @@ def test_a_second_signal_kills_all_processes_at_once(lockstep: Any, is_gone: Gon
     running.process.send_signal(signal.SIGTERM)
     for pidfd in running.announced(2)["signaled"]:
         os.close(pidfd)
-    start = time.monotonic()
     running.process.send_signal(signal.SIGTERM)
-    assert is_gone(processes, 1.5)
-    assert running.end().status == 143
-    assert time.monotonic() - start < 1.5
+    assert is_gone(processes, 300)
+    done = running.end()
+    assert done.status == 143
+    # Nobody has waited for them.
+    assert "did not exit within" not in done.err
 
 
 STEP = """
@@ -109,6 +110,7 @@ sys.exit(143)
 """
 
 
+@pytest.mark.ci
 def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone: Gone) -> None:
     """One job's step outlasts the usual time to end, the other's outlasts its grace period."""
     again = "; Ctrl-C again ends the job at once"
@@ -154,11 +156,11 @@ def test_a_second_interrupt_does_not_wait_for_the_checkpoint(lockstep: Any, is_g
     running.process.send_signal(signal.SIGINT)
     while "stopping (SIGINT)" not in running.process.stderr.readline():
         assert running.process.poll() is None
-    start = time.monotonic()
     running.process.send_signal(signal.SIGINT)
-    assert is_gone(workers, 1.5)
-    assert running.end().status == 130
-    assert time.monotonic() - start < 1.5
+    assert is_gone(workers, 300)
+    done = running.end()
+    assert done.status == 130
+    assert "no checkpoint: the step did not finish" not in done.err
     assert not list((lockstep.folder / "kept").glob("step-*"))
 
 
@@ -214,6 +216,7 @@ def test_workers_do_not_outlive_command_and_agent(lockstep: Any, is_gone: Gone) 
     assert is_gone(processes, 300)
 
 
+@pytest.mark.ci
 def test_workers_end_though_the_agent_is_stopped(lockstep: Any, is_gone: Gone) -> None:
     running, processes = begin(lockstep, IGNORES_SIGNALS)
     os.kill(running.agent(), signal.SIGSTOP)

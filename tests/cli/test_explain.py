@@ -141,6 +141,7 @@ def test_every_message_of_the_page_finds_itself() -> None:
         assert message.removeprefix("| `") in shown or advice[:20] in shown
 
 
+@pytest.mark.ci
 def test_every_error_is_explained_as_its_class(raised: list[tuple[str, str]]) -> None:
     assert len(raised) > 450
     for name, message in raised:

@@ -60,6 +60,7 @@ def test_stop_ends_a_job_as_sigterm_does(lockstep: Any, is_gone: Gone, name: str
     assert listed(name) == []
 
 
+@pytest.mark.ci
 def test_stop_kills_workers_that_ignore_sigterm(lockstep: Any, is_gone: Gone, name: str) -> None:
     ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS
     running, workers = begin(lockstep, name, text=ignores)

@@ -55,6 +55,7 @@ def test_a_failed_job_starts_again_in_the_same_folder(lockstep: Any) -> None:
     assert done.log(0) == "attempt None\n"
 
 
+@pytest.mark.ci
 def test_a_job_that_fails_again_and_again_ends(lockstep: Any) -> None:
     done = lockstep.run("-n", "1", "--restart-job", "1", lockstep.script("sys.exit(3)"))
     assert done.status == 3
@@ -370,6 +371,7 @@ def test_two_runs_at_once(lockstep: Any) -> None:
     assert [run.log(1) for run in done] == ["in a\n", "in b\n"]
 
 
+@pytest.mark.ci
 def test_the_folder_of_a_live_run_is_refused(lockstep: Any) -> None:
     name = lockstep.script("announce('worker'); stay()")
     running = lockstep.start("-n", "1", name)

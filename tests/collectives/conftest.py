@@ -39,7 +39,14 @@ def pairs(members: int) -> list[int]:
 HOSTS = {"hosts": (alone, False), "hosts, TLS": (pairs, True), "hosts of several": (uneven, False)}
 
 
-@pytest.fixture(scope="session", params=["loopback", "shared", *HOSTS])
+@pytest.fixture(
+    scope="session",
+    params=[
+        *("loopback", "shared", "hosts, TLS"),
+        pytest.param("hosts of several", marks=pytest.mark.ci),
+        pytest.param("hosts", marks=pytest.mark.slow),
+    ],
+)
 def world(request: pytest.FixtureRequest) -> Threads | Processes:
     """Every implementation of the contract."""
     if request.param == "loopback":

@@ -97,11 +97,13 @@ def test_reduce_supports_every_dtype_in_many_blocks(world: World, dtype: str) ->
     check(world, 5, 3, [Reduce(7, ((300, 333), (3, 5), (), (0, 4)), (dtype,) * 4, "replicas")])
 
 
+@pytest.mark.ci(1, 2, 4, 6, 7)
 @pytest.mark.parametrize("workers", range(1, 9))
 def test_the_tutorial_model_with_any_number_of_workers(world: World, workers: int) -> None:
     check(world, 8, workers, [Reduce(3, CNN, ("float32",) * 6, "merged")])
 
 
+@pytest.mark.ci("loopback", "hosts, TLS")
 def test_reduce_of_100_megabytes(world: World) -> None:
     big = Reduce(4, ((25_000_000,), (10,)), ("float32",) * 2)
     check(world, 2, 2, [Reduce(5, ((11,),), ("int8",)), big, Reduce(6, ((12,),), ("int64",))])
@@ -392,6 +394,7 @@ def test_waiting_time_is_counted(world: World) -> None:
     assert waited_last < waited
 
 
+@pytest.mark.ci("loopback", "hosts, TLS")
 def test_a_timeout_ends_the_view_for_all_members(world: World) -> None:
     plan = plan_of(3, 3)
     # All member processes are running before the timed wait begins.

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -43,6 +44,7 @@ from lockstep.collectives.network.frames import (
     encode_blobs,
     encode_result,
 )
+from lockstep.collectives.network.last_call import KeptResult
 from lockstep.collectives.network.memory import Extents, NetworkBuffers
 from lockstep.collectives.plan import HostPlan, ReducePlan
 from lockstep.collectives.shared.pool import SharedPool
@@ -222,6 +224,7 @@ class Trial:
         return results, repeated
 
 
+@pytest.mark.ci("gather", "disagree", "broadcast", "large")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1)])
 def test_a_connection_that_breaks_after_any_byte(counts: tuple[int, ...], name: str) -> None:
@@ -280,6 +283,49 @@ def test_newcomers_begin_after_the_last_call_of_any_host() -> None:
     assert {worker.last.number for worker in workers.values()} == {5}
     assert results[1][0] == sha_of(SMALL)
     assert results[1][1:] == results[0] == results[2] == results[3]
+
+
+@pytest.mark.parametrize(
+    ("what", "root", "found"),
+    [
+        ("the weights", 0, b"kept"),
+        ("the seeds", 0, "but this worker repeats broadcast for the seeds"),
+        ("the weights", 1, "another host has completed broadcast for the weights"),
+    ],
+    ids=["the same call", "another name", "another root"],
+)
+def test_a_kept_result_is_given_only_to_the_same_call(what: str, root: int, found: bytes | str) -> None:
+    """A script that repeats another call than the one that the other host has completed has diverged."""
+    hosts = hosts_of((1, 1))
+    view, workers = ConnectedView(2, hosts, 2), workers_of(hosts)
+    kept = KeptResult(CollectiveCall("broadcast", "the weights", root=0), blobs=(b"kept",))
+    workers[0].last.complete(1, kept)
+    workers[1].last.complete(0, None)
+
+    def ahead() -> object:
+        communicator = view.entrances[0].enter(workers[0])
+        try:
+            return communicator.gather(b"")
+        finally:
+            communicator.close()
+
+    def behind() -> object:
+        communicator = view.entrances[1].enter(workers[1])
+        try:
+            repeated = communicator.broadcast(b"new" if root == 1 else None, root=root, what=what)
+            communicator.gather(b"")
+            return repeated
+        finally:
+            communicator.close()
+
+    results = run_threads({0: ahead, 1: behind})
+    for each in (view, *workers.values()):
+        each.close()
+    if isinstance(found, bytes):
+        assert results == {0: [b"", b""], 1: found}
+    else:
+        assert isinstance(results[1], InternalError), results
+        assert re.search(found, str(results[1]))
 
 
 def make_calls(

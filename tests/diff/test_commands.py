@@ -52,6 +52,7 @@ def trained(command: Command) -> Callable[..., str]:
     return train
 
 
+@pytest.mark.ci
 def test_runs_with_other_numbers_of_workers_are_equal(command: Command, trained: Callable[..., str]) -> None:
     two, one = trained("two", "-n 2"), trained("one", "-n 1 --replicas 2")
     done = command("diff", two, one)
@@ -59,6 +60,7 @@ def test_runs_with_other_numbers_of_workers_are_equal(command: Command, trained:
     assert done.stdout == ("the runs are equal in 16 recorded training steps, the last of which is step 16\n")
 
 
+@pytest.mark.ci
 def test_folders_that_cannot_be_compared(command: Command, trained: Callable[..., str]) -> None:
     two = trained("two", "-n 2")
     (command.folder / "empty").mkdir(exist_ok=True)  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ def planted(
     return run
 
 
+@pytest.mark.ci
 def test_some_planted_faults(planted: Callable[..., list[dict[str, Any]]]) -> None:
     found = planted("quick")
     assert len(found) == 5

@@ -39,6 +39,8 @@ def quicker(seed: int, spec: Spec, backend: str) -> Spec:
     return replace(spec, graph=False) if isinstance(spec, Loop) else replace(spec, compiling=EAGER)
 
 
+@pytest.mark.ci
+@pytest.mark.slow("tensorflow")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", ["quick", pytest.param("rest", marks=pytest.mark.slow)])
 def test_random_programs(backend: str, part: str, tmp_path: Path) -> None:

@@ -21,8 +21,17 @@ _PROGRAMS = (
     CHAOS / "chaos_faults.py",
 )
 
-PATIENCE = 60.0
+_QUICK = ("test_hosts_join_a_job",)
+"""Jobs on several hosts that `make test` runs; all others are part of `make test-ci`."""
+
+PATIENCE = 600.0
 """Seconds for processes to end that should have ended at once."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    assert isinstance(item, pytest.Function)
+    if "host_network" in item.fixturenames and item.originalname not in _QUICK:
+        item.add_marker(pytest.mark.ci)
 
 
 @pytest.fixture(scope="session")

@@ -230,11 +230,11 @@ class Running:
         """What it has written to stderr so far."""
         return self._err.read_text(errors="replace")
 
-    def end(self, patience: float = 300.0) -> int:
+    def end(self, patience: float = 600.0) -> int:
         """Wait for its end; return the exit status."""
         return self.process.wait(patience)
 
-    def wait_until(self, holds: Callable[[], object], patience: float = 300.0) -> None:
+    def wait_until(self, holds: Callable[[], object], patience: float = 600.0) -> None:
         """Wait until something holds, while the command runs."""
         deadline = time.monotonic() + patience
         while not holds():

@@ -23,7 +23,7 @@ from lockstep.protocol.engine import (
 )
 from lockstep.transport.keys import JobKey
 
-PATIENCE = 120.0
+PATIENCE = 600.0
 _LOOK_EVERY = 0.02
 _ADDRESS = "127.0.0.1"
 

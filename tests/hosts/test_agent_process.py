@@ -53,7 +53,7 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.stream_channel import StreamChannel
 
-PATIENCE = 120.0
+PATIENCE = 600.0
 FACTS = HostFacts("n", "3.11.2", "x86_64", {}, 4, "", "10.0.0.1", 4000, 7)
 
 

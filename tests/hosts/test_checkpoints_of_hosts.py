@@ -67,6 +67,7 @@ def wanted(start: Start, known: dict[str, str]) -> str:
     return known["digest"]
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start, wanted: str) -> None:
     """The chief's host loses its workers; then the hosts are in another order, and others."""
     (hosts[1].work / "log.csv").write_text("epoch,loss\n0,of another training\n")

@@ -32,6 +32,7 @@ def start(tmp_path: Path, environment: dict[str, str], lean_environment: dict[st
         engine.wait_until(lambda engine=engine: not engine.processes())
 
 
+@pytest.mark.ci
 def test_a_job_begins_with_the_workers_found_and_grows(start: Start) -> None:
     engine = start("-n 3", 300, *PACED)
     engine.coordinate(2)
@@ -46,6 +47,7 @@ def test_a_job_begins_with_the_workers_found_and_grows(start: Start) -> None:
     assert [agent.receive(0.0) for agent in engine.agents] == [EndKnown(0)] * 3
 
 
+@pytest.mark.ci
 def test_a_coordinator_that_is_started_at_another_address(start: Start) -> None:
     """It takes over, although the agents were started with another address, and no worker is lost."""
     engine = start("-n 2", 300, *PACED)
@@ -78,6 +80,7 @@ def test_a_coordinator_that_is_lost_before_the_job_begins(start: Start) -> None:
     assert engine.finish() == {0, 1}
 
 
+@pytest.mark.ci(False)
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_coordinator_whose_lease_is_over(start: Start, stopped: bool) -> None:
     """It ends, also if it was stopped at that time; the job does not, and another one takes over."""
@@ -109,6 +112,7 @@ def signal_all(processes: list[int], number: int) -> None:
         os.kill(process, number)
 
 
+@pytest.mark.slow
 def test_an_agent_ends_with_its_lifeline(start: Start) -> None:
     """Another one, of a host that the engine finds, takes its place."""
     engine = start("-n 2", 400, *PACED)
@@ -124,6 +128,7 @@ def test_an_agent_ends_with_its_lifeline(start: Start) -> None:
     assert len(engine.finish() - {2}) == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_host_that_retires_hands_over(start: Start, leaver: int) -> None:
     """Its worker, also the chief, leaves between two steps, another joins, and no step is redone."""
@@ -146,6 +151,7 @@ def test_a_host_that_retires_hands_over(start: Start, leaver: int) -> None:
         assert engine.steps(worker, "computes") == engine.steps(worker)
 
 
+@pytest.mark.slow
 def test_the_only_host_retires(start: Start) -> None:
     """Its workers continue until one is ready elsewhere, also when another coordinator has taken over."""
     engine = start("-n 1 --max-restarts 0", 300, *PACED)

@@ -53,6 +53,7 @@ class PausingJob(SteppingJob):
         self.await_steps(time.monotonic())
 
 
+@pytest.mark.slow
 def test_a_host_that_has_all_members(hosts: Sequence[Host]) -> None:
     """It pauses if what it sends to the coordinator is lost, and while its agent is stopped."""
     here, _, there, *_ = hosts

@@ -58,6 +58,7 @@ def test_hosts_join_a_job(nodes: Sequence[Host], begin: Begin) -> None:
         assert any(begun in agent.err and "and --threads-per-worker " in agent.err for agent in agents)
 
 
+@pytest.mark.slow
 def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]) -> None:
     early = nodes[1].lockstep("agent", "--join", "node1:7000", "--plain", **keyed)
     early.wait_until(lambda: "must let TCP connections to port 7000 through" in early.err)
@@ -187,6 +188,7 @@ def test_a_pod_that_restarts(nodes: Sequence[Host], keyed: dict[str, str]) -> No
     assert [digest(one.out) for one in (first, again)] == [chaos_steps.alone(0, 2, 150)[-1]] * 2
 
 
+@pytest.mark.slow
 def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keyed: dict[str, str]) -> None:
     """Loopback needs no key, and several agents may be there; other addresses are checked in one line."""
     node = nodes[0]

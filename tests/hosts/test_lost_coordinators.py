@@ -49,6 +49,7 @@ def test_calm_steps_continue(hosts: Sequence[Host]) -> None:
     assert job.running.err.count("was killed by SIGKILL; another one takes over, and training continues") == 3
 
 
+@pytest.mark.slow
 def test_lost_together_with_workers(hosts: Sequence[Host]) -> None:
     """The next coordinator sees what happened meanwhile, and completes what the last one began."""
     job = SteppingJob(hosts, "--hosts node1,node2:2,node3", 400, *PACED)
@@ -65,6 +66,7 @@ def test_lost_together_with_workers(hosts: Sequence[Host]) -> None:
     assert set(job.finish()) == {0, 2, 4, 5}
 
 
+@pytest.mark.slow("scale")
 @pytest.mark.parametrize("first", ["stop", "scale"])
 def test_commands_of_other_terminals(hosts: Sequence[Host], first: str) -> None:
     """They wait for the coordinator that takes over, and what they have begun is completed."""
@@ -128,6 +130,7 @@ def test_a_coordinator_that_is_started_again_by_hand(hosts: Sequence[Host], tmp_
     assert [agent.end() for agent in agents] == [0, 0], [agent.err for agent in agents]
 
 
+@pytest.mark.slow
 def test_another_job_is_not_taken_over(hosts: Sequence[Host], tmp_path: Path) -> None:
     """The agents wait for the command that began their job, and end at the limit without it."""
     (address,), variables = listening(hosts, tmp_path)
@@ -144,6 +147,7 @@ def test_another_job_is_not_taken_over(hosts: Sequence[Host], tmp_path: Path) ->
     assert "a worker is lost too, so training waits for the coordinator at" in agent.err
 
 
+@pytest.mark.slow
 def test_a_host_that_was_cut_off_joins_again(hosts: Sequence[Host], tmp_path: Path) -> None:
     """Its agent finds the coordinator, ends its workers, and joins like a new host."""
     (address,), variables = listening(hosts, tmp_path)

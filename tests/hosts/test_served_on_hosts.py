@@ -11,6 +11,7 @@ from host_network import Host
 TRAINING = Path(__file__).parents[1] / "training"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "server"),
     [

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from host_network import Host
 from stepping_job import SteppingJob
 from test_losses import agent
@@ -73,6 +74,7 @@ def test_the_state_arrives_although_the_chief_is_lost(hosts: Sequence[Host]) -> 
     assert sent(job) == 1
 
 
+@pytest.mark.slow
 def test_a_joiner_that_is_lost_before_the_state_has_arrived_is_replaced(hosts: Sequence[Host]) -> None:
     job = in_mid_stream(hosts)
     os.kill(job.process(3), signal.SIGKILL)
@@ -80,6 +82,7 @@ def test_a_joiner_that_is_lost_before_the_state_has_arrived_is_replaced(hosts: S
     assert "worker 3 was killed by SIGKILL before it joined" in job.running.err
 
 
+@pytest.mark.slow
 def test_a_joiner_whose_state_is_cut_off_is_replaced(hosts: Sequence[Host]) -> None:
     job = in_mid_stream(hosts)
     hosts[2].break_connections()
@@ -107,6 +110,7 @@ def test_another_host_gives_the_state_if_the_one_that_gives_it_is_lost(hosts: Se
     assert sent(job) > 1
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_the_last_host_that_has_its_state(hosts: Sequence[Host]) -> None:
     job = in_mid_stream(hosts)
     os.kill(agent(hosts[1]), signal.SIGKILL)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
 from host_network import Host
 from stepping_job import SteppingJob
 
@@ -57,6 +58,7 @@ def leaks(hosts: Sequence[Host], *secrets: bytes) -> list[str]:
     return [f"{name}: {needle!r}" for name, data in searched.items() for needle in needles if needle in data]
 
 
+@pytest.mark.slow
 def test_strangers(hosts: Sequence[Host]) -> None:
     """During a port scan, garbage, floods, slow connections and replays, a job makes its steps."""
     (known := hosts[0].work / "known").mkdir()

@@ -138,6 +138,13 @@ def test_invalid_options_are_refused(tmp_path: Path, options: Any, error: str) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_module_in_the_current_folder_does_not_hide_a_dependency() -> None:
+    Path("msgspec.py").write_text("raise SystemExit('wrong')")
+    # Only Lockstep's own command can say so.
+    with pytest.raises(InputError, match="0 is not in the range"):
+        lockstep.launch(print, workers=0)
+
+
 lock = threading.Lock()
 
 
@@ -234,6 +241,7 @@ def test_no_process_remains_after_a_killed_caller() -> None:
     assert all_end(processes)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_compiled_once")
 def test_the_bits_are_those_of_a_script_though_a_worker_is_lost(tmp_path: Path) -> None:
     script = str(HERE / "launched_training.py")

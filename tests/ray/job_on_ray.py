@@ -23,7 +23,7 @@ import chaos_steps  # noqa: E402
 from ray_cluster import RayCluster  # noqa: E402
 
 REPLICAS = 5
-PATIENCE = 120.0
+PATIENCE = 600.0
 PACED = [f"{worker}:0:after apply:pace" for worker in range(40)]
 
 

@@ -16,6 +16,7 @@ Start = Callable[..., Job]
 TRAINING = Path(__file__).parents[1] / "training"
 
 
+@pytest.mark.ci
 def test_a_job_that_has_ended_does_not_begin_again(cluster: RayCluster, start: Start) -> None:
     """The actor of the coordinator is killed before the command has taken the status of the job."""
     job = start(cluster, 300)
@@ -30,6 +31,7 @@ def test_a_job_that_has_ended_does_not_begin_again(cluster: RayCluster, start: S
     assert len(list(job.folder.glob("runs/*"))) == 1
 
 
+@pytest.mark.ci
 def test_losses_and_a_new_node(cluster: RayCluster, start: Start) -> None:
     """The actor of the coordinator is killed, then a node, and another node joins."""
     job = start(cluster, 1000)

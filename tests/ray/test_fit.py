@@ -134,6 +134,7 @@ def kill(part: str) -> None:
     ray.kill(ray.get_actor(name, "lockstep"), no_restart=part == "agent")
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_cluster")
 def test_the_bits_are_those_of_launch_though_actors_are_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -175,6 +176,7 @@ def test_metrics_and_value_of_a_worker_that_has_joined() -> None:
     assert sorted(result.metrics) == ["loss", "mae"]
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_cluster")
 def test_an_error_on_the_only_node_with_a_resource(tmp_path: Path) -> None:
     with pytest.raises(JobError) as caught:
@@ -194,6 +196,7 @@ def stay() -> None:
     signal.pause()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
 def test_an_interrupt_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +216,7 @@ def test_an_interrupt_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lockstep: stopped by SIGINT" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_cluster")
 def test_what_the_coordinator_refuses_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^2 workers cannot share 1 replicas: "):
@@ -220,6 +224,7 @@ def test_what_the_coordinator_refuses_is_a_config_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_cluster")
 def test_a_node_without_the_folder_is_named(tmp_path: Path) -> None:
     run = FunctionRun(SentFunction(b"", "runs/fails"), str(tmp_path), again=False)

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.slow
 def test_every_communication_option_gives_the_same_bits(launch: Callable[..., Any]) -> None:
     ring = launch("-n 2", "communicating.py", "RING")
     nccl = launch("-n 2", "communicating.py", "NCCL")

@@ -66,6 +66,7 @@ def test_three_workers_do_not_change_a_bit(
     assert results(run, 0, 1, 2) == results(one_worker(backend), 0)
 
 
+@pytest.mark.ci
 def test_custom_loops_agree_with_plain_keras(eager_backend: str, one_worker: Callable[[str], Any]) -> None:
     run = one_worker(eager_backend)
     found, wanted = (sorted(run.marked(0, mark), key=named) for mark in ("numbers ", "plain "))
@@ -76,6 +77,7 @@ def test_custom_loops_agree_with_plain_keras(eager_backend: str, one_worker: Cal
         assert np.linalg.norm(got - plain) <= 1e-6 * np.linalg.norm(plain), line.split()[1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_joins_a_driven_loop_draws_the_same_numbers(
     launch: Launch, thorough_backend: str, one_worker: Callable[[str], Any]
 ) -> None:
@@ -98,6 +100,7 @@ def test_workers_with_different_weights_are_refused(launch: Launch, eager_backen
     assert "the models differ" in run.stderr
 
 
+@pytest.mark.slow
 def test_an_example_trains_alike_on_one_and_two_workers(launch: Launch, thorough_backend: str) -> None:
     if thorough_backend == "tensorflow":
         pytest.skip("runs functions in graphs: see test_examples.py")

@@ -23,6 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_input_is_split_alike_on_any_number_of_workers(
     launch: Callable[..., Any], thorough_backend: str, files: Path
 ) -> None:
@@ -48,11 +49,13 @@ def test_every_input_is_split_alike_on_any_number_of_workers(
         assert "strategy.distribute_datasets_from_function" in difference
 
 
+@pytest.mark.ci
 def test_graphs_iterate_over_distributed_datasets(launch: Callable[..., Any]) -> None:
     run = launch("-n 2 --replicas 3", "distributing_graphs.py", backend="tensorflow")
     assert run.status == 0, run.stderr
 
 
+@pytest.mark.ci
 def test_another_worker_continues_the_pipeline_of_a_lost_one(launch: Callable[..., Any]) -> None:
     undisturbed = launch("-n 1 --replicas 3", "adopting.py")
     assert undisturbed.status == 0, undisturbed.stderr

@@ -44,6 +44,7 @@ def test_workers_that_divide_batches_compute_equal_bits(
         assert made(run, worker)["held"] == made(alone, 0)["held"]
 
 
+@pytest.mark.ci
 def test_workers_are_lost_while_batches_are_made_and_handed_over(
     launch: Launch, thorough_backend: str, alone: Any
 ) -> None:
@@ -57,6 +58,7 @@ def test_workers_are_lost_while_batches_are_made_and_handed_over(
     assert run.stderr.count("was killed by SIGKILL") == 3
 
 
+@pytest.mark.ci
 def test_a_worker_joins_within_a_pass(launch: Launch, thorough_backend: str, alone: Any) -> None:
     faults = ("1:noisy:sending:3", "0:threads:item:1")
     options = "-n 2 --replicas 4 --min-workers 2"
@@ -66,6 +68,7 @@ def test_a_worker_joins_within_a_pass(launch: Launch, thorough_backend: str, alo
     assert "worker 3 joined (2 workers, view 5)" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_job_resumes_within_a_pass(
     launch: Launch, thorough_backend: str, alone: Any, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def edited(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_edits_are_reported_to_a_replacement_and_to_the_next_run(
     launch: Callable[..., Any], edited: Path
 ) -> None:

@@ -343,6 +343,7 @@ def state_of(model: keras.Model) -> Any:
     return tuple([variable.value for variable in group] for group in groups)
 
 
+@pytest.mark.ci("functional")
 @pytest.mark.parametrize("make", [functional, Recommender])
 def test_the_gradients_of_rows_are_those_of_the_tables(make: Callable[[], keras.Model]) -> None:
     model, backend = compiled(make), adapter().steps()
@@ -404,6 +405,8 @@ def test_a_step_that_reads_a_table_in_another_way_is_refused() -> None:
             model({name: array[:5] for name, array in X.items()})
 
 
+@pytest.mark.slow("<lambda>4", "<lambda>5", "<lambda>6", "<lambda>7", "<lambda>8")
+@pytest.mark.ci("<lambda>2", "<lambda>3", "<lambda>4", "<lambda>5", "<lambda>6", "<lambda>7", "<lambda>8")
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize(
     "make",

@@ -290,6 +290,7 @@ def watch_files(files: Files, *events: Event, model: Any = None, **options: Any)
     return follow(evaluator, NEVER, clock, pause)
 
 
+@pytest.mark.ci("best.weights.h5", "{epoch}.weights.h5")
 @pytest.mark.parametrize(
     ("name", "epochs"),
     [
@@ -319,6 +320,7 @@ def test_the_files_of_a_model_checkpoint(
     assert text.err.splitlines()[-1] == waits
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["{epoch}.weights.h5", "{epoch}.keras"])
 def test_a_file_that_cannot_be_read_is_named_and_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

@@ -19,6 +19,8 @@ WANTED = {
 LONG = ("augmentation", "gan", "image_folder")
 
 
+@pytest.mark.slow("text")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in WANTED]
 )
@@ -35,6 +37,7 @@ def test_an_example_reaches_its_result(launch: Callable[..., Any], thorough_back
     assert len(set(digests)) == 1
 
 
+@pytest.mark.slow
 # tests/byhand/test_custom_loop.py also trains with the first.
 @pytest.mark.parametrize("name", [pytest.param("custom_loop_tensorflow", marks=pytest.mark.slow), "hot_loop"])
 def test_a_loop_on_tensorflow_learns(launch: Callable[..., Any], tmp_path: Path, name: str) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lockstep.monitoring.trace import trace_of
 from lockstep.observability.events import STEP_PARTS
 
 
+@pytest.mark.ci
 def test_a_training_is_shown_as_its_run_folder_has_it(
     launch: Callable[..., Any],
     thorough_backend: str,

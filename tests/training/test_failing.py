@@ -28,6 +28,7 @@ class Enough(Exception):
         return f"{self.args[0]} at {self.step}"
 
 
+@pytest.mark.ci
 def test_a_job_resumes_after_calls_that_raised(launch: Callable[..., Any], tmp_path: Path) -> None:
     keeping = f"--replicas 2 --checkpoint {tmp_path / 'kept'} --checkpoint-every 5"
     lost = launch(f"-n 2 {keeping}", "failing.py")

@@ -8,6 +8,8 @@ WITH_KERNEL = ["adam", "its options", "decay", "schedule", "clipped", "average"]
 WITHOUT = ["amsgrad", "accumulated", "another"]
 
 
+@pytest.mark.slow("tensorflow")
+@pytest.mark.ci
 def test_fused_updates_are_those_of_keras(plain: Callable[..., str], backend: str) -> None:
     """On TensorFlow, then also in graphs of a program's own."""
     if backend == "jax":

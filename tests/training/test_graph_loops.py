@@ -50,6 +50,7 @@ def undisturbed(launch: Launch) -> list[str]:
     return results(launch("-n 1 --replicas 2", "driven_loops.py", backend="tensorflow"), 0)
 
 
+@pytest.mark.ci
 def test_workers_do_not_change_the_bits_and_replicas_only_the_rounding(launch: Launch) -> None:
     program = ("graph_loops.py", "--figures")
     one = launch("-n 1 --replicas 3", *program, backend="tensorflow")
@@ -77,6 +78,7 @@ def test_workers_with_other_weights_are_refused(launch: Launch) -> None:
     assert any(line.startswith("Traceback") for line in run.log(0))
 
 
+@pytest.mark.slow
 def test_a_driven_loop_continues_without_a_lost_worker(launch: Launch, undisturbed: list[str]) -> None:
     options = "-n 2 --min-workers 2"
     lost = launch(options, "driven_loops.py", "0", "0", "7", backend="tensorflow")
@@ -93,6 +95,7 @@ def test_workers_are_lost_in_later_loops(launch: Launch, undisturbed: list[str],
     assert results(lost, survivor) == results(lost, 2) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_driven_loop_resumes_from_its_checkpoint(
     launch: Launch, undisturbed: list[str], tmp_path: Path
 ) -> None:

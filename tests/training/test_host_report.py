@@ -200,6 +200,7 @@ def test_the_first_worker_of_each_larger_host_measures_what_a_limit_costs(
     assert measured == ["XLA_FLAGS=--xla_cpu_max_isa=AVX2"]
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_limit_is_measured() -> None:
     cost = cost_of_limit("XLA_FLAGS=--xla_cpu_max_isa=SSE4_2")
     assert cost is not None

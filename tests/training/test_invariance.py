@@ -22,20 +22,21 @@ TRAININGS = [
 TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
 """Trainings in which one replica has the bits of plain Keras, although XLA optimizes other functions."""
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
+SMALL = {"jax": ("cnn", "custom"), "torch": ("cnn", "weighted", "eager", "summed")}
+"""What `make test` compares with plain Keras and trains on three workers."""
 QUICK = {
     "jax": ("cnn", "callbacks", "mixed", "several", "custom"),
     "tensorflow": ("cnn", "dataset", "several"),
-    "torch": (*TO_THE_LAST_BIT, "uncompiled", "eager", "tiny", "summed"),
 }
-"""What the quick tests compare with plain Keras, each kind on one backend or more; slow tests compare all."""
+"""What `make test-ci` also compares with plain Keras; slow tests compare all."""
 ALIKE = {
     "jax": QUICK["jax"],
     "tensorflow": ("cnn",),
     "torch": ("cnn", *(name for name in TRAININGS if name not in QUICK["jax"])),
 }
-"""What the quick tests train on three workers, each kind on one backend or more; slow tests train all."""
+"""What `make test-ci` trains on three workers, and slow tests compare with other numbers of workers."""
 QUICK_OPTIMIZED = ("cnn", "weighted")
-"""What the quick tests compare to the last bit on JAX, where optimizing takes most of the time."""
+"""What is compared to the last bit on JAX but in slow tests: optimizing takes most of the time there."""
 TOLERANCE = {"mixed": 1e-3}
 """The relative distance of replicas from plain Keras, in norm; half precision rounds differently."""
 LOSSES, ROUNDS = ["masked", "weighted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
@@ -108,10 +109,32 @@ def trained(launch: Launch) -> Trained:
     return run
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
-def compared(request: pytest.FixtureRequest, backend: str) -> list[str]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "small",
+        pytest.param("quick", marks=pytest.mark.ci),
+        pytest.param("all", marks=pytest.mark.slow),
+    ],
+)
+def extent(request: pytest.FixtureRequest, backend: str) -> str:
+    """How many trainings are compared: those of `make test`, `make test-ci` or `make test-all`."""
+    chosen: str = request.param
+    if backend not in {"small": SMALL, "quick": QUICK, "all": [backend]}[chosen]:
+        pytest.skip(f"no training on {backend} is {chosen}")
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def compared(extent: str, backend: str) -> list[str]:
     """The trainings that are compared with plain Keras."""
-    return [*QUICK[backend]] if request.param == "quick" and backend in QUICK else names(backend)
+    return [*{"small": SMALL, "quick": QUICK, "all": {backend: names(backend)}}[extent][backend]]
+
+
+@pytest.fixture(scope="module")
+def alike(extent: str, backend: str) -> list[str]:
+    """The trainings that three workers compute, too."""
+    return [*(SMALL if extent == "small" else ALIKE)[backend]]
 
 
 class Alone(NamedTuple):
@@ -139,8 +162,10 @@ def alone(
 
 
 @pytest.fixture(scope="module")
-def exact(backend: str, compared: list[str]) -> list[str]:
+def exact(backend: str, extent: str, compared: list[str]) -> list[str]:
     """The trainings that are compared with plain Keras to the last bit."""
+    if (backend, extent) == ("jax", "small"):
+        pytest.skip("compiling for this takes long: make test-ci")
     found = compared if backend != "jax" or compared == names(backend) else QUICK_OPTIMIZED
     return [name for name in TO_THE_LAST_BIT if name in found]
 
@@ -178,15 +203,16 @@ def replicas(
 
 
 def test_four_replicas_give_the_same_bits_on_any_number_of_workers(
-    trained: Trained, replicas: Replicas, backend: str
+    trained: Trained, replicas: Replicas, backend: str, alike: list[str]
 ) -> None:
     # Random numbers may depend on earlier calls: only the first training is compared. On JAX and PyTorch, the
     # run is that of the next tests.
-    (three,) = trained(backend, 3, f"program {' '.join(ALIKE[backend])}")
+    (three,) = trained(backend, 3, f"program {' '.join(alike)}")
     assert three[:1] == replicas.first == results(three, "cnn")
     assert len(replicas.first) == 1
 
 
+@pytest.mark.slow
 def test_code_that_is_optimized_gives_the_same_bits_on_any_number_of_workers(trained: Trained) -> None:
     found = [trained("jax", workers, "program cnn", optimized=True) for workers in (1, 4)]
     assert found == [found[0]] * 2
@@ -196,14 +222,14 @@ def test_code_that_is_optimized_gives_the_same_bits_on_any_number_of_workers(tra
 @pytest.mark.parametrize(
     ("backend", "chosen"),
     [
-        ("jax", ALIKE["jax"]),
-        ("torch", ALIKE["torch"]),
+        pytest.param("jax", SMALL["jax"], id="jax-small"),
+        pytest.param("torch", SMALL["torch"], id="torch-small"),
+        pytest.param("jax", ALIKE["jax"], marks=pytest.mark.ci, id="jax-quick"),
         *(
             pytest.param(name, names(name), marks=pytest.mark.slow, id=f"{name}-all")
             for name in ("jax", "tensorflow", "torch")
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "quick",
     indirect=["backend"],
 )
 def test_every_training_gives_the_same_bits_on_one_and_three_workers(

@@ -72,12 +72,14 @@ def test_a_lost_chief_is_replaced(join: Callable[..., str], backend: str) -> Non
     assert "worker 2 is skipping the first steps of fit 1, which were taken before: 1 of 8" in notes
 
 
+@pytest.mark.ci
 def test_workers_join_and_leave_on_request(join: Callable[..., str], thorough_backend: str) -> None:
     notes = join(thorough_backend, "", "scaled", "fit 1 step 7", (0,))
     assert "workers 2 and 3 joined (4 workers, view 2)" in notes
     assert "workers 1, 2 and 3 left (1 worker, view 3)" in notes
 
 
+@pytest.mark.ci
 def test_a_replacement_follows_the_others_to_a_later_call(
     join: Callable[..., str], thorough_backend: str
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_job_with_several_steps_per_execution_resumes(
     )
 
 
+@pytest.mark.ci
 def test_a_job_with_the_callback_resumes_with_one_replica(
     run_and_resume: Callable[..., Any], thorough_backend: str, undisturbed: Undisturbed
 ) -> None:

@@ -34,6 +34,7 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimized", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_cached_programs_compute_the_same_bits(tmp_path: Path, lean: Lean, optimized: bool) -> None:
     variables = lean(PROGRAM, "jax", optimized=optimized)
@@ -46,6 +47,7 @@ def test_cached_programs_compute_the_same_bits(tmp_path: Path, lean: Lean, optim
     assert kept(tmp_path / "cache") == compiled
 
 
+@pytest.mark.ci
 def test_the_users_own_cache_folder_takes_precedence(tmp_path: Path, lean: Lean) -> None:
     run(tmp_path, 0, "tiny", **lean(PROGRAM, "jax"), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
     assert not kept(tmp_path / "cache")

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -171,6 +172,7 @@ def test_the_batches_are_those_of_pytorch(worker: Make, kind: str, processes: in
     assert same_states(random_states(), after)
 
 
+@pytest.mark.ci("all_draws", "float")
 @FORKS
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("draw", [float, all_draws])
@@ -193,6 +195,27 @@ def test_workers_read_the_same_rows_in_any_view(
                     if own.stop > own.start:
                         assert equal(batch.read(own), [leaf[own] for leaf in rows])
                     assert batch.check() == check
+
+
+def test_items_draw_by_the_call_and_its_passes_whichever_calls_a_worker_has_skipped(worker: Make) -> None:
+    """A worker that joins begins no pass in the calls that it skips, such as validations."""
+
+    def reading(*calls: int) -> list[Any]:
+        """Return the items of one pass in each of the calls; the loader is given in the first."""
+        torch.manual_seed(2)
+        member, current = worker(), [1]
+        member.reader = replace(member.reader, call=lambda: current[0])
+        read = member.reading(data.DataLoader(Rows(6, all_draws), batch_size=6))
+        passes = []
+        for current[0] in calls:
+            ((rows, _),) = whole(read.begin())
+            passes.append(rows.tolist())
+        return passes
+
+    member = reading(1, 1, 2, 2, 3, 3)
+    assert len({*map(str, member)}) == 6
+    assert reading(2, 2, 3) == member[2:5]
+    assert reading(3, 3) == member[4:]
 
 
 def _held(batch: GlobalBatch) -> tuple[Any, bytes]:
@@ -421,6 +444,7 @@ def test_an_input_that_the_user_reads_jointly(worker: Make) -> None:
     assert "whole dataset" in reading().facts()["data reading"]
 
 
+@pytest.mark.slow
 @FORKS
 def test_processes_may_be_spawned(worker: Make) -> None:
     loader = data.DataLoader(Rows(12, all_draws), 6, num_workers=1, multiprocessing_context="spawn")
@@ -472,6 +496,7 @@ def results(run: Any, workers: int, ended: int, *marks: str) -> set[tuple[str, .
     return {tuple(line for line in log if line.startswith(("result ", *marks))) for log in finished}
 
 
+@pytest.mark.ci
 # The tests above run on one backend; on PyTorch, Keras begins a pass at another time.
 @pytest.mark.parametrize(
     "backend",
@@ -494,6 +519,7 @@ def test_any_number_of_workers_reads_the_same(
         assert int(reads.split()[1]) < int(everything.split()[1]) / 2
 
 
+@pytest.mark.ci
 def test_a_loader_resumes_in_the_middle_of_a_pass_and_a_worker_joins_there(
     launch: Callable[..., Any], undisturbed_run: Callable[..., Any], thorough_backend: str, tmp_path: Any
 ) -> None:

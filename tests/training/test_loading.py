@@ -45,6 +45,7 @@ def predictions(text: str) -> list[float]:
     return [float(figure.strip("[],'")) for figure in line.split()[1:]]
 
 
+@pytest.mark.ci
 def test_a_model_receives_its_whole_state_of_the_job(
     trained: Callable[..., tuple[Any, Path]], plain: Callable[..., str], thorough_backend: str
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_model_receives_its_whole_state_of_the_job(
     assert "step-000000000010'), 'name': 'current', 'step': 10, 'call': 'fit 1', 'call_step': 10" in loaded
 
 
+@pytest.mark.ci
 def test_the_next_step_is_the_one_after_loading_keras_own_file(
     trained: Callable[..., tuple[Any, Path]], plain: Callable[..., str], thorough_backend: str
 ) -> None:
@@ -66,6 +68,7 @@ def test_the_next_step_is_the_one_after_loading_keras_own_file(
     assert after_checkpoint == after_file
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("made", "loaded"),
     [

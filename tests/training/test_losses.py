@@ -84,6 +84,7 @@ def after_a_step(model: keras.Model, rows: slice, fit: Any) -> list[Any]:
     return [np.asarray(variable.value) for variable in model.trainable_variables]
 
 
+@pytest.mark.ci("two masks", "BatchNormalization", "a sum that a layer adds")
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_listed_as_per_replica_are_the_mean_of_the_replicas(kind: str) -> None:
     """With SGD, that is the mean of the weights after each replica's examples, weighted by their numbers."""

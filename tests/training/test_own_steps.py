@@ -4,11 +4,15 @@ They run with a strategy or, unchanged, without one.
 """
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
+import jax
+import keras
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep.keras.numbered_calls import NumberedCalls
 
 Launch = Callable[..., Any]
@@ -19,6 +23,7 @@ IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step"
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
+@pytest.mark.ci("tensorflow")
 @pytest.mark.parametrize(
     # Each training on one backend or more in quick tests; on all in slow ones, too.
     ("backend", "names"),
@@ -59,3 +64,33 @@ def test_calls_within_a_call_do_not_change_the_numbers_of_the_calls_after_it() -
     with with_inner.enter("fit") as one, without.enter("fit") as other:
         assert one.number == other.number == fit.number + 1
     assert len({*numbers, fit.number, one.number}) == 4
+
+
+def own_step(self: Any, state: Any, data: Any) -> Any:
+    """A step on JAX that computes its gradients itself."""
+    weights, others, slots, metrics = state
+    x, y = data
+
+    def loss_of(weights: Any) -> Any:
+        found, _ = self.stateless_call(weights, others, x)
+        return keras.ops.mean((found - y) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights)
+    weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+    return {"loss": loss}, (weights, others, slots, metrics)
+
+
+def test_the_gradients_of_a_step_that_is_an_attribute_are_weighted_by_the_examples() -> None:
+    """Of three replicas, one has 4 of 10 examples."""
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+    y = x[:, :1] ** 2
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    kernel, bias = model.get_weights()
+    model.train_step = MethodType(own_step, model)
+    model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+    errors = x @ kernel + bias - y
+    wanted = [kernel - 0.1 * 2 * x.T @ errors / 10, bias - 0.1 * 2 * errors.mean(axis=0)]
+    for found, value in zip(model.get_weights(), wanted, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-5)

@@ -21,6 +21,8 @@ def results(lines: list[str]) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
 
 
+@pytest.mark.slow("torch")
+@pytest.mark.ci
 def test_one_step_at_a_time_is_plain_keras(
     launch: Launch, plain: Callable[..., str], quicker_backend: str
 ) -> None:
@@ -62,6 +64,8 @@ def test_one_step_at_a_time_is_plain_keras(
     assert len({one["again"]["drawn"] for one in found}) == 1
 
 
+@pytest.mark.slow("torch")
+@pytest.mark.ci("torch")
 def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_backend: str) -> None:
     """With divided variables on two servers, and two workers in turn; one worker is plain Keras."""
     options = {"backend": quicker_backend, "optimized": True}
@@ -81,6 +85,7 @@ def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_
     assert sorted(named) == sorted(results + taken)
 
 
+@pytest.mark.ci
 def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
     launch: Launch, repeat: Repeat, thorough_backend: str
 ) -> None:
@@ -120,6 +125,7 @@ def test_a_run_that_lost_a_server_at_any_point_can_be_repeated(
     check_repeated(run, repeat, (0, 1, 3, 5 - int(lost[0])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["", pytest.param("1 fit-2 push 100 sent", marks=pytest.mark.slow)])
 def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
     launch: Launch, repeat: Repeat, tmp_path: Path, thorough_backend: str, lost: str
@@ -174,6 +180,7 @@ def test_the_models_of_the_tests_of_tf_keras(launch: Launch, tmp_path: Path, bac
     assert found == [found[0]] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow"], indirect=True)
 def test_one_process_with_the_strategy_trains_several_outputs(
     plain: Callable[..., str], backend: str
@@ -183,6 +190,7 @@ def test_one_process_with_the_strategy_trains_several_outputs(
     assert found["scoped"]["norms"] == pytest.approx(found["plain"]["norms"], rel=1e-5)
 
 
+@pytest.mark.ci("lost-server", "again", "unscoped", "mirrored", "faster", "raising")
 @pytest.mark.parametrize(
     ("kind", "status", "shown"),
     [

@@ -27,6 +27,7 @@ class Derived(Library):
     pass
 
 
+@pytest.mark.ci("tensorflow", "torch")
 def test_the_registry_has_all_replacements_and_restores_them(backend: str, tmp_path: Path) -> None:
     lean = Path(__file__).parents[1] / "lean"
     hidden = {"jax", "torch"} - {backend}

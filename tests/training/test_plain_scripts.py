@@ -51,6 +51,7 @@ def test_a_plain_script_has_the_bits_of_one_in_a_scope(
     assert "plain Keras script" not in scope.stderr
 
 
+@pytest.mark.ci
 def test_the_program_of_the_readme_trains(environment: dict[str, str], tmp_path: Path) -> None:
     """One replica has the bits of plain Keras, two have its figures up to rounding."""
     program = re.search("```python\n(import keras\n.*?)```", README.read_text(), re.DOTALL)
@@ -76,6 +77,7 @@ def test_the_program_of_the_readme_trains(environment: dict[str, str], tmp_path:
     assert re.search(r"finished in .*: 45 steps on 2 workers; digest \w+ of model 'sequential'", done.stderr)
 
 
+@pytest.mark.ci
 def test_no_adopt_lets_each_worker_train_by_itself(launch: Callable[..., Any], tmp_path: Path) -> None:
     done = launch("-n 1 --replicas 2 --no-adopt", "plain_script.py", str(tmp_path), "whole")
     assert done.status == 1

@@ -36,6 +36,7 @@ def results(run: Any, *workers: int) -> list[str]:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_workers_that_join_and_leave_draw_the_same_numbers(launch: Launch, images: Path) -> None:
     pytest.importorskip("tensorflow")
     program = ("random_numbers.py", str(images))

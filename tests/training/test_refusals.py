@@ -1,6 +1,8 @@
 """Steps that replicas cannot compute are refused by name at the first step."""
 
+import json
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.errors import DataError, ModelError, ScopeError
+from lockstep.errors import ConfigError, DataError, ModelError, ScopeError
 from lockstep.keras.input.readings import whole_batch
 from lockstep.observability.events import CallStarted, Event
 
@@ -40,6 +42,19 @@ def test_a_model_compiled_outside_the_scope_is_not_trained(
 
 def test_the_number_of_replicas_is_the_jobs(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     assert strategy.num_replicas_in_sync == 3
+
+
+def test_a_tf_config_that_is_set_after_the_strategy_is_refused_when_it_is_entered(
+    strategy: lockstep.MultiWorkerMirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, each of its tasks would train alone."""
+    # The refusal replaces it.
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    cluster = {"worker": ["127.0.0.1:20001", "127.0.0.1:20002"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+    refused = pytest.raises(ConfigError, match="TF_CONFIG was set after the first strategy was created")
+    with refused, strategy.scope():
+        build()
 
 
 @pytest.mark.parametrize("inputs", [object, lambda: "text", lambda: None])

@@ -49,6 +49,7 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
     return run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     # On JAX, a stopped job resumes below, and killed ones in test_dividing.py and test_tf_reading.py.
     "backend",
@@ -102,6 +103,7 @@ def test_a_stopped_job_resumes_at_its_last_step(
     resumes(launch, "jax", "stopped", "fit 2 step 4", tmp_path, undisturbed("jax"))
 
 
+@pytest.mark.slow
 def test_a_successful_job_is_finished_until_it_has_more_steps(
     launch: Launch, thorough_backend: str, tmp_path: Path
 ) -> None:

@@ -1,7 +1,8 @@
 """Tables whose rows are on parameter servers only: in jobs, and in one process."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,19 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.errors import DataError, ModelError
+from lockstep.collectives.contract import WaitPolicy
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.errors import DataError, DisagreementError, ModelError
 from lockstep.keras.parameter_server import server_embedding, server_tables
-from lockstep.keras.parameter_server.server_tables import rows_read_together
+from lockstep.keras.parameter_server.server_tables import ServerTable, ServerTables, rows_read_together
 from lockstep.keras.parameter_server.table_rows import VALUES, TableRows, ranges_of
+from lockstep.observability.bus import Bus
 from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.parameter_server.tasks import Tasks
-from lockstep.worker.job import Job
+from lockstep.system.clock import SystemClock
+from lockstep.topology import place
+from lockstep.worker.job import Job, JobContext
 
 Launch = Callable[..., Any]
 SCRIPT, IN_FUNCTIONS = "rows_on_servers.py", "rows_in_functions.py"
@@ -57,6 +64,7 @@ def test_one_step_at_a_time_is_plain_keras(
             assert one == pytest.approx(other, rel=1e-4), name
 
 
+@pytest.mark.ci
 def test_saved_rows_and_slots_continue_the_training(
     launch: Launch, tmp_path: Path, thorough_backend: str
 ) -> None:
@@ -76,6 +84,7 @@ def test_saved_rows_and_slots_continue_the_training(
     assert model.predict(X, 50, verbose=0) == pytest.approx(np.array(one["predicted"]), rel=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "lost",
     [
@@ -165,6 +174,7 @@ def test_tables_without_standbys_end_the_job_with_a_server(launch: Launch, tmp_p
         assert any(one in run.stderr for one in said)
 
 
+@pytest.mark.ci
 def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", SCRIPT, "misused")
     assert run.status == 0, run.stderr
@@ -188,6 +198,8 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
             assert text in line
 
 
+@pytest.mark.slow("torch")
+@pytest.mark.ci
 @on("tensorflow", "torch")
 def test_functions_train_rows_like_plain_keras(
     launch: Launch, plain: Callable[..., str], tmp_path: Path, backend: str
@@ -208,6 +220,7 @@ def test_functions_train_rows_like_plain_keras(
         assert served[rows][()] == pytest.approx(plainly[rows][()], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @on("torch")
 def test_functions_that_lost_a_worker_can_be_repeated(
     launch: Launch, repeat: Callable[..., Any], backend: str
@@ -236,6 +249,7 @@ def test_functions_whose_lost_worker_was_replaced_can_be_repeated(
     assert found == {tuple(again.marked(one, mark)) for one in range(6) for mark in ("result ", "digest ")}
 
 
+@pytest.mark.slow
 @on("tensorflow")
 def test_functions_that_need_the_whole_table_are_refused(launch: Launch, backend: str) -> None:
     run = launch("-n 1 --ps 2", IN_FUNCTIONS, "misused", backend=backend)
@@ -287,6 +301,7 @@ def test_the_initial_values_do_not_depend_on_the_servers(initializer: Any) -> No
         assert np.array_equal(np.concatenate(parts), rows)
 
 
+@pytest.mark.ci
 def test_a_process_on_its_own_saves_and_loads_the_same_blocks(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((2,), dtype="int32"), lockstep.ServerEmbedding(70, 3)])
     model.save(tmp_path / "model.keras")
@@ -387,7 +402,41 @@ def test_a_worker_that_joins_has_no_rows() -> None:
         at_completion=lambda act: None,
         at_exit=lambda act: None,
     )
-    assert server_tables.ServerTables(joining).held == ()
+    assert ServerTables(joining).held == ()
+
+
+@pytest.fixture
+def chief_and_server() -> Iterator[tuple[ServerTable, ServerTable]]:
+    """A table of four rows in two processes, the chief and the server, that have met in a call."""
+    view = place(2, (0, 1))
+    hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=120.0))
+    contexts = [JobContext(one, 0, 1, Bus(SystemClock(), one), tasks=Tasks(2, 1)) for one in (0, 1)]
+    jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]
+
+    def meet(job: Job) -> ServerTable:
+        tables = ServerTables(job)
+        table = ServerTable(tables, "table", (4, 2), "float32", lambda *_: np.zeros((4, 2), "float32"), True)
+        tables.meet([table], "fit 1")
+        return table
+
+    with ThreadPoolExecutor(2) as threads:
+        chief, server = threads.map(meet, jobs)
+    yield chief, server
+    for job in jobs:
+        job.exit()
+
+
+def test_a_server_does_not_answer_with_rows_that_its_reader_has_not_loaded(
+    chief_and_server: tuple[ServerTable, ServerTable],
+) -> None:
+    chief, server = chief_and_server
+    some, loaded = np.array([1, 3]), np.ones((4, 2), "float32")
+    assert np.array_equal(chief.read(some), np.zeros((2, 2)))
+    server.load([(VALUES, np.arange(4), lambda: loaded)])
+    with pytest.raises(DisagreementError, match="parameter server 0 no longer has the rows of layer 'table'"):
+        chief.read(some)
+    chief.load([(VALUES, np.arange(4), lambda: loaded)])
+    assert np.array_equal(chief.read(some), loaded[some])
 
 
 def test_slots_of_another_optimizer_are_not_loaded_within_fit() -> None:
@@ -400,7 +449,7 @@ def test_slots_of_another_optimizer_are_not_loaded_within_fit() -> None:
         slots=lambda table: (0,),
         write=lambda table, slot, *_: written.append(slot),
     )
-    table = server_tables.ServerTable(tables, "table", (4, 2), "float32", lambda *_: np.zeros((2, 2)), True)
+    table = ServerTable(tables, "table", (4, 2), "float32", lambda *_: np.zeros((2, 2)), True)
     blocks = [(slot, np.arange(4), lambda: np.zeros((4, 2))) for slot in (VALUES, 0, 1)]
     with pytest.raises(ModelError, match="'table' have variables of another optimizer than that of this fit"):
         table.load(blocks)

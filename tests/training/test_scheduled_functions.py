@@ -28,6 +28,8 @@ def flat(values: Any) -> list[float]:
     return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]
 
 
+@pytest.mark.slow("jax", "tensorflow")
+@pytest.mark.ci("tensorflow", "torch")
 def test_one_function_at_a_time_is_one_process(
     launch: Launch, plain: Callable[..., str], backend: str
 ) -> None:
@@ -51,6 +53,7 @@ def test_one_function_at_a_time_is_one_process(
         assert digests == {shown.split()[-1]}
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
     launch: Launch, repeat: Repeat, thorough_backend: str
 ) -> None:
@@ -91,6 +94,7 @@ def check_repeated(run: Any, repeat: Repeat, left: tuple[int, ...]) -> None:
     assert set(again.marked(0, "digest ")) == digests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "workers"),
     [
@@ -157,6 +161,7 @@ def test_a_worker_that_cannot_repeat_the_calls_ends(
     assert re.fullmatch(why, (tmp_path / "refused").read_text())
 
 
+@pytest.mark.ci
 def test_an_error_of_a_function_surfaces_at_the_next_call_in_all_processes(launch: Launch) -> None:
     run = launch("-n 2 --ps 1", "scheduling.py", "errors")
     assert run.status == 1, run.stderr
@@ -170,18 +175,22 @@ def test_an_error_of_a_function_surfaces_at_the_next_call_in_all_processes(launc
     assert " raised this on worker " in run.stderr
 
 
+@pytest.mark.ci
 def test_a_function_that_is_refused_ends_the_job(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", "scheduling.py", "assigns_weight")
     assert run.status == 1
     assert "a scheduled function assigns the weight 'weight' itself" in run.stderr
 
 
+@pytest.mark.ci
 def test_a_call_that_only_the_chief_makes_is_named(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", "scheduling.py", "alone")
     assert run.status == 1
     assert "call 2 of the ClusterCoordinator is join in this process and fetch in the chief" in run.stderr
 
 
+@pytest.mark.slow("parameter_server")
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["parameter_server", "parameter_server_loop"])
 def test_an_example_learns(launch: Launch, name: str) -> None:
     run = launch("-n 3 --ps 2", str(EXAMPLES / f"{name}.py"), backend="tensorflow")

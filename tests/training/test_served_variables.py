@@ -45,6 +45,7 @@ def placed(made: keras.Model, partitioner: Any = None) -> tuple[Shard, ...]:
     return place_variables(shapes_of(made.trainable_variables), SERVERS, partitioner)
 
 
+@pytest.mark.ci(*[*WHOLE][::2])
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("name", WHOLE)
 def test_servers_together_update_like_the_optimizer_of_the_model(name: str, divided: bool) -> None:

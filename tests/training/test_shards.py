@@ -53,6 +53,7 @@ def passes(dataset: Any) -> list[Any]:
     return [[batch.tolist() for batch in dataset.as_numpy_iterator()] for _ in range(2)]
 
 
+@pytest.mark.ci("small", "cached", "random", "interleaved", "shuffled batches", "unknown size")
 @pytest.mark.parametrize(
     ("policy", "make"),
     [

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = "small_strategies.py"
 
 
+@pytest.mark.ci
 def test_a_script_restarts_once_per_device(
     launch: Callable[..., Any],
     environment: dict[str, str],
@@ -26,6 +29,7 @@ def test_a_script_restarts_once_per_device(
     assert "replicas: 2\ndigest: " in done.stdout
 
 
+@pytest.mark.slow
 def test_one_device_needs_no_restart(launch: Callable[..., Any], plain: Callable[..., str]) -> None:
     single = launch("-n 1", PROGRAM, "workers")
     one = launch("-n 1", PROGRAM, "one")

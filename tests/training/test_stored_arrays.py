@@ -78,6 +78,7 @@ def test_validation_rows_are_split_off_without_reading(opened: tuple[Any, Any]) 
     assert split_validation(*found[0], 0.5)[1][0][:3].tolist() == expected[0][0][1433:1436].tolist()
 
 
+@pytest.mark.ci
 def test_training_is_that_on_arrays_in_memory(opened: tuple[Any, Any]) -> None:
     digests = set()
     for x, y in ((X, Y), opened):

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
+
 from lockstep.keras.input.fit_inputs import AN_ITERATOR
 
 KINDS = ["endless", "finite", "short", *(name for name in ("tensorflow", "torch") if find_spec(name))]
 
 
+@pytest.mark.ci
 def test_streams_give_the_same_bits_on_one_and_two_workers(
     launch: Callable[..., Any], thorough_backend: str
 ) -> None:

@@ -39,6 +39,7 @@ def undisturbed(
     return train(launch, backend, tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.ci("jax")
 @pytest.mark.parametrize(
     # On TensorFlow, workers are lost in test_joining.py, test_graph_loops.py and test_random_numbers.py.
     "backend",

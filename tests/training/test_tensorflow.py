@@ -479,19 +479,27 @@ def test_an_update_that_xla_does_not_support_is_applied_without_xla() -> None:
 def test_a_total_is_divided_by_its_density_in_every_mode() -> None:
     weights = np.array([0, 1, 2, 0.5], "float32")
     one = share(weight=1.0)._replace(data=lambda: (X[:4], Y[:4], weights))
-    found = []
-    for options in ({}, {"jit_compile": True}, {"run_eagerly": True}):
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    def made() -> keras.Model:
         keras.utils.set_random_seed(1)
-        model = layers(keras.layers.Dense(3))
-        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        return layers(keras.layers.Dense(3))
+
+    def slots(model: keras.Model) -> Array:
+        return np.concatenate([np.asarray(v).reshape(-1) for v in model.optimizer.variables])
+
+    plain = made()
+    plain.compile("adam", loss, run_eagerly=True)
+    for _ in range(2):
+        inspect.unwrap(keras.Model.train_on_batch)(plain, X[:4], Y[:4], sample_weight=weights)
+    for options in ({}, {"jit_compile": True}, {"run_eagerly": True}):
+        model = made()
         steps = program(model, optimizer="adam", loss=loss, **options)
         for _ in range(2):
             total = as_total(steps.compute(None, one, []))
             assert float(steps.parts(0, total)["density"]) == weights.mean() != 1
             steps.apply(None, [total])
-        found.append(np.concatenate([np.asarray(v).reshape(-1) for v in model.optimizer.variables]))
-    for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-9)
+        np.testing.assert_allclose(slots(model), slots(plain), rtol=1e-4, atol=1e-9)
 
 
 @here
@@ -539,6 +547,27 @@ def test_xla_compiles_a_layer_with_a_loop() -> None:
         model.compile("sgd", "mse", jit_compile=True)
     history = model.fit(X.reshape(-1, 3, 2), X[:, :1], batch_size=4, verbose=0)
     assert np.isfinite(history.history["loss"]).all()
+
+
+@here
+def test_an_assignment_in_a_function_of_replicas_is_merged_as_the_variable_says() -> None:
+    kinds = tf.VariableAggregation
+    first, total, mean = (
+        tf.Variable(100.0, aggregation=kind) for kind in (kinds.ONLY_FIRST_REPLICA, kinds.SUM, kinds.MEAN)
+    )
+
+    def step() -> None:
+        number = tf.cast(lockstep.get_replica_context().replica_id_in_sync_group, tf.float32)
+        for variable in (first, total, mean):
+            variable.assign(number + 5)
+            variable.assign_add(10 * (number + 1))
+
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == 3
+    strategy.run(step)
+    assert float(first) == 5 + 10
+    assert float(total) == (5 + 6 + 7) + (10 + 20 + 30)
+    assert float(mean) == 6 + 20
 
 
 @here

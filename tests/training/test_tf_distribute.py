@@ -56,6 +56,7 @@ def with_lockstep_names(folder: Path) -> Path:
     return script
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_unchanged_tutorial_trains(
     tutorial: Callable[..., list[list[str]]], tmp_path: Path, backend: str
@@ -83,6 +84,7 @@ def names(request: pytest.FixtureRequest, launch: Callable[..., Any]) -> Any:
     return run
 
 
+@pytest.mark.ci
 def test_scripts_find_lockstep_and_keras_finds_tensorflow(names: Any) -> None:
     assert names.marked(0, "outside:") == ["outside: False False 1 1"]
     assert names.marked(0, "inside:") == ["inside: True True 2 None"]
@@ -90,6 +92,7 @@ def test_scripts_find_lockstep_and_keras_finds_tensorflow(names: Any) -> None:
     assert names.marked(0, "keras finds:") in ([], ["keras finds: tensorflow 1"])
 
 
+@pytest.mark.ci
 def test_unsupported_names_are_refused_when_they_are_called(names: Any) -> None:
     said = names.marked(0, "refused: tf.distribute.")
     refused = ["TPUStrategy", "experimental.CentralStorageStrategy"]
@@ -138,6 +141,7 @@ def test_the_option_alone_loads_nothing(launch: Callable[..., Any], tmp_path: Pa
     assert run.marked(0, "loaded:") == ["loaded: False False"]
 
 
+@pytest.mark.ci
 def test_the_tasks_of_a_program_with_servers_run_its_chiefs_part(launch: Callable[..., Any]) -> None:
     run = launch("--tf-distribute -n 1 --ps 1", "tf_servers.py", backend="tensorflow")
     assert run.status == 0, run.stderr

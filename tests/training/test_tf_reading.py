@@ -140,6 +140,7 @@ def shares(batch: GlobalBatch) -> Any:
     return [digest(batch.share(replica, REPLICAS).data()) for replica in range(REPLICAS)]
 
 
+@pytest.mark.ci(*[*PURE][::2])
 @pytest.mark.parametrize("name", PURE)
 def test_rows_are_those_of_plain_iteration_however_the_view_changes(name: str) -> None:
     tf.random.set_seed(3)
@@ -227,6 +228,7 @@ RANDOM: dict[str, Callable[[], Any]] = {
 OF_IMAGES = {"flipped": flipped, "layered": layered}
 
 
+@pytest.mark.ci("more layers", "layered", "looped", "maps", "repeated", "layers")
 @pytest.mark.parametrize("name", [*RANDOM, *OF_IMAGES])
 def test_random_numbers_depend_on_the_place_of_a_row_and_not_on_its_reader(name: str) -> None:
     dataset = source().map(OF_IMAGES[name]).batch(8) if name in OF_IMAGES else RANDOM[name]()
@@ -386,6 +388,7 @@ BATCHED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.ci("rows, too", "batches")
 @pytest.mark.parametrize("name", BATCHED)
 def test_maps_of_batches_draw_by_the_place_of_the_batch(name: str) -> None:
     found = []
@@ -631,6 +634,7 @@ def rows_mapped(run: Any, worker: int) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.ci
 def test_a_lost_worker_does_not_change_a_training(
     launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any]
 ) -> None:
@@ -644,6 +648,7 @@ def test_a_lost_worker_does_not_change_a_training(
     assert rows_mapped(run, 2) < 0.6 * rows_mapped(whole, 0)
 
 
+@pytest.mark.slow
 def test_a_joiner_reads_on_in_the_middle_of_a_pass(
     launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any]
 ) -> None:
@@ -697,6 +702,7 @@ if sys.argv[2] == "raise":
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_in_the_middle_of_a_pass() -> None:
     environment = os.environ | {"KERAS_BACKEND": keras.backend.backend(), "TF_CPP_MIN_LOG_LEVEL": "3"}
     commands = [[sys.executable, "-c", UNFINISHED, calls, end] for calls, end in (("0", "raise"), ("-1", ""))]

@@ -4,11 +4,14 @@ import json
 import math
 from collections.abc import Callable
 
+import pytest
+
 from lockstep.observability.events import StepEnded
 
 PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested")
 
 
+@pytest.mark.ci
 def test_a_subscriber_receives_each_step_with_its_parts(
     launch: Callable[..., object], thorough_backend: str
 ) -> None:

@@ -251,6 +251,7 @@ def test_each_worker_with_a_fault_is_found(
         assert figures(run, (guilty + 1) % workers) == figures(right, 0) != []
 
 
+@pytest.mark.slow
 def test_two_workers_that_always_differ_stop_at_the_last_verified_checkpoint(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -268,6 +269,7 @@ def test_two_workers_that_always_differ_stop_at_the_last_verified_checkpoint(
     assert [entry.verified for entry in entries] == [max(0, entry.step // 2 * 2 - 2) for entry in entries]
 
 
+@pytest.mark.ci
 def test_a_step_that_is_not_deterministic_is_named(launch: Launch) -> None:
     run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "random")
     assert run.status == 1

@@ -43,6 +43,8 @@ def passes(x: Any, shuffle: Any, seed: OrderSeed) -> list[list[float]]:
     return visited
 
 
+@pytest.mark.slow("tensorflow", "torch")
+@pytest.mark.ci
 def test_one_replica_has_the_random_order_of_plain_keras(plain: Callable[..., str], backend: str) -> None:
     printed = [line.split(maxsplit=1) for line in plain("ordering.py", backend=backend).splitlines()]
     alone, with_lockstep = (
