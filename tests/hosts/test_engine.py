@@ -80,7 +80,7 @@ def test_a_coordinator_that_is_lost_before_the_job_begins(start: Start) -> None:
     assert engine.finish() == {0, 1}
 
 
-@pytest.mark.ci(False)
+@pytest.mark.ci
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_coordinator_whose_lease_is_over(start: Start, stopped: bool) -> None:
     """It ends, also if it was stopped at that time; the job does not, and another one takes over."""

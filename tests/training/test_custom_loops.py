@@ -47,6 +47,7 @@ def one_worker(launch: Launch) -> Callable[[str], Any]:
     return run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True)
 def test_lost_workers_do_not_change_a_bit(
     launch: Launch, backend: str, one_worker: Callable[[str], Any]

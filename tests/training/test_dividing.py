@@ -32,6 +32,7 @@ def alone(undisturbed_run: Launch, thorough_backend: str) -> Any:
     return undisturbed_run("-n 1 --replicas 4", "dividing_batches.py", backend=thorough_backend)
 
 
+@pytest.mark.ci
 def test_workers_that_divide_batches_compute_equal_bits(
     launch: Launch, thorough_backend: str, alone: Any
 ) -> None:

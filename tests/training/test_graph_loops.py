@@ -65,6 +65,7 @@ def test_workers_do_not_change_the_bits_and_replicas_only_the_rounding(launch: L
         np.testing.assert_allclose(figures(one, case), figures(single, case), atol=1e-5)
 
 
+@pytest.mark.ci
 def test_workers_with_other_weights_are_refused(launch: Launch) -> None:
     run = launch("-n 2 --max-restarts 0", "graph_loops.py", "--unequal", backend="tensorflow")
     assert run.status == 1

@@ -222,7 +222,6 @@ def test_code_that_is_optimized_gives_the_same_bits_on_any_number_of_workers(tra
 @pytest.mark.parametrize(
     ("backend", "chosen"),
     [
-        pytest.param("jax", SMALL["jax"], id="jax-small"),
         pytest.param("torch", SMALL["torch"], id="torch-small"),
         pytest.param("jax", ALIKE["jax"], marks=pytest.mark.ci, id="jax-quick"),
         *(

@@ -65,7 +65,7 @@ def test_one_step_at_a_time_is_plain_keras(
 
 
 @pytest.mark.slow("torch")
-@pytest.mark.ci("torch")
+@pytest.mark.ci
 def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_backend: str) -> None:
     """With divided variables on two servers, and two workers in turn; one worker is plain Keras."""
     options = {"backend": quicker_backend, "optimized": True}

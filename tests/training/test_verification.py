@@ -214,6 +214,7 @@ def figures(run: Any, worker: int) -> list[str]:
     return run.marked(worker, "digest: ")
 
 
+@pytest.mark.ci
 def test_a_wrong_bit_changes_no_result(
     launch: Launch, undisturbed_run: Launch, thorough_backend: str
 ) -> None:
