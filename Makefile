@@ -37,7 +37,7 @@ gallery: .venv/gallery
 # While you edit: the tests that need no framework.
 test-core: .venv/dev
 	$(COMPILE_OWN)
-	$(TESTS) -m "not ci and not slow" $(CORE)
+	$(TESTS) -n 4 -m "not ci and not slow" $(CORE)
 
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)

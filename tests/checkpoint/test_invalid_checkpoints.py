@@ -144,6 +144,13 @@ def test_intervals_of_any_text(text: str) -> None:
     assert (every.steps or every.seconds or 0) > 0
 
 
+@pytest.mark.parametrize("text", ["1\u0663", "1" + 15 * "0", "\u0663"])
+def test_a_number_of_steps_has_up_to_15_digits_from_0_to_9(text: str) -> None:
+    assert parse_every("1" + 14 * "0").steps == 10**14
+    with pytest.raises(ConfigError):
+        parse_every(text)
+
+
 COMMANDS = """
 import sys
 from pathlib import Path
