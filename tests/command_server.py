@@ -7,7 +7,7 @@ or `python script.py`, and in the process of a job, the fork server is one more 
     tests --- command server --- lockstep run --- process of the job --- fork server --- workers
 
 A fork server is started as usual if its environment changes what imports do, compared with that of the
-command server, or if nobody can foresee its imports. All other processes are those of the product, with the
+command server, or if its imports cannot be foreseen. All other processes are those of the product, with the
 same parents, sessions and descriptors. `tests/launcher` and `tests/cli` test the usual start.
 """
 
@@ -103,7 +103,7 @@ class CommandServers:
 
         Args:
             command: the arguments of the interpreter.
-            environment: of the command.
+            environment: the command's environment.
             timeout: in seconds.
             imports: modules that the server imports first.
             importing: the environment of these imports; by default that of the command.
@@ -137,7 +137,7 @@ class CommandServer:
     """The tests' side: starts the server, and has it fork commands.
 
     Args:
-        environment: of the server; `imported_with` of it is that of the commands, too.
+        environment: the server's environment; it and that of its commands have the same `imported_with`.
         imports: modules that it imports.
     """
 

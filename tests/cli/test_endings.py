@@ -89,7 +89,7 @@ def test_a_second_signal_kills_all_processes_at_once(lockstep: Any, is_gone: Gon
     assert is_gone(processes, 300)
     done = running.end()
     assert done.status == 143
-    # Nobody has waited for them.
+    # The second signal leaves no time to exit.
     assert "did not exit within" not in done.err
 
 
