@@ -70,13 +70,18 @@ def epochs(model: keras.Model) -> None:
     model.fit(x, y, epochs=1 + worker, verbose=0)
 
 
-def drift(model: keras.Model) -> None:
-    class Nudge(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: object = None) -> None:
-            if worker == 1:
-                self.model.get_layer("only").bias.assign_add([1e-7])
+class Nudge(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+        if worker == 1:
+            self.model.get_layer("only").bias.assign_add([1e-7])
 
+
+def drift(model: keras.Model) -> None:
     model.fit(x, y, epochs=150, batch_size=16, callbacks=[Nudge()], verbose=0)
+
+
+def ends(model: keras.Model) -> None:
+    model.fit(x, y, epochs=2, batch_size=16, callbacks=[Nudge()], verbose=0)
 
 
 def draws(model: keras.Model) -> None:
@@ -95,6 +100,7 @@ def main() -> None:
         epochs,
         drift,
         hyperparameters,
+        ends,
         draws,
         calls,
     ]

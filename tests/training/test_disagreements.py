@@ -23,9 +23,11 @@ EXPECTED = {
     "hyperparameters": r"fit 7: worker 0 has setting .*dropout.* rate = 0\.[12].* where worker 1 has "
     r"0\.[456].*; the workers build different models: look for hyperparameters that come from an unseeded "
     "generator, .*",
-    "draws": rf"fit 8: worker 0 has order = batches of 32, shuffle True, random states {HASH} where worker 1 "
+    "draws": rf"fit 9: worker 0 has order = batches of 32, shuffle True, random states {HASH} where worker 1 "
     rf"has batches of 32, shuffle True, random states {HASH}; the workers have drawn different random .*",
-    "calls": "(fit 9|evaluate 1): worker 0 has call = fit 9 where worker 1 has evaluate 1; all workers must "
+    "ends": rf"the end of fit 8: worker 0 has variable .*only/bias = float32\[1\] {HASH} where "
+    rf"worker 1 has float32\[1\] {HASH}; the models differ: .*",
+    "calls": "(fit 10|evaluate 1): worker 0 has call = fit 10 where worker 1 has evaluate 1; all workers must "
     "make the same calls .*",
 }
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import PeerStuckError
+from lockstep.errors import DisagreementError, PeerStuckError
 from lockstep.keras import shared_saves
-from lockstep.keras.shared_saves import write_once
+from lockstep.keras.shared_saves import Occasion, write_once
 
 
-def save(folder: Path, state: bytes, text: str) -> list[str]:
+def save(folder: Path, state: bytes, text: str, occasion: Occasion | None = None) -> list[str]:
     """Save `text` as a worker with `state` does; return the written paths."""
     written: list[str] = []
 
@@ -21,7 +21,7 @@ def save(folder: Path, state: bytes, text: str) -> list[str]:
         written.append(path)
         Path(path).write_text(text)
 
-    write_once(folder / "notes", folder / "file.txt", state, write, rename=True)
+    write_once(folder / "notes", folder / "file.txt", state, write, rename=True, occasion=occasion)
     return written
 
 
@@ -40,6 +40,15 @@ def test_another_state_and_a_deleted_file_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "file.txt").read_text() == "second"
     (tmp_path / "file.txt").unlink()
     assert len(save(tmp_path, b"two", "third")) == 1
+
+
+def test_another_state_at_the_same_place_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, b"one", "first", Occasion("step 1", 0))
+    assert len(save(tmp_path, b"two", "second", Occasion("step 2", 0))) == 1
+    assert len(save(tmp_path, b"one", "third", Occasion("step 1", 1))) == 1
+    with pytest.raises(DisagreementError, match=r"worker 1 saves .*file\.txt with other weights.* worker 0 "):
+        save(tmp_path, b"three", "fourth", Occasion("step 2", 1))
+    assert (tmp_path / "file.txt").read_text() == "third"
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

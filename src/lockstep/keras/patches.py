@@ -16,7 +16,6 @@ from lockstep.keras.fit.model_methods import ModelMethods
 from lockstep.keras.host_report import libraries
 from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.private.common import SYMBOLIC_BUILD
-from lockstep.keras.shared_saves import SharedSaves
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import PATCHES, definer
@@ -61,7 +60,7 @@ def install(job: Job) -> ModelMethods:
     """
     if not _installed:
         backend = adapter().steps()
-        methods, saves = ModelMethods(job, backend), SharedSaves(job, backend)
+        methods = ModelMethods(job, backend)
         for name in ("compile", "fit", "evaluate", "predict"):
             _replace(name, getattr(methods, name))
         _replace(SYMBOLIC_BUILD, methods.symbolic_build)
@@ -70,7 +69,7 @@ def install(job: Job) -> ModelMethods:
         for name, kind in _FUNCTIONS.items():
             _replace(name, functools.partial(methods.make_function, kind))
         for name in _SAVES:
-            _replace(name, functools.partial(_save, methods, saves))
+            _replace(name, methods.save)
         _save_by_methods()
         show_refusals()
         for name, handlers in _BATCH_ENDS.items():
@@ -125,18 +124,6 @@ def uninstall() -> None:
     """
     PATCHES.give_back("lockstep.keras")
     _installed.clear()
-
-
-def _save(
-    methods: ModelMethods,
-    saves: SharedSaves,
-    original: Callable[..., Any],
-    model: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    if methods.saves(model):
-        saves.save(original, model, *args, **kwargs)
 
 
 def _save_by_methods() -> None:

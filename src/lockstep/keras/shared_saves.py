@@ -9,12 +9,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import xxhash
 
 from lockstep.data.digest import digest_arrays
-from lockstep.errors import PeerStuckError
+from lockstep.errors import DisagreementError, PeerStuckError
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.variables import model_state
 from lockstep.system.files import FOLDER_MODE
@@ -27,10 +28,30 @@ Write = Callable[[str], object]
 
 _NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 600.0
+_OCCASIONS = 16
+"""How many occasions a record keeps: one worker may be some saves ahead of another."""
+
+
+class Occasion(NamedTuple):
+    """The place in the program where a worker saves.
+
+    Attributes:
+        name: equal on all workers at the same place, where they have equal states.
+        worker: that saves.
+    """
+
+    name: str
+    worker: int
 
 
 def write_once(
-    notes: Path, path: os.PathLike[str] | str, state: bytes, write: Write, *, rename: bool
+    notes: Path,
+    path: os.PathLike[str] | str,
+    state: bytes,
+    write: Write,
+    *,
+    rename: bool,
+    occasion: Occasion | None = None,
 ) -> None:
     """Write a file that other workers may also write; return when it exists.
 
@@ -44,32 +65,37 @@ def write_once(
         write: writes to the path that it is given.
         rename: write a local file under a temporary name beside it and rename that, so that no reader ever
             sees a partial file; only for a file or folder, and files beside it to which it refers.
+        occasion: on which this worker saves; None if others may save another state.
 
     Raises:
+        DisagreementError: another worker has saved another state on this occasion.
         OSError: any that `write` raises.
         PeerStuckError: another worker has been writing for 10 minutes.
     """
     own = os.fspath(path)
-    notes.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     absolute = own if "://" in own else str(Path(own).absolute())
-    file = notes / xxhash.xxh3_128_hexdigest(absolute.encode())
-    with _locked(file, own) as descriptor:
-        if os.pread(descriptor, len(state) + 1, 0) == state and ("://" in own or Path(own).exists()):
+    with _record(notes, absolute, own) as record:
+        if occasion is not None:
+            record.add(occasion, state, f"saves {own}")
+        if record.state == state.hex() and ("://" in own or Path(own).exists()):
             return
-        os.ftruncate(descriptor, 0)
+        record.state = ""
+        record.write()
         if rename and "://" not in own:
             _write_whole(Path(own), write)
         else:
             write(own)
-        os.pwrite(descriptor, state, 0)
+        record.state = state.hex()
 
 
 class SharedSaves:
     """The saving methods of models in a job; replaces Keras's own, which are passed as `original`."""
 
-    def __init__(self, job: Job, backend: Backend) -> None:
+    def __init__(self, job: Job, backend: Backend, occasion: Callable[[], str]) -> None:
         self._job = job
         self._backend = backend
+        self._occasion = occasion
+        self._last: dict[str, tuple[str, int]] = {}
 
     def save(
         self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
@@ -78,18 +104,96 @@ class SharedSaves:
         if self._job.context.folder is None:
             original(model, filepath, *args, **kwargs)
             return
-        arrays = [self._backend.to_numpy(value) for value in model_state(model).values()]
-        purpose = f"{original.__name__} {args} {sorted(kwargs.items())}".encode()
+        purpose = f"{original.__name__} {args} {sorted(kwargs.items())}"
         sharded = "max_shard_size" in kwargs or len(args) > 1
         write_once(
             RunPaths(self._job.context.folder).saved,
             filepath,
-            digest_arrays(arrays, purpose),
+            self._digest(model, purpose),
             lambda path: original(model, path, *args, **kwargs),
+            occasion=self._occasion_of(os.fspath(filepath)),
             # Keras must see a file that it must not overwrite, and names shards after their file.
             rename=kwargs.get("overwrite", args[0] if args else True) is True
             and not (sharded and not Path(filepath).absolute().parent.is_dir()),
         )
+
+    def compare(self, what: str, model: Any) -> None:
+        """Check that other workers have the same state of `model` at this place, without waiting for them.
+
+        Args:
+            what: names the place.
+            model: with its state in its variables.
+
+        Raises:
+            DisagreementError: another worker of the same host has another one.
+        """
+        occasion = self._occasion_of(what)
+        if self._job.context.folder is not None and occasion is not None:
+            with _record(RunPaths(self._job.context.folder).saved, what, what) as record:
+                record.add(occasion, self._digest(model, what), f"reaches {what}")
+
+    def _digest(self, model: Any, purpose: str) -> bytes:
+        arrays = [self._backend.to_numpy(value) for value in model_state(model).values()]
+        return digest_arrays(arrays, purpose.encode())
+
+    def _occasion_of(self, path: str) -> Occasion | None:
+        """Return the occasion on which this worker saves to a path, perhaps not for the first time here."""
+        if self._job.context.allow_unlike or self._job.joins:
+            return None
+        name = self._occasion()
+        known, count = self._last.get(path, ("", 0))
+        self._last[path] = name, count + 1 if known == name else 1
+        return Occasion(f"{name}, save {self._last[path][1]}", self._job.worker)
+
+
+class _Record(msgspec.Struct):
+    """What the workers have saved to one path; a file that is locked while the record is used.
+
+    Attributes:
+        state: that was saved last, in hexadecimal; empty while it is being written.
+        occasions: the states of the last occasions, each with the worker that has saved it.
+    """
+
+    state: str = ""
+    occasions: dict[str, tuple[str, int]] = {}
+    descriptor: int = -1
+
+    def add(self, occasion: Occasion, state: bytes, does: str) -> None:
+        """Add the state that a worker has on an occasion.
+
+        Raises:
+            DisagreementError: another worker had another one.
+        """
+        known, other = self.occasions.setdefault(occasion.name, (state.hex(), occasion.worker))
+        if known != state.hex():
+            raise DisagreementError(
+                f"worker {occasion.worker} {does} with other weights, or arguments, than worker {other} "
+                "at the same place of the script: look for weights that depend on the worker or on the time; "
+                "code that changes the model on one worker only must also save it only there",
+                (occasion.worker,),
+            )
+        while len(self.occasions) > _OCCASIONS:
+            del self.occasions[next(iter(self.occasions))]
+
+    def write(self) -> None:
+        """Write the record to its file."""
+        data = msgspec.json.encode({"state": self.state, "occasions": self.occasions})
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, data, 0)
+
+
+@contextmanager
+def _record(notes: Path, key: str, path: str) -> Iterator[_Record]:
+    """Read the record of what is saved under a key, hold its lock for the block, and write it afterwards."""
+    notes.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+    with _locked(notes / xxhash.xxh3_128_hexdigest(key.encode()), path) as descriptor:
+        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        record = _Record()
+        with contextlib.suppress(msgspec.DecodeError):
+            record = msgspec.json.decode(data, type=_Record)
+        record.descriptor = descriptor
+        yield record
+        record.write()
 
 
 @contextmanager

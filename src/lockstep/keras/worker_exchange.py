@@ -55,7 +55,7 @@ _FILES = (
 _OF_FILES = ("data", "validation")
 _MODEL = (
     "the models differ: look for weights that come from an unseeded generator, from a file, or from code "
-    "that depends on the worker"
+    "that depends on the worker or on the time"
 )
 _SETTING = (
     "the workers build different models: look for hyperparameters that come from an unseeded generator, or "

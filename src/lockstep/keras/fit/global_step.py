@@ -252,7 +252,9 @@ class GlobalStep:
         trains = self._kind == "train"
         if trains:
             self._calls.taken += 1
-        if call.steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
+        # A call for one batch has one step.
+        number = self._calls.taken if call.at_end and trains else call.steps
+        if number % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
             arrays, what = self._program.named_state(state), f"after step {call.steps} of {call.name}"
             if not self._job.context.allow_unlike:
                 agree(self._job, what, state_facts(self._backend.to_numpy, arrays))

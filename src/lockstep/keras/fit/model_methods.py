@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 from lockstep.errors import ModelError, ScopeError
+from lockstep.keras import assignments
 from lockstep.keras.backends.common import (
     refuse_other_weights,
     refuse_stateful_layers,
@@ -57,6 +58,7 @@ from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.seeds import seed_of
+from lockstep.keras.shared_saves import SharedSaves
 from lockstep.keras.sidecar_evaluator import EvaluatorFit
 from lockstep.keras.state.callback_states import (
     attribute_hashes,
@@ -103,6 +105,7 @@ class ModelMethods:
     def __init__(self, job: Job, backend: Backend) -> None:
         self._job = job
         self._backend = backend
+        self._saves = SharedSaves(job, backend, self._occasion)
         # Before the recorder, which publishes at the end what it has recorded.
         job.at_exit(self._record_last)
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -128,8 +131,10 @@ class ModelMethods:
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
+        self._trained_by_batch: tuple[Any, int] | None = None
         self._told_paths: set[str] = set()
         self._digests = recorder_of(job, backend.to_numpy)
+        job.at_completion(self._compare_last_batch)
         job.at_end(lambda: job.events.publish(self.trained()))
         if job.checkpoints.resumed is not None:
             self._resumable.begin(job.checkpoints.resumed)
@@ -157,6 +162,15 @@ class ModelMethods:
         for others, which would read rows of another moment.
         """
         return not self.behind and (self._job.is_chief or not only_chief_reads(self._job, model))
+
+    def save(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Save a model once for all workers, if this process may save it."""
+        if self.saves(model):
+            self._saves.save(original, model, *args, **kwargs)
+
+    def _occasion(self) -> str:
+        """Name the current position in the program, where all workers have equal states."""
+        return f"call {self._calls.outermost}, step {self._calls.current.steps} of {self._calls.taken}"
 
     def next_seed(self) -> int:
         """Return a new seed for the current position in the program; see `NumberedCalls.next_seed`."""
@@ -313,6 +327,7 @@ class ModelMethods:
             except CallFinishedElsewhere:
                 return replay_fit(model, callbacks, self._resumable.replay())
             self._record_now(f"the end of {call.name}", model)
+            self._compare_states(f"the end of {call.name}", model)
             self._finish(result)
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
@@ -553,6 +568,9 @@ class ModelMethods:
             if kind not in self._compared.setdefault(model, set()):
                 self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
             result = self._finish(original(model, *args, **kwargs))
+            if method == "train_on_batch" and len(self._job.view.workers) > 1:
+                assignments.install()
+                self._trained_by_batch = model, assignments.count()
             if method == "train_on_batch" and not self._plain:
                 self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
                 self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
@@ -649,6 +667,29 @@ class ModelMethods:
             # As for its digest, a failed step may have taken its memory.
             with contextlib.suppress(Exception):
                 self._record_now("the end of the script", self._last.model)
+
+    def _compare_states(self, what: str, model: Any) -> None:
+        """Check that all workers have equal states of a model, which is in its variables.
+
+        Raises:
+            DisagreementError: states differ; raised on every worker.
+        """
+        if len(self._job.view.workers) == 1 or self._resumable.behind:
+            return
+        arrays = model_state(model)
+        if not self._job.context.allow_unlike:
+            agree(self._job, what, state_facts(self._backend.to_numpy, arrays))
+        elif given := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
+            assign(model, given)
+
+    def _compare_last_batch(self) -> None:
+        """At the end of the script, compare the states after the last `train_on_batch`.
+
+        Here no worker waits for another, which may still have long work of its own. If the program has
+        changed variables since, perhaps on one worker only, there is nothing to compare.
+        """
+        if self._trained_by_batch is not None and self._trained_by_batch[1] == assignments.count():
+            self._saves.compare("the end of the script", self._trained_by_batch[0])
 
     def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
         x, y, weight = given["x"], given["y"], given["sample_weight"]

@@ -137,7 +137,7 @@ class StepLoops:
         self._digests.end_loop_step(loop)
         call.steps += 1
         self._calls.taken += 1
-        if call.steps % CHECK_EVERY == 0:
+        if call.steps % CHECK_EVERY == 0 or call.steps == count:
             self._compare(f"after step {call.steps} of {call.name}", loop)
         if len(self._job.view.workers) == 1:
             # The step of a single worker may make no call of the exchange, and only such a call admits
