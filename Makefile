@@ -19,7 +19,8 @@ CORE := $(addprefix tests/,agent checkpoint cluster collectives coordinator data
 	observability parameter_server protocol rendezvous supervisor system transport worker \
 	test_parsers.py test_topology.py)
 
-TESTS := $(BIN)/python -m pytest $(SHARED) --ignore tests/checks
+# Pytest keeps its rewritten modules, which take seconds to make, also where PYTHONDONTWRITEBYTECODE is set.
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) --ignore tests/checks
 
 .PHONY: demo docs gallery test test-core test-ci test-all mutants gpu matrix check style types rules bench soak dist clean
 
@@ -37,7 +38,7 @@ gallery: .venv/gallery
 # While you edit: the tests that need no framework.
 test-core: .venv/dev
 	$(COMPILE_OWN)
-	$(TESTS) -n 4 -m "not ci and not slow" $(CORE)
+	$(TESTS) -m "not ci and not slow" $(CORE)
 
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
@@ -50,7 +51,7 @@ test-ci: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 
 test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
-	$(BIN)/python -m pytest $(SHARED)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED)
 
 # Plants the faults of tests/mutants/faults.toml, one at a time, and shows which suite catches which. Takes hours.
 mutants: .venv/dev .venv/bench

@@ -262,6 +262,7 @@ while True:
 """
 
 
+@pytest.mark.ci
 def test_a_real_job_records_the_load_of_both_workers(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--run-dir", "run", "waits.py"]

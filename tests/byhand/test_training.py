@@ -55,6 +55,7 @@ def start(host: Any, environment: dict[str, str], lean: Callable[..., Any]) -> C
     return started
 
 
+@pytest.mark.slow("jax")
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chief_that_is_killed_and_restarted_joins(

@@ -52,6 +52,7 @@ def same(ask: Callable[[SimpleNamespace], Any]) -> Any:
     return first
 
 
+@pytest.mark.ci
 def test_a_cluster_accepts_one_of_tensorflow() -> None:
     _, theirs = sides()
     for jobs in (DENSE, {"worker": {2: "w2:1", 5: "w5:1"}}, {}):

@@ -103,6 +103,7 @@ def test_the_tutorial_model_with_any_number_of_workers(world: World, workers: in
     check(world, 8, workers, [Reduce(3, CNN, ("float32",) * 6, "merged")])
 
 
+@pytest.mark.ci
 @pytest.mark.ci("loopback", "hosts, TLS")
 def test_reduce_of_100_megabytes(world: World) -> None:
     big = Reduce(4, ((25_000_000,), (10,)), ("float32",) * 2)

@@ -72,6 +72,7 @@ def test_folders_that_cannot_be_compared(command: Command, trained: Callable[...
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.ci
 def test_a_run_without_servers_is_not_repeated_in_one_process(
     command: Command, trained: Callable[..., str]
 ) -> None:

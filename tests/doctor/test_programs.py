@@ -36,6 +36,7 @@ def test_output_larger_than_a_pipe_does_not_block() -> None:
     assert len(ended.output) < 4_000_000
 
 
+@pytest.mark.ci
 def test_endless_output_does_not_fill_the_memory() -> None:
     ended = after("import os\nwhile True: os.write(1, b'x' * 2**20); os.write(2, b'y' * 2**20)", 1.0)
     assert ended.status is None

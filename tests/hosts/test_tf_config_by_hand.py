@@ -240,6 +240,7 @@ def printed(text: str, label: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_the_example_with_a_metric_trains_on_two_hosts(
     start: Start, hosts: Sequence[Host], lean: Callable[..., dict[str, str]]
 ) -> None:

@@ -131,6 +131,7 @@ def test_modules_are_imported_once_and_each_worker_repeats_their_output(
     assert workers.output(1) == (0, expected, "oh\n")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "source",
     [

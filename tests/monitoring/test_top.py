@@ -148,6 +148,7 @@ def test_the_terminal_is_as_before_however_it_ends(
     assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l")
 
 
+@pytest.mark.ci
 def test_elsewhere_it_prints_once(long_job: LongJob) -> None:
     done = top(long_job.name)
     assert (done.returncode, done.stderr) == (0, "")
@@ -165,6 +166,7 @@ def test_elsewhere_it_prints_once(long_job: LongJob) -> None:
     assert [row["worker"] for row in first["workers"]] == [0, 1]
 
 
+@pytest.mark.ci
 def test_the_end_of_the_job_ends_lines(long_job: LongJob) -> None:
     command = [*TOP, long_job.name, "--csv", "-i", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -182,6 +184,7 @@ def test_the_end_of_the_job_ends_lines(long_job: LongJob) -> None:
     assert done.stdout.splitlines()[-1] == f"{long_job.name} ended with status 143: stopped by SIGTERM"
 
 
+@pytest.mark.ci
 def test_a_stopped_coordinator_is_named_with_the_data_so_far(long_job: LongJob) -> None:
     os.kill(long_job.coordinator(), signal.SIGSTOP)
     try:

@@ -50,6 +50,7 @@ def their_shards() -> TheirShards:
     return shards
 
 
+@pytest.mark.ci
 @given(partitioners, filled)
 @example(FixedShardsPartitioner(3), ((2, 5), 4))
 @example(MinSizePartitioner(), ((1024, 1024), 4))

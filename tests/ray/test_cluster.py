@@ -31,6 +31,7 @@ def test_a_job_that_has_ended_does_not_begin_again(cluster: RayCluster, start: S
     assert len(list(job.folder.glob("runs/*"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_losses_and_a_new_node(cluster: RayCluster, start: Start) -> None:
     """The actor of the coordinator is killed, then a node, and another node joins."""

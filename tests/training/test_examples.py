@@ -19,6 +19,7 @@ WANTED = {
 LONG = ("augmentation", "gan", "image_folder")
 
 
+@pytest.mark.slow("input_fn")
 @pytest.mark.slow("text")
 @pytest.mark.ci
 @pytest.mark.parametrize(

@@ -519,6 +519,7 @@ def test_any_number_of_workers_reads_the_same(
         assert int(reads.split()[1]) < int(everything.split()[1]) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_a_loader_resumes_in_the_middle_of_a_pass_and_a_worker_joins_there(
     launch: Callable[..., Any], undisturbed_run: Callable[..., Any], thorough_backend: str, tmp_path: Any

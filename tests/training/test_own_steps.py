@@ -23,6 +23,7 @@ IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step"
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
+@pytest.mark.slow("torch")
 @pytest.mark.ci
 @pytest.mark.parametrize(
     # Each training on one backend or more in quick tests; on all in slow ones, too.

@@ -64,6 +64,7 @@ def test_one_step_at_a_time_is_plain_keras(
             assert one == pytest.approx(other, rel=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_saved_rows_and_slots_continue_the_training(
     launch: Launch, tmp_path: Path, thorough_backend: str

@@ -56,6 +56,7 @@ def with_lockstep_names(folder: Path) -> Path:
     return script
 
 
+@pytest.mark.slow("jax")
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_unchanged_tutorial_trains(

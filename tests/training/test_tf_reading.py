@@ -634,6 +634,7 @@ def rows_mapped(run: Any, worker: int) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_a_lost_worker_does_not_change_a_training(
     launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any]
