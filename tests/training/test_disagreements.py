@@ -27,8 +27,8 @@ EXPECTED = {
     rf"has batches of 32, shuffle True, random states {HASH}; the workers have drawn different random .*",
     "ends": rf"the end of fit 8: worker 0 has variable .*only/bias = float32\[1\] {HASH} where "
     rf"worker 1 has float32\[1\] {HASH}; the models differ: .*",
-    "calls": "(fit 10|evaluate 1): worker 0 has call = fit 10 where worker 1 has evaluate 1; all workers must "
-    "make the same calls .*",
+    "calls": "(fit 10|evaluate 1): worker 0 has call = fit 10 where worker 1 has evaluate 1; all workers "
+    "must make the same calls .*",
 }
 
 
