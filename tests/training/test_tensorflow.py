@@ -638,3 +638,42 @@ def test_a_graph_that_waits_for_new_weights_uses_nothing_that_other_functions_ch
     assert any(one.type == "AssignVariableOp" for one in call.control_inputs)
     step()
     assert float(seen.value) == 3.0
+
+
+@here
+@pytest.mark.parametrize("where", ["class", "instance", "scaled"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_apply_gradients_of_the_program_gets_the_gradients_of_all_replicas(
+    where: str, eager: bool
+) -> None:
+    """The gradient is 6, those of the replicas are 12, 6 and 0; limited to 3, the weight becomes 0.7."""
+
+    def limited(pairs: Any) -> list[Any]:
+        return [(tf.clip_by_value(gradient, -3.0, 3.0), variable) for gradient, variable in pairs]
+
+    class Limiting(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+            return super().apply_gradients(limited(grads_and_vars), **options)
+
+    class LimitingScale(keras.optimizers.LossScaleOptimizer):
+        def apply_gradients(self, grads_and_vars: Any) -> Any:
+            scale = 8.0
+            pairs = [(gradient / scale, variable) for gradient, variable in grads_and_vars]
+            return super().apply_gradients([(scale * g, variable) for g, variable in limited(pairs)])
+
+    optimizer: Any = keras.optimizers.SGD(0.1)
+    if where == "class":
+        optimizer = Limiting(0.1)
+    elif where == "scaled":
+        optimizer = LimitingScale(optimizer, initial_scale=8.0)
+    else:
+        plain = optimizer.apply_gradients
+        optimizer.apply_gradients = lambda pairs: plain(limited(pairs))
+    model = keras.Sequential(
+        [keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
+    )
+    model.compile(optimizer, "mae", run_eagerly=eager)
+    x = np.array([[12.0]] * 3 + [[0.0]] * 3, "float32")
+    model.fit(x, np.zeros((6, 1)), batch_size=6, shuffle=False, verbose=0)
+    assert model.get_weights()[0].item() == pytest.approx(0.7)
+    assert int(optimizer.iterations) == 1

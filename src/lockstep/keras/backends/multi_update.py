@@ -44,6 +44,10 @@ class UnknownValue:
         raise EndOfRound
 
 
+ApplyCall = Callable[[list[Any], list[Any]], object]
+"""Applies an optimizer to gradients and variables."""
+
+
 @dataclass(frozen=True)
 class Update:
     """An update that each step makes.
@@ -52,11 +56,13 @@ class Update:
         optimizer: that makes it.
         variables: that it updates.
         plain: whether its bits are those of Keras's own update.
+        call: makes it from the gradients and the variables; None for the `apply` of the optimizer's class.
     """
 
     optimizer: Any
     variables: list[Any]
     plain: bool = False
+    call: ApplyCall | None = None
 
     @property
     def changed(self) -> list[Any]:
@@ -71,7 +77,10 @@ class Update:
     def apply(self, gradients: list[Any]) -> None:
         """Apply the optimizer, even if its `apply` is replaced."""
         with fused(self.optimizer, self.kernel):
-            type(self.optimizer).apply(self.optimizer, gradients, self.variables)
+            if self.call is None:
+                type(self.optimizer).apply(self.optimizer, gradients, self.variables)
+            else:
+                self.call(gradients, self.variables)
 
 
 class RoundCount:
@@ -136,8 +145,10 @@ class UpdateRecorder:
         self.gradients: list[Any] = []
         self.update: Update | None = None
 
-    def apply(self, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Repeat or record the next update.
+    def apply(
+        self, optimizer: Any, grads: Any, trainable_variables: Any = None, call: ApplyCall | None = None
+    ) -> None:
+        """Repeat or record the next update, which `call` makes; see `Update`.
 
         Raises:
             EndOfRound: the round ends here.
@@ -148,7 +159,7 @@ class UpdateRecorder:
             # Keras does nothing without gradients.
             return
         variables = trained_by(optimizer) if trainable_variables is None else trainable_variables
-        update = Update(optimizer, list(variables))
+        update = Update(optimizer, list(variables), call=call)
         number = self._next_number()
         if number < len(self._known):
             _refuse_another(update, self._known[number])
@@ -172,18 +183,45 @@ class UpdateRecorder:
     def replacing_apply(self, model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
         """Within the block, `apply` of the optimizers of a model calls this recorder.
 
+        So does an `apply_gradients` of the program's own: it gets the gradients of all replicas together.
+
         Raises:
             ModelError: the block has trained the model without any of them.
         """
         with ExitStack() as stack:
             for optimizer in optimizers:
-                stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer)))
+                own = vars(optimizer).get("apply")
+                stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer, call=own)))
+                if _overrides_apply_gradients(optimizer):
+                    replacement = partial(self._apply_gradients, optimizer, optimizer.apply_gradients)
+                    stack.enter_context(replaced(optimizer, "apply_gradients", replacement))
             yield
         if not self._reached and model.trainable_variables:
             raise ModelError(
                 "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
             )
+
+    def _apply_gradients(
+        self, optimizer: Any, original: Callable[..., Any], grads_and_vars: Any, **options: Any
+    ) -> Any:
+        """Repeat or record an update that the program's own `apply_gradients` makes."""
+        gradients, variables = zip(*grads_and_vars, strict=True)
+
+        def call(gradients: list[Any], variables: list[Any]) -> None:
+            original(list(zip(gradients, variables, strict=True)), **options)
+
+        self.apply(optimizer, gradients, variables, call)
+        # As Keras does.
+        return optimizer.iterations
+
+
+def _overrides_apply_gradients(optimizer: Any) -> bool:
+    plain = keras.optimizers.Optimizer.apply_gradients
+    return (
+        "apply_gradients" in vars(optimizer)
+        or getattr(type(optimizer), "apply_gradients", plain) is not plain
+    )
 
 
 def _copy(gradient: Any) -> Any:
