@@ -408,6 +408,17 @@ def test_keras_keeps_the_seed_of_the_script() -> None:
     assert rng_utils.get_random_seed() is None
 
 
+def test_keras_sets_the_seed_of_the_script_by_a_function_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.worker.private_modules import KERAS_GLOBAL_STATE, KERAS_SCRIPT_SEED
+
+    noted: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        part(KERAS_GLOBAL_STATE), "set_global_attribute", lambda name, value: noted.append((name, value))
+    )
+    keras.utils.set_random_seed(5)
+    assert (KERAS_SCRIPT_SEED, 5) in noted, changed("set_global_attribute", "worker/private_modules.py")
+
+
 def test_keras_imports_optional_packages_lazily() -> None:
     lazy = part("keras.src.utils.module_utils").LazyModule("never_there")
     assert lazy._available is None, changed("LazyModule")

@@ -8,11 +8,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from lockstep import show_input
 from lockstep.keras.input.fit_inputs import AN_ITERATOR, global_input
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, order_seed, visits
 from lockstep.keras.randomness import script_seeds
+from lockstep.worker import script_seed
+from lockstep.worker.patch_registry import PATCHES
 
 ROWS = np.arange(20, dtype="float32")
 Source = Callable[[], Any]
@@ -98,6 +101,74 @@ def test_a_sample_of_a_dataset_reads_the_batch_that_keras_reads_ahead(
     keras.utils.set_random_seed(3)
     assert ReorderedDataset(Noted(), shuffle, None).first() == order[0]
     assert read == order[:2]
+
+
+class Changing(keras.utils.PyDataset):  # type: ignore[misc]
+    """Has another number of batches after each epoch, with other contents."""
+
+    def __init__(self, *counts: int) -> None:
+        super().__init__()
+        self.counts = list(counts)
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.counts[self.epoch]
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array([100.0 * self.epoch + index])
+
+    def on_epoch_end(self) -> None:
+        self.epoch += 1
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("counts", [(3, 4, 5, 6), (6, 4, 3, 2), (2, 5, 1, 4)])
+def test_a_dataset_that_changes_between_epochs_is_visited_as_by_keras(
+    counts: tuple[int, ...], shuffle: bool
+) -> None:
+    options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": shuffle, "unsplit": False}
+    keras.utils.set_random_seed(4)
+    adapter = PyDatasetAdapter(Changing(*counts), shuffle=shuffle)
+    expected = []
+    for _ in counts:
+        adapter.on_epoch_begin()
+        expected.append([float(x[0]) for (x,) in adapter.get_numpy_iterator()])
+        if len(expected) < len(counts):
+            adapter.on_epoch_end()
+    after = random.random()
+    assert list(map(len, expected)) == list(counts)
+
+    keras.utils.set_random_seed(4)
+    source = global_input(Changing(*counts), seed=None, **options)
+    found = []
+    for _ in counts:
+        source.on_epoch_begin()
+        assert source.num_batches == counts[len(found)]
+        found.append([float(batch.read(slice(0, 1))[0][0]) for batch in source.batches()])
+        if len(found) < len(counts):
+            source.on_epoch_end()
+    assert found == expected
+    assert random.random() == after
+
+
+def test_keras_forgets_the_seed_of_the_script_but_not_the_states() -> None:
+    """As in cross-validation, which calls clear_session between models."""
+    had = PATCHES.has(script_seed.__name__)
+    script_seed.note_script_seed()
+    try:
+        keras.utils.clear_session()
+        assert order_seed(job_seed=1, call=1) is not None
+        keras.utils.set_random_seed(5)
+        seeds = script_seeds(job_seed=1)
+        keras.utils.clear_session()
+        assert order_seed(job_seed=1, call=1) is None
+        assert script_seeds(job_seed=1) == seeds
+        script_seed.forget_script_seed()
+        assert order_seed(job_seed=1, call=1) is not None
+    finally:
+        script_seed.forget_script_seed()
+        if not had:
+            PATCHES.give_back(script_seed.__name__)
 
 
 def test_seeds_are_the_same_without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:

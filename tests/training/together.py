@@ -14,6 +14,8 @@ import options
 import program
 import rounds
 
+from lockstep.worker.script_seed import forget_script_seed
+
 PROGRAMS = {
     "program": program.main,
     "options": lambda: program.main(options.OPTIONS),
@@ -28,6 +30,7 @@ def main() -> None:
             name, *sys.argv[1:] = group
             # As in a new process, Keras numbers generated names from the start.
             keras.utils.clear_session()
+            forget_script_seed()
             print("begins", name, *sys.argv[1:])
             PROGRAMS[name]()
 

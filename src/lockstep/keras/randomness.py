@@ -28,11 +28,21 @@ from lockstep.worker.private_modules import (
     set_tensorflow_random_state,
     tensorflow_random_state,
 )
+from lockstep.worker.script_seed import noted_script_seed
 
 _FRAMEWORKS = (TENSORFLOW_CONTEXT, "torch")
 """Modules with their own random states, which a script may import at any time."""
 
 Result = TypeVar("Result")
+
+
+def seed_of_script() -> int | None:
+    """Return the seed that the script has passed to `keras.utils.set_random_seed`; None without one.
+
+    `keras.utils.clear_session` makes Keras forget it, but the random states remain those that it has seeded.
+    """
+    known = script_seed()
+    return noted_script_seed() if known is None else known
 
 
 def script_seeds(job_seed: int) -> tuple[Any, ...]:
@@ -41,7 +51,7 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
     If the script has set none in TensorFlow or PyTorch, imported or not, the job's seed takes its place. The
     seed that the script has set in Keras is also TensorFlow's, installed or not.
     """
-    torch, seed = sys.modules.get("torch"), script_seed()
+    torch, seed = sys.modules.get("torch"), seed_of_script()
     return (
         seed,
         tensorflow_random_state()[0]

@@ -20,6 +20,12 @@ JAX_CACHE = "jax._src.compilation_cache"
 It takes the folder's path; it returns an object with `get(key)` and `put(key, value)`, and the path.
 """
 
+KERAS_GLOBAL_STATE = "keras.src.backend.common.global_state"
+"""Keras calls the `set_global_attribute(name, value)` of this module as its attribute."""
+
+KERAS_SCRIPT_SEED = "global_random_seed"
+"""The global attribute in which `keras.utils.set_random_seed` keeps the seed."""
+
 TENSORFLOW_CONTEXT = "tensorflow.python.eager.context"
 """Its `context()` has the random state of TensorFlow's eager operations."""
 

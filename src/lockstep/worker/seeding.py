@@ -8,6 +8,7 @@ from functools import partial
 from types import ModuleType
 
 from lockstep.worker.import_hooks import FRAMEWORKS, when_imported, whenever_executed
+from lockstep.worker.script_seed import note_script_seed
 
 
 def seed_everything(seed: int) -> None:
@@ -20,6 +21,7 @@ def seed_everything(seed: int) -> None:
     numbers whether or not it is the first to import the framework.
     """
     random.seed(seed)
+    note_script_seed()
     # They draw random numbers during their import, or import modules that do.
     whenever_executed(FRAMEWORKS, partial(_forgetting_draws, seed))
     when_imported(

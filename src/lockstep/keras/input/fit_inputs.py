@@ -296,7 +296,8 @@ class DatasetInput(GlobalInput):
         """Describe the number of batches, which are compared when they are read, and how that is done."""
         facts = super().facts()
         facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
-        return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
+        order = self._dataset.fact()
+        return facts if order is None else facts | {"order": order}
 
     def first(self) -> Any:
         """Return the first batch of a pass."""

@@ -1,9 +1,10 @@
 """A table of which replica reads which examples in `fit`, without calling `fit`."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -17,11 +18,13 @@ from lockstep.keras.input.readings import ReadingWorker, Way
 from lockstep.keras.input.shards import Shards, shards_of
 from lockstep.keras.input.sources import GlobalBatchSource, count_examples
 from lockstep.keras.input.streams import Stream
-from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
+from lockstep.keras.input.visits import BatchVisits, draw_as_a_loader, order_seed, visits
 from lockstep.keras.nests import leaves_of
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.topology import View, place
 from lockstep.worker import job
+
+Item = TypeVar("Item")
 
 
 def show_input(
@@ -89,11 +92,15 @@ def show_input(
     seed = order_seed(job.current().context.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
-        return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view, str(way))
-    if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-        batches = x.num_batches
-        order = visits_of_batches(batches, seed) if shuffle else visits(batches, 1, False, seed)
-        found = _chosen(x, [number for (number,) in _visited(order, epoch, steps, new=new)])
+        visited = map(_numbers, _visited(order.begin, order.sample, epoch, steps, new=new))
+        return input_table(map(Rows, visited), view, str(way))
+    if isinstance(x, keras.utils.PyDataset) and (batches := x.num_batches) is not None:
+        numbers: Iterable[int] = range(min(batches, steps))
+        if shuffle:
+            drawn = BatchVisits(seed)
+            begin, sample = partial(drawn.begin, batches), partial(drawn.sample, batches)
+            numbers = _visited(begin, sample, epoch, steps, new=new)
+        found = _chosen(x, numbers)
     else:
         found = islice(_read(x), steps)
     return input_table(found, view, str(way))
@@ -118,19 +125,29 @@ def _is_dataset(x: Any) -> bool:
     return not all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(x))
 
 
-def _visited(order: Visits, epoch: int, steps: int, *, new: bool) -> list[Sequence[int]]:
-    """Return the items of the first batches of an epoch, without changing the random states."""
+def _visited(
+    begin: Callable[[], Iterable[Item]], sample: Callable[[], object], epoch: int, steps: int, *, new: bool
+) -> list[Item]:
+    """Return the items of the first batches of an epoch, without changing the random states.
+
+    Args:
+        begin: begins a pass; returns the items of each batch.
+        sample: draws what Keras draws for a sample batch.
+        epoch: from 1.
+        steps: the number of batches.
+        new: whether Keras reads a sample batch before.
+    """
     states = random_states()
     try:
         if new and keras.backend.backend() != "tensorflow":
             draw_as_a_loader()
-            order.sample()
+            sample()
         for _ in range(epoch - 1):
             draw_as_a_loader()
-            deque(order.begin(), maxlen=0)
+            deque(begin(), maxlen=0)
             draw_as_a_loader()
         draw_as_a_loader()
-        return [_numbers(indices) for indices in islice(order.begin(), steps)]
+        return list(islice(begin(), steps))
     finally:
         set_random_states(states)
 
@@ -139,7 +156,7 @@ def _numbers(indices: Indices) -> Sequence[int]:
     return range(indices.start, indices.stop) if isinstance(indices, slice) else indices.tolist()
 
 
-def _chosen(dataset: keras.utils.PyDataset, numbers: Sequence[int]) -> Iterator[Rows]:
+def _chosen(dataset: keras.utils.PyDataset, numbers: Iterable[int]) -> Iterator[Rows]:
     """Yield the rows of some batches."""
     for number in numbers:
         yield Rows(range(count_examples(leaves_of(dataset[number]), f"batch {number}")), number)

@@ -6,7 +6,7 @@ as Keras does, from the same random states and at the same times, so that these 
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import keras
@@ -14,8 +14,8 @@ import numpy as np
 
 from lockstep.data.order import Indices, Order, Shuffle
 from lockstep.keras.input.streams import easily_freed, on_host
-from lockstep.keras.private.common import ArrayDataAdapter, script_seed
-from lockstep.keras.randomness import digest_of_states
+from lockstep.keras.private.common import ArrayDataAdapter
+from lockstep.keras.randomness import digest_of_states, seed_of_script
 
 Batch = TypeVar("Batch")
 OrderSeed = tuple[int, ...] | None
@@ -38,9 +38,9 @@ class Visits(Protocol):
 def order_seed(job_seed: int, call: int) -> OrderSeed:
     """Return the numbers that determine the order of the examples in a call of the script.
 
-    None if the script has called `keras.utils.set_random_seed`.
+    None if the script has called `keras.utils.set_random_seed`, also before `keras.utils.clear_session`.
     """
-    return (job_seed, call) if script_seed() is None else None
+    return (job_seed, call) if seed_of_script() is None else None
 
 
 def visits(count: int, batch_size: int, shuffle: Shuffle, seed: OrderSeed) -> Visits:
@@ -48,11 +48,6 @@ def visits(count: int, batch_size: int, shuffle: Shuffle, seed: OrderSeed) -> Vi
     if seed is not None or not shuffle:
         return _JobsVisits(Order(count, batch_size, shuffle, seed or ()))
     return _VISITS[keras.backend.backend()](count, batch_size, shuffle)
-
-
-def visits_of_batches(count: int, seed: OrderSeed) -> Visits:
-    """Return the shuffled order of the `count` batches of a `PyDataset`."""
-    return _PythonVisits(count) if seed is None else _JobsVisits(Order(count, 1, True, seed))
 
 
 def draw_as_a_loader() -> None:
@@ -118,22 +113,6 @@ class _KerasVisits:
         return f"{self._about}, random states {digest_of_states(self.states)}"
 
 
-class _PythonVisits(_KerasVisits):
-    """Drawn by Python when the first batch of a pass is read."""
-
-    states = ("python",)
-
-    def __init__(self, count: int) -> None:
-        super().__init__(f"{count} batches")
-        self._count = count
-
-    def begin(self) -> Iterator[Indices]:
-        order = list(range(self._count))
-        random.shuffle(order)
-        for index in order:
-            yield np.array([index])
-
-
 class _ArrayVisits(_KerasVisits):
     """Drawn by Keras's own adapter, applied to the indices of the examples."""
 
@@ -181,39 +160,75 @@ class _TensorFlowVisits(_ArrayVisits):
 _VISITS = {"jax": _JaxVisits, "torch": _TorchVisits, "tensorflow": _TensorFlowVisits}
 
 
+class BatchVisits:
+    """The shuffled order of the batches of a `PyDataset`, of which each pass may have another number.
+
+    Keras's own is drawn by Python when the first batch of a pass is read.
+    """
+
+    def __init__(self, seed: OrderSeed) -> None:
+        self._seed = seed
+        self._passes = 0
+
+    def begin(self, count: int) -> Sequence[int]:
+        """Begin the next pass over `count` batches; return their order."""
+        if self._seed is None:
+            order = list(range(count))
+            random.shuffle(order)
+            return order
+        number = self._passes
+        self._passes += 1
+        batches = Order(count, 1, True, self._seed).visit(number)
+        return [int(indices[0]) for indices in batches if not isinstance(indices, slice)]
+
+    def sample(self, count: int) -> Sequence[int]:
+        """Return the order of a pass of which Keras reads a sample batch; draw as Keras does."""
+        return range(count) if self._seed is not None else self.begin(count)
+
+    def fact(self, count: int | None) -> str:
+        """Describe the source of the order; equal on all workers that have the same order."""
+        source = f"random states {digest_of_states(('python',))}" if self._seed is None else self._seed
+        return f"{count} batches, {source}"
+
+
 class ReorderedDataset(keras.utils.PyDataset):  # type: ignore[misc]
     """A `PyDataset` whose batches come in an order of this module.
 
+    Like Keras, it asks the dataset for the number of its batches at the beginning of each pass: the dataset
+    may change between epochs.
+
     Attributes:
         inner: the dataset itself.
-        visits: the order; None for its own.
+        visits: the order; None for its own. That of a dataset that never ends is its own, too.
     """
 
     def __init__(self, inner: keras.utils.PyDataset, shuffle: bool, seed: OrderSeed) -> None:
         super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
         self.inner = inner
-        count = inner.num_batches
-        self.visits: Visits | None = visits_of_batches(count, seed) if shuffle and count is not None else None
-        self._order: list[int] = []
+        self.visits = BatchVisits(seed) if shuffle else None
+        self._order: Sequence[int] = ()
 
     def begin_pass(self) -> Sequence[int]:
         """Draw the order of the next pass; return the batches in this order, or nothing for their own."""
-        if self.visits is not None:
-            self._order = [
-                int(indices[0]) for indices in self.visits.begin() if not isinstance(indices, slice)
-            ]
+        count = self.num_batches
+        self._order = () if self.visits is None or count is None else self.visits.begin(count)
         return self._order
 
     def first(self) -> Any:
         """Return the first batch of a pass that Keras begins to read a sample."""
-        own = self.visits.begin() if isinstance(self.visits, _PythonVisits) else None
-        order = (
-            itertools.count() if own is None else (int(one[0]) for one in own if not isinstance(one, slice))
-        )
-        return first_of_pass(self.inner[index] for index in itertools.islice(order, self.num_batches))
+        count = self.num_batches
+        order: Iterable[int] = itertools.count() if count is None else range(count)
+        if self.visits is not None and count is not None:
+            order = self.visits.sample(count)
+        return first_of_pass(self.inner[index] for index in order)
+
+    def fact(self) -> str | None:
+        """Describe the source of the order; None for the dataset's own."""
+        count = self.num_batches
+        return None if self.visits is None or count is None else self.visits.fact(count)
 
     def __getitem__(self, index: int) -> Any:
-        return self.inner[index if self.visits is None else self._order[index]]
+        return self.inner[self._order[index] if self._order else index]
 
     @property
     def num_batches(self) -> int | None:

@@ -5,6 +5,7 @@ Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. `
 before Keras is imported, is in `lockstep.worker.private_modules`.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import Any, TypeAlias
 
 import keras
 from keras.src import backend
-from keras.src.backend.common import global_state
 from keras.src.losses import loss as loss_functions
 from keras.src.saving import saving_lib
 from keras.src.trainers import data_adapters
@@ -28,6 +28,9 @@ from keras.src.trainers.data_adapters import (
 from keras.src.utils import module_utils, rng_utils
 
 from lockstep.worker.patch_registry import Part
+from lockstep.worker.private_modules import KERAS_GLOBAL_STATE
+
+global_state = importlib.import_module(KERAS_GLOBAL_STATE)
 
 # Random numbers
 
@@ -54,7 +57,7 @@ def set_global_generator(generator: Any) -> None:
 
 
 def script_seed() -> int | None:
-    """Return the seed that the script has passed to `keras.utils.set_random_seed`; None without one."""
+    """Return the seed of `keras.utils.set_random_seed`; None without one, or after `clear_session`."""
     seed: int | None = global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
     return seed
 
