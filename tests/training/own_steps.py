@@ -315,10 +315,74 @@ def cleared_tensors() -> tuple[keras.Model, list[float]]:
     return cleared(GivenStep, own=False)
 
 
+class Phased(keras.Model):
+    """Updates one layer in each step but the sixth, another one in each third step, and logs what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(4, activation="tanh"), layers.Dense(1)
+        self.steps = self.add_weight((), "zeros", trainable=False)
+        self.late = self.add_weight((), "zeros", trainable=False)
+        self.often, self.seldom = keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs))
+
+    def loss_and_gradients(self, data: Any, weights: Any) -> Any:
+        x, y = data
+
+        def loss() -> Any:
+            return ops.mean(ops.square(self(x) - y))
+
+        if BACKEND == "torch":
+            import torch
+
+            found = loss()
+            gradients = list(torch.autograd.grad(found, [one.value for one in weights]))
+            return found.detach(), gradients
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            found = loss()
+        return found, tape.gradient(found, weights)
+
+    def train_step(self, data: Any) -> Any:
+        self.steps.assign(self.steps + 1)
+        loss, gradients = self.loss_and_gradients(data, self.last.trainable_weights)
+        if int(self.steps) == 6:
+            return {"idle": loss}
+        self.often.apply(gradients, self.last.trainable_weights)
+        logs = {"often": loss}
+        if int(self.often.iterations) % 3 == 0:
+            loss, gradients = self.loss_and_gradients(data, self.first.trainable_weights)
+            self.seldom.apply(gradients, self.first.trainable_weights)
+            self.late.assign(self.late + loss)
+            logs["seldom"] = loss
+        return logs
+
+
+def phased() -> tuple[keras.Model, list[float]]:
+    """See `Phased`; the last batch of an epoch has one example."""
+    model = Phased()
+    model(X[:2])
+    model.compile(run_eagerly=True)
+    logged = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: logged.append(logs))
+    model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0, callbacks=[note])
+    assert [[*logs] for logs in logged][1:6] == [
+        ["often"],
+        ["often", "seldom"],
+        ["often"],
+        ["often"],
+        ["idle"],
+    ]
+    return model, [float(value) for logs in logged for value in logs.values()]
+
+
 TRAININGS = [nested, unweighted, averaged, distilled, endpoint, adapted]
 ON_BACKEND = {
-    "tensorflow": [parts, eager_parts, triplet, texts, cleared, given_step],
-    "torch": [cleared, given_step, cleared_tensors],
+    "tensorflow": [parts, eager_parts, triplet, texts, cleared, given_step, phased],
+    "torch": [cleared, given_step, cleared_tensors, phased],
 }
 
 

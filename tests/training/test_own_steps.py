@@ -18,8 +18,8 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step")
-"""Trainings on TensorFlow only, but for the last two."""
+IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step", "phased")
+"""Trainings on TensorFlow only, but for the last three."""
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
@@ -32,7 +32,7 @@ TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapt
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
         pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
         pytest.param("tensorflow", TRAININGS, marks=pytest.mark.slow, id="tensorflow-rest"),
-        pytest.param("torch", (*TRAININGS, "cleared", "given_step", "cleared_tensors"), id="torch"),
+        pytest.param("torch", (*TRAININGS, "cleared", "given_step", "cleared_tensors", "phased"), id="torch"),
     ],
     indirect=["backend"],
 )
@@ -95,3 +95,61 @@ def test_the_gradients_of_a_step_that_is_an_attribute_are_weighted_by_the_exampl
     wanted = [kernel - 0.1 * 2 * x.T @ errors / 10, bias - 0.1 * 2 * errors.mean(axis=0)]
     for found, value in zip(model.get_weights(), wanted, strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-5)
+
+
+class Resting(keras.Model):
+    """Adds up gradients, applies their sum in each second step, and logs another figure then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build((None, 4))
+        self.sums = [self.add_weight(one.shape, "zeros", trainable=False) for one in self.dense.weights]
+        self.steps = self.add_weight((), "zeros", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        weights, others, slots, metrics = state
+        x, y = data
+
+        def loss_of(weights: Any) -> Any:
+            found, _ = self.stateless_call(weights, others, x)
+            return keras.ops.mean((found - y) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        *sums, steps = others
+        sums = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+        logs = {"waiting": loss}
+        if int(steps) % 2:
+            weights, slots = self.optimizer.stateless_apply(slots, sums, weights)
+            sums = [0 * total for total in sums]
+            logs = {"applied": loss}
+        return logs, (weights, [*sums, steps + 1], slots, metrics)
+
+
+def test_an_eager_step_on_jax_may_differ_from_the_step_before() -> None:
+    """With three replicas, of which two have no examples in the last step."""
+    x = np.random.default_rng(0).normal(size=(31, 4)).astype("float32")
+    y = x[:, :1] ** 2
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = Resting()
+        model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    kernel, bias = model.dense.get_weights()
+    logged: list[Any] = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: logged.append(dict(logs)))
+    model.fit(x, y, batch_size=10, shuffle=False, verbose=0, callbacks=[note])
+    sums, wanted = [np.zeros((4, 1)), np.zeros(1)], []
+    for step in range(4):
+        rows, targets = x[10 * step : 10 * step + 10], y[10 * step : 10 * step + 10]
+        errors = rows @ kernel + bias - targets
+        gradients = [2 * rows.T @ errors / len(rows), 2 * errors.mean(axis=0)]
+        sums = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+        wanted.append(("applied" if step % 2 else "waiting", pytest.approx((errors**2).mean(), rel=1e-5)))
+        if step % 2:
+            kernel, bias = kernel - 0.1 * sums[0], bias - 0.1 * sums[1]
+            sums = [0 * total for total in sums]
+    assert [(name, float(value)) for logs in logged for name, value in logs.items()] == wanted
+    for found, value in zip(model.dense.get_weights(), (kernel, bias), strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-4)

@@ -114,7 +114,7 @@ def test_replicas_of_one_worker_that_compute_different_things_are_refused() -> N
 
     error, _ = together(act)
     assert isinstance(error, ModelError)
-    assert "compute different things (metric/0)" in str(error)
+    assert "compute different things in one step (metric/0)" in str(error)
 
 
 def test_arrays_to_sum_must_have_one_shape() -> None:

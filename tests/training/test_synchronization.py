@@ -1,5 +1,6 @@
 """The contract of synchronizations, and the all-reduce in a new view; each worker is a thread."""
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -216,7 +217,10 @@ def test_partials_are_kept_after_an_error_of_another_replica(make: Make) -> None
 @pytest.mark.parametrize(
     ("compute", "said"),
     [
-        (lambda r: {"a": np.ones(1), **({"b": np.ones(1)} if r else {})}, r"different things \(b\): do not"),
+        (
+            lambda r: {"a": np.ones(1), **({"b": np.ones(1)} if r else {})},
+            r"different things in one step \(b\): do not",
+        ),
         (lambda r: {"a": np.ones(r + 1)}, r"the shapes \[1\] and \[2\] \(replica 1\)"),
     ],
 )
@@ -224,6 +228,54 @@ def test_replicas_of_one_worker_that_differ_are_refused_by_name(make: Make, comp
     (synchronization,) = make(1)
     with pytest.raises(ModelError, match="step 1 of fit 1: .*" + said):
         synchronization.synchronize(a_round(compute, advice="do not"))
+
+
+@pytest.mark.parametrize(
+    ("names", "forms", "said"),
+    [
+        (lambda r: ["a", "b"] if r else ["a"], lambda r: "", r"in one step \(b\): do not"),
+        (
+            lambda r: ["a"],
+            lambda r: "sgd updates w" if r else "nothing",
+            r"in one step \(nothing, sgd updates w\): do not",
+        ),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_replicas_that_take_different_paths_are_refused_by_name_on_all_workers(
+    names: Any, forms: Any, said: str, workers: int
+) -> None:
+    def act(worker: int, synchronization: Any) -> Any:
+        computed = [0]
+
+        def compute(replica: int) -> dict[str, Any]:
+            computed[0] = replica // 3
+            return {name: np.ones(2) for name in names(computed[0])}
+
+        def form() -> str:
+            return forms(computed[0])
+
+        def check(names: Any) -> bytes:
+            return ",".join([*names, form()]).encode()
+
+        return synchronization.synchronize(a_round(compute, check=check, form=form, advice="do not"))
+
+    for error in together(all_reduces(workers), act):
+        assert isinstance(error, ModelError)
+        assert re.search("step 1 of fit 1: replicas compute different things " + said, str(error))
+
+
+def test_each_round_has_the_layout_of_its_own_arrays() -> None:
+    """A replica without examples contributes zeros like the others in this round, not in an earlier one."""
+    (synchronization,) = all_reduces(1)
+    layouts: dict[Any, Any] = {}
+    for name, size in (("a", 2), ("b", 3), ("a", 2)):
+        computed = {name: np.ones(size)}
+        this = a_round({0: computed}.get, form=lambda: "", layouts=layouts)
+        assert {n: array.tolist() for n, array in synchronization.synchronize(this).items()} == {
+            name: [1.0] * size
+        }
+    assert len(layouts) == 2
 
 
 class NextPlace(Alone):
@@ -262,9 +314,11 @@ def test_arrays_that_only_some_replicas_compute_are_named_also_if_others_are_pac
         this = Round("step 2 of fit 1", computed.__getitem__, np.asarray, parts=packing.unpacked)
         this.begin([0, 1])
 
-    with pytest.raises(ModelError, match=r"step 2 of fit 1: replicas compute different things \(b, d\): "):
+    with pytest.raises(
+        ModelError, match=r"step 2 of fit 1: replicas compute different things in one step \(b, d\): "
+    ):
         begin(a=(3,), c=(3,), d=(3,))
-    with pytest.raises(ModelError, match=r"replicas compute different things \(b\): "):
+    with pytest.raises(ModelError, match=r"replicas compute different things in one step \(b\): "):
         begin(a=(3,), b=(4,), c=(3,))
 
 

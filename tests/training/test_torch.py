@@ -233,24 +233,38 @@ def test_a_step_that_updates_weights_without_its_optimizers_is_refused(when: str
 
 
 @here
-def test_state_that_changes_only_later_is_refused_by_name() -> None:
+@pytest.mark.parametrize("through", ["assign", "in_place"])
+def test_state_may_change_only_later(through: str) -> None:
+    """Its value from before is known, or the change is refused by name."""
+
     class Late(keras.Layer):
         def build(self, shape: Any) -> None:
             self.kept = self.add_weight(shape=(), trainable=False, name="kept")
-            self.calls = -1
+            self.changes = False
 
         def call(self, inputs: Any) -> Any:
-            self.calls += 1
-            if self.calls > 1:
+            if self.changes and through == "assign":
                 self.kept.assign(self.kept + 1)
+            elif self.changes:
+                self.kept.value.add_(1)
             return inputs
 
     layer = Late()
     prepared = program(layers(layer))
-    layer.calls = 0
-    prepared.compute(None, share(), [])
-    with pytest.raises(ModelError, match=r"'wanted/late.*/kept', but its first step did not"):
-        prepared.compute(None, share(), [])
+    before = layer.kept.numpy()
+    assert not any(name.startswith("state/") for name in prepared.compute(None, share(), []))
+    layer.changes = True
+    if through == "in_place":
+        with pytest.raises(ModelError, match=r"'wanted/late.*/kept' in place, but its first step did not"):
+            prepared.compute(None, share(), [])
+        return
+    partial = prepared.compute(None, share(weight=0.5), [])
+    assert layer.kept.numpy() == before
+    assert [float(value) for name, value in partial.items() if name.startswith("state/")] == [0.5]
+    prepared.apply(None, [as_total(partial)])
+    assert layer.kept.numpy() == before + 0.5
+    layer.changes = False
+    assert not any(name.startswith("state/") for name in prepared.compute(None, share(), []))
 
 
 @here

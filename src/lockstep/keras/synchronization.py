@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.contract import Communicator, Span
-from lockstep.errors import InternalError, ModelError
+from lockstep.errors import DisagreementError, InternalError, ModelError
 from lockstep.keras.backends.contract import Partial, Total
 from lockstep.keras.worker_exchange import Packed, pack, unpack
 from lockstep.topology import View
@@ -84,7 +84,10 @@ class Round:
         check: returns at most 64 bytes that must be equal on all workers, given the sorted names.
         advice: what to do if replicas compute different things.
         sample: computes a partial that shows the layout if no replica of this worker contributes.
+        form: returns what the last computation of a replica has done besides its arrays; None if all replicas
+            do the same.
         layout: of the partials, once it is known.
+        layouts: those of rounds like this one, by the names of the arrays.
         entered: called in each view in which the round is synchronized, before anything is computed there.
         settle: returns once nothing reads the memory of the last total.
         catching_up: see `lockstep.worker.job.Job.exchange`.
@@ -104,7 +107,9 @@ class Round:
     check: Callable[[Sequence[str]], bytes] = lambda names: b""
     advice: str = "every replica has to compute the same things"
     sample: Callable[[], Partial] = dict
+    form: Callable[[], str] | None = None
     layout: PartialLayout | None = None
+    layouts: dict[frozenset[str], PartialLayout] = field(default_factory=dict)
     entered: Callable[[], None] = lambda: None
     settle: Callable[[], None] = lambda: None
     catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -113,6 +118,7 @@ class Round:
     inputs: Callable[[int], Sequence[Any]] = lambda replica: ()
     parts: Callable[[Mapping[str, Array]], Mapping[str, Array]] = lambda arrays: arrays
     anywhere: bool = True
+    _forms: set[str] = field(default_factory=set)
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
         """Begin the computation of those `replicas` that have not begun; return the layout of the partials.
@@ -123,23 +129,49 @@ class Round:
         for replica in replicas:
             if replica not in self.started and (computed := self.compute(replica)) is not None:
                 self.started[replica] = computed
+                self._note_form()
         if self.layout is None:
             shown = next(iter(self.started.values()), None)
-            shown = self.sample() if shown is None else shown
-            self.layout = PartialLayout.of({name: self.to_numpy(value) for name, value in shown.items()})
-        names = self.layout.leaves.keys()
+            if shown is None:
+                shown = self.sample()
+                self._note_form()
+            names = frozenset(shown)
+            if names not in self.layouts:
+                arrays = {name: self.to_numpy(value) for name, value in shown.items()}
+                self.layouts[names] = PartialLayout.of(arrays)
+            self.layout = self.layouts[names]
         for computed in self.started.values():
-            if computed.keys() != names:
+            if computed.keys() != self.layout.leaves.keys():
                 found, known = self.parts(computed), self.named_parts(self.layout.zeros)
                 # Arrays of another shape may also have another name.
                 changed = found.keys() ^ known.keys() or [
                     name for name in known if tuple(found[name].shape) != known[name].shape
                 ]
-                raise ModelError(
-                    f"{self.what}: replicas compute different things ({', '.join(sorted(changed))}): "
-                    f"{self.advice}"
-                )
+                self._refuse(sorted(changed))
+        if len(self._forms) > 1:
+            self._refuse(sorted(self._forms))
         return self.layout
+
+    def _note_form(self) -> None:
+        if self.form is not None:
+            self._forms.add(self.form())
+
+    def _refuse(self, differing: Sequence[str]) -> NoReturn:
+        raise ModelError(
+            f"{self.what}: replicas compute different things in one step ({', '.join(differing)}): "
+            f"{self.advice}"
+        )
+
+    def refuse_other_forms(self, communicator: Communicator) -> None:
+        """Raise ModelError if workers compute different things; all call this after a failed reduce."""
+        assert self.layout is not None
+        if self.form is None:
+            return
+        own = msgspec.msgpack.encode([*self.layout.names, *self._forms])
+        given = communicator.gather(own)
+        found: list[set[str]] = [set(msgspec.msgpack.decode(blob, type=list[str])) for blob in given]
+        if differing := set[str]().union(*found) - found[0].intersection(*found[1:]):
+            self._refuse(sorted(differing))
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
         """Wait for the partials of replicas, which have begun or contribute nothing.
@@ -248,6 +280,10 @@ class AllReduce:
             )
         except InternalError:
             this.refuse_other_shapes(partials)
+            raise
+        except DisagreementError:
+            # So do all members.
+            this.refuse_other_forms(communicator)
             raise
         return dict(zip(layout.summed, total, strict=True)) | joined
 

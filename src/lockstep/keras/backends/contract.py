@@ -72,9 +72,11 @@ class Program(TrainingState, Protocol):
 
     Attributes:
         traced: how many times the backend has traced `compute`, to compile it: for each new form of examples.
+        varies: whether a step may take another path than the one before, because its Python runs each time.
     """
 
     traced: int
+    varies: bool
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return the partial of one replica that has examples, without changing `state`.
@@ -99,7 +101,13 @@ class Program(TrainingState, Protocol):
         """
 
     def is_last(self, number: int) -> bool:
-        """Whether round `number`, from 0, is the step's last; known after a `compute` of it."""
+        """Whether round `number`, from 0, is the step's last, as the last `compute` of it has shown."""
+
+    def form(self, number: int) -> str:
+        """Return what round `number`, from 0, does besides its arrays, as the last `compute` of it has shown.
+
+        It is equal for all replicas, and on all workers; after a `compute` of the round.
+        """
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals of all rounds; return (logs or None, new state).

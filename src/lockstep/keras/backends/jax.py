@@ -30,7 +30,7 @@ from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunction
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
-from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update
+from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
 from lockstep.keras.backends.packing import Packings, has_fixed_shape
 from lockstep.keras.private.common import stored_value, trained_by
 from lockstep.keras.private.jax import set_synced
@@ -234,7 +234,8 @@ class JaxProgram(JaxState):
         self._compute = jax.jit(self._packed_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._finish = jax.jit(self._metrics_added) if compiled else self._metrics_added
-        self._rounds = RoundCount()
+        self._form = StepForm()
+        self.varies = not compiled
         self._packings = Packings()
         self._log_template: LogTemplate | None = None
         self._changing: list[str] = []
@@ -254,7 +255,12 @@ class JaxProgram(JaxState):
 
     def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
-        return self._rounds.is_last(number)
+        return self._form.is_last(number)
+
+    def form(self, number: int) -> str:
+        """Return the form of the round that was computed last."""
+        logs = self._log_template.text if self._log_template and self._form.is_last(number) else ""
+        return f"{self._form.text(number)} {logs}"
 
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total of round `number` by their own names."""
@@ -322,6 +328,8 @@ class JaxProgram(JaxState):
     ) -> tuple[Any, Any]:
         trainable, before, *rest = state
         mixed = self._mix_seeds(before, replica)
+        # `_train` shows another form.
+        self._form.show(len(earlier))
         if self._kind == "predict":
             outputs, after = self._model.predict_step((trainable, mixed), data)
             return self._changes(mixed, after, replica, weight), outputs
@@ -351,10 +359,7 @@ class JaxProgram(JaxState):
         Returns (the gradients of the round's own update, (logs, (other layer state, metrics)) or None if the
         step uses the new weights).
         """
-        number = len(earlier)
-        recorder = StatelessRecorder(
-            self._model.optimizer, earlier, self._rounds.ends_early(number), [*state[0], *state[2]]
-        )
+        recorder = StatelessRecorder(self._model.optimizer, earlier, [*state[0], *state[2]])
         try:
             with replaced(self._model.optimizer, "stateless_apply", recorder.stateless_apply):
                 logs, (trainable, rest, optimizer, metrics) = self._model.train_step(tuple(state), data)
@@ -369,9 +374,7 @@ class JaxProgram(JaxState):
                 return recorder.gradients or [], (logs, (rest, metrics))
             if recorder.gradients is None:
                 raise ModelError(f"train_step returns weights that its optimizer did not update; {_SHAPE}")
-        if not self._rounds.ends_early(number):
-            self._rounds.add_after(number)
-            return self._train(state, data, earlier)
+        self._form.show(len(earlier), ended=False)
         return recorder.gradients or [], None
 
     def _traced_apply(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
@@ -450,11 +453,10 @@ class StatelessRecorder:
         updated: the values of the weights and of the optimizer's variables after the last update.
     """
 
-    def __init__(self, optimizer: Any, earlier: Sequence[Any], ends_early: bool, initial: list[Any]) -> None:
+    def __init__(self, optimizer: Any, earlier: Sequence[Any], initial: list[Any]) -> None:
         self._optimizer = optimizer
         self._apply = optimizer.stateless_apply
         self._earlier = iter(earlier)
-        self._ends_early = ends_early
         self.gradients: list[Any] | None = None
         self.updated = initial
 
@@ -477,8 +479,6 @@ class StatelessRecorder:
             raise EndOfRound
         else:
             self.gradients = list(grads)
-            if self._ends_early:
-                raise EndOfRound
             weights, others = (
                 [UnknownValue() for _ in trainable_variables],
                 [UnknownValue() for _ in optimizer_variables],

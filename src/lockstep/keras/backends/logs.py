@@ -84,6 +84,12 @@ class LogTemplate:
                 self.values[_name(path)] = value
         self._logs = mapped(lambda value: None, logs)
 
+    @property
+    def text(self) -> str:
+        """The structure and its metrics as a text."""
+        found = {path: metric.name for path, (metric, _) in self._metrics.items()}
+        return repr([(path, found.get(path)) for path, _ in _leaves(self._logs)])
+
     def assembled(self, total: Mapping[str, Any]) -> dict[str, Any]:
         """Return the logs, with the present results of the metrics and the other values of `total`."""
         named = self._model.get_metrics_result() if self._named else {}

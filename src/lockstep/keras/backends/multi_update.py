@@ -27,21 +27,47 @@ class EndOfRound(BaseException):
     """
 
 
+_BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "divmod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "xor",
+    "or",
+]
+_OPERATORS = [
+    *("int", "float", "complex", "bool", "index", "round", "len", "iter", "getitem", "setitem", "contains"),
+    *("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "str", "format", "array"),
+    *("jax_array", *_BINARY, *(f"r{name}" for name in _BINARY)),
+]
+"""Special methods that Python looks up in the class of a value, each without its underscores."""
+
+
 class UnknownValue:
-    """The value of a variable between an update and the reduce that determines it."""
+    """The value of a variable between an update and the reduce that determines it; any use ends the round."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise EndOfRound
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise EndOfRound
-
-    def __jax_array__(self) -> NoReturn:
         raise EndOfRound
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise EndOfRound
+
+
+def _end_round(*args: Any, **kwargs: Any) -> NoReturn:
+    raise EndOfRound
+
+
+for _name in _OPERATORS:
+    setattr(UnknownValue, f"__{_name}__", _end_round)
 
 
 ApplyCall = Callable[[list[Any], list[Any]], object]
@@ -74,6 +100,17 @@ class Update:
         """The fused kernel for the update, if there is one; it neither keeps nor changes gradients."""
         return None if self.plain else kernel_of(self.optimizer, self.variables)
 
+    @cached_property
+    def text(self) -> str:
+        """Names the optimizer and the variables, equally on all workers."""
+        return f"{self.optimizer.name} updates {', '.join(variable.path for variable in self.variables)}"
+
+    def is_like(self, other: "Update | None") -> bool:
+        """Whether both updates have the same optimizer and variables."""
+        if other is None or self.optimizer is not other.optimizer:
+            return False
+        return [id(one) for one in self.variables] == [id(one) for one in other.variables]
+
     def apply(self, gradients: list[Any]) -> None:
         """Apply the optimizer, even if its `apply` is replaced."""
         with fused(self.optimizer, self.kernel):
@@ -100,6 +137,62 @@ class RoundCount:
     def is_last(self, number: int) -> bool:
         """Whether round `number`, which was computed, is the last."""
         return number >= self._last
+
+
+@dataclass(frozen=True)
+class RoundForm:
+    """What the computation of a round has shown, equally for all replicas of a step.
+
+    Attributes:
+        update: the round's own update; None if the step makes none in it.
+        ended: whether the step has run to its end, so that the round is its last.
+    """
+
+    update: Update | None = None
+    ended: bool = True
+
+
+class StepForm:
+    """The rounds of a step, as they were computed last.
+
+    Where a step runs as Python, it may differ from the step before: it may make other updates, or none. So
+    each computation of a round shows its form anew, and `Round` compares those of the replicas.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, RoundForm] = {}
+        self._known: list[Update] = []
+
+    def show(self, number: int, update: Update | None = None, *, ended: bool = True) -> None:
+        """Set the form of round `number`, from 0, which was computed; see `RoundForm`."""
+        if update is not None and update.call is None:
+            # An equal one may have compiled functions.
+            known = next((one for one in self._known if one.is_like(update)), None)
+            if known is None:
+                self._known.append(update)
+            update = known or update
+        self._rounds[number] = RoundForm(update, ended)
+
+    @property
+    def trained(self) -> list[Any]:
+        """The variables of the updates that were computed last in each round."""
+        updates = [form.update for form in self._rounds.values() if form.update is not None]
+        return [variable for update in updates for variable in update.variables]
+
+    def is_last(self, number: int) -> bool:
+        """Whether round `number`, which was computed, is the last."""
+        return self._rounds[number].ended
+
+    def updates(self, rounds: int) -> list[Update]:
+        """Return the updates of the first `rounds` rounds, which were computed."""
+        forms = [self._rounds[number] for number in range(rounds)]
+        return [form.update for form in forms if form.update is not None]
+
+    def text(self, number: int) -> str:
+        """Return the form of a round as a text, equal on workers whose replicas compute the same things."""
+        form = self._rounds[number]
+        update = "no update" if form.update is None else form.update.text
+        return f"{update}, {'then the end' if form.ended else 'then a use of the new weights'}"
 
 
 class UpdateRecorder:
@@ -180,23 +273,29 @@ class UpdateRecorder:
         return number
 
     @contextmanager
-    def replacing_apply(self, model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
+    def replacing_apply(self, model: Any, optimizers: Iterable[Any], *, varies: bool) -> Iterator[None]:
         """Within the block, `apply` of the optimizers of a model calls this recorder.
 
         So does an `apply_gradients` of the program's own: it gets the gradients of all replicas together.
 
+        Args:
+            model: whose step the block is.
+            optimizers: those of the model.
+            varies: whether another step may apply one of them if this one does not.
+
         Raises:
             ModelError: the block has trained the model without any of them.
         """
+        found = list(optimizers)
         with ExitStack() as stack:
-            for optimizer in optimizers:
+            for optimizer in found:
                 own = vars(optimizer).get("apply")
                 stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer, call=own)))
                 if _overrides_apply_gradients(optimizer):
                     replacement = partial(self._apply_gradients, optimizer, optimizer.apply_gradients)
                     stack.enter_context(replaced(optimizer, "apply_gradients", replacement))
             yield
-        if not self._reached and model.trainable_variables:
+        if not (self._reached or (varies and found)) and model.trainable_variables:
             raise ModelError(
                 "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
@@ -241,12 +340,11 @@ def refuse_own_update(name: str) -> NoReturn:
 
 
 def _refuse_another(update: Update, known: Update | None) -> None:
-    ids, known_ids = ([id(one) for one in each.variables] if each else [] for each in (update, known))
-    if known is None or update.optimizer is not known.optimizer or ids != known_ids:
+    if not update.is_like(known):
         raise ModelError(
-            "the step applies another optimizer than before, or applies it to other variables: compile "
-            "the model again after changing which of its layers are trainable, and let all replicas make the "
-            "same updates in the same order in every step"
+            "the step applies another optimizer when its replica computes again, or applies it to other "
+            "variables: all replicas must make the same updates in the same order; look for conditions on "
+            "the time, on examples or on what the step itself has changed in Python"
         )
 
 

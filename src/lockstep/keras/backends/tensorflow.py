@@ -37,6 +37,7 @@ from lockstep.keras.backends.losses import (
 from lockstep.keras.backends.multi_update import (
     EndOfRound,
     RoundCount,
+    StepForm,
     Update,
     UpdateRecorder,
     hidden,
@@ -257,9 +258,11 @@ class TensorFlowProgram(VariableState):
         self._apply: Callable[..., Any] | None = None
         self._finish: Callable[..., Any] | None = None
         self._assigned = AssignedVariables()
+        self.varies = self._eager
+        # Of graphs, which are traced again where they turn out to use the new weights.
         self._rounds = RoundCount()
-        self._updates: list[Update] = []
-        self._global_updates: list[GlobalUpdate] = []
+        self._form = StepForm()
+        self._global_updates: dict[int, GlobalUpdate] = {}
         self._trace = RoundTrace()
         self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
@@ -289,7 +292,12 @@ class TensorFlowProgram(VariableState):
 
     def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
-        return self._rounds.is_last(number)
+        return self._form.is_last(number)
+
+    def form(self, number: int) -> str:
+        """Return the form of the round that was computed last."""
+        logs = self._log_template.text if self._log_template and self._form.is_last(number) else ""
+        return f"{self._form.text(number)} {logs}"
 
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total of round `number` by their own names."""
@@ -309,7 +317,7 @@ class TensorFlowProgram(VariableState):
 
     def trained(self) -> Sequence[Any]:
         """Return the variables of the step's only update."""
-        return self._updates[0].variables if self._updates else []
+        return [variable for update in self._form.updates(1) for variable in update.variables]
 
     def layers(self, state: Any) -> Mapping[str, Any]:
         """Return the values of the variables."""
@@ -356,7 +364,7 @@ class TensorFlowProgram(VariableState):
     def _apply_function(self, one: Any, totals: Sequence[Total]) -> Callable[..., Any]:
         """Return the function that applies totals like these: one graph, or several if XLA compiles some."""
         named = [self.parts(number, total) for number, total in enumerate(totals)]
-        xla = [update.uses_xla(total) for update, total in zip(self._global_updates, named, strict=False)]
+        xla = [update.uses_xla(total) for update, total in zip(self._made(len(totals)), named, strict=False)]
         if self._eager or not (self._jit or any(xla)):
             whole: Any = self._applied
             if not self._eager:
@@ -368,7 +376,7 @@ class TensorFlowProgram(VariableState):
             # XLA takes longer to compile the slices of a packed array than to compile an update.
             tensors = self._tensors([self.parts(number, total) for number, total in enumerate(totals)])
             scale = self._scale(one, tensors[-1])
-            for update, total, uses_xla in zip(self._global_updates, tensors, xla, strict=False):
+            for update, total, uses_xla in zip(self._made(len(totals)), tensors, xla, strict=False):
                 update.apply_separately(scale, total, xla=uses_xla)
             rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
             if not finish:
@@ -382,9 +390,16 @@ class TensorFlowProgram(VariableState):
         """Apply totals, which may be packed; return the logs."""
         totals = [self._packings.unpacked(number, total, tf.reshape) for number, total in enumerate(totals)]
         scale = self._scale(one, totals[-1])
-        for update, total in zip(self._global_updates, totals, strict=False):
+        for update, total in zip(self._made(len(totals)), totals, strict=False):
             update.apply(scale, total)
         return self._finished(one, totals[-1])
+
+    def _made(self, rounds: int) -> list[GlobalUpdate]:
+        """Return the updates of the first `rounds` rounds; each keeps its compiled functions."""
+        updates = self._form.updates(rounds)
+        if self._eager:
+            return [GlobalUpdate(one, self._jit) for one in updates]
+        return [self._global_updates.setdefault(id(one), GlobalUpdate(one, self._jit)) for one in updates]
 
     def _scale(self, one: Any, total: Mapping[str, Any]) -> Any:
         """Return the factor for values proportional to the loss: `one`, or `one` by its denominator."""
@@ -429,7 +444,7 @@ class TensorFlowProgram(VariableState):
         tf_random_ops.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.operations.earlier)
         variables = self._classified(number, assigned(inner.graph))
-        if self._rounds.is_last(number):
+        if self.is_last(number):
             self._assigned = variables
 
         def replica(replica: Any, weight: Any, earlier: Any, *given: Any) -> Any:
@@ -458,16 +473,13 @@ class TensorFlowProgram(VariableState):
         taken = [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
         watched = [variable for variable in others if all(variable is not one for one in taken)]
         watched += self._trained()
-        variables = self._classified(number, [*taken, *self._updated(number)])
 
         def function(*given: Any) -> Any:
+            variables = self._classified(number, [*taken, *self._updated(number)])
             before = [variable.read_value() for variable in watched]
             computed = self._computed(step, variables, *given)
             changed = [v for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
             self._classified(number, changed)
-            if not self._trace.ended and not self._rounds.ends_early(number):
-                self._rounds.add_after(number)
-                return function(*given)
             self._assigned = variables
             return computed
 
@@ -481,15 +493,14 @@ class TensorFlowProgram(VariableState):
         """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]
-        if self._kind == "train" and not self._eager:
-            weights = [variable for update in self._updates for variable in update.variables]
-        else:
+        weights = self._form.trained
+        if self._kind != "train" or self._eager or not weights:
             weights = self._model.trainable_variables
         return [variable.value for variable in [*weights, *variables]]
 
     def _updated(self, number: int) -> list[tf.Variable]:
         """Return the variables that the updates before round `number` change."""
-        return [variable.value for update in self._updates[:number] for variable in update.changed]
+        return [variable.value for update in self._form.updates(number) for variable in update.changed]
 
     def _classified(self, number: int, variables: Sequence[tf.Variable]) -> AssignedVariables:
         """Classify the variables that a step assigns in round `number`."""
@@ -505,6 +516,8 @@ class TensorFlowProgram(VariableState):
         Returns (gradients, logged values beyond the metrics, outputs or the densities of the losses).
         """
         model = self._model
+        if self._kind != "train":
+            self._form.show(len(earlier))
         if self._kind == "predict":
             return {}, {}, model.predict_step(data)
         gradients: list[Any] = []
@@ -531,10 +544,11 @@ class TensorFlowProgram(VariableState):
         Returns (the gradients of the round's own update, logs or None if the round ended early).
         """
         number, operations = len(earlier), UpdateOperations()
+        updates = self._form.updates(number)
         after: dict[int, tuple[tf.Variable, Any]] = {}
 
         def repeat(index: int) -> None:
-            update = self._updates[index]
+            update = updates[index]
             with operations.of_earlier_update(), tf_random_ops.drawn_from(None):
                 update.apply(gradients_in(earlier[index], update))
             if self._eager:
@@ -549,20 +563,19 @@ class TensorFlowProgram(VariableState):
                 stack.enter_context(hidden(update))
 
         ends_early = self._rounds.ends_early(number)
-        recorder = UpdateRecorder(number, ends_early, self._updates, repeat, on_update)
+        recorder = UpdateRecorder(number, ends_early, updates, repeat, on_update)
         logs = None
         with ExitStack() as stack:
-            stack.enter_context(recorder.replacing_apply(self._model, optimizers_of(self._model)))
+            stack.enter_context(
+                recorder.replacing_apply(self._model, optimizers_of(self._model), varies=self._eager)
+            )
             with suppress(EndOfRound):
-                logs = self._model.train_step(data)
+                logs = self._model.train_step(data) or {}
         for variable, value in after.values():
             if not same_bits(variable, value):
                 refuse_own_update(variable.name)
-        update = recorder.update
-        if update is not None and number == len(self._updates):
-            self._updates.append(update)
-            self._global_updates.append(GlobalUpdate(update, self._jit))
-        self._trace = RoundTrace(operations, update, ended=logs is not None)
+        self._form.show(number, recorder.update, ended=logs is not None)
+        self._trace = RoundTrace(operations, recorder.update, ended=logs is not None)
         return recorder.gradients, logs
 
     def _computed(
@@ -578,7 +591,7 @@ class TensorFlowProgram(VariableState):
         with variables.as_replica(replica, sums_so_far=False) as changes:
             gradients, values, rest = step(weight, earlier, *given)
             partial = gradients | {name: v * tf.cast(weight, v.dtype) for name, v in values.items()}
-            if self._rounds.is_last(len(earlier)):
+            if self.is_last(len(earlier)):
                 partial |= changes(weight)
         if self._kind == "predict":
             return partial, rest

@@ -90,7 +90,8 @@ class UpdateOperations:
             raise ModelError(
                 "the step applies its optimizer, or calls all_reduce or all_gather, within a condition, a "
                 "loop or a tf.function; replicas cannot synchronize there: do it in the step itself, and "
-                "remove the tf.function decorator of functions that do it"
+                "remove the tf.function decorator of functions that do it; to apply an optimizer in some "
+                "steps only, give it gradient_accumulation_steps, or compile with run_eagerly=True"
             )
 
 

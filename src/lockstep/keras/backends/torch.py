@@ -20,7 +20,7 @@ import torch
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
-from lockstep.keras import randomness
+from lockstep.keras import assignments, randomness
 from lockstep.keras.backends.common import (
     build_by_call,
     has_own,
@@ -33,7 +33,7 @@ from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import (
     EndOfRound,
-    RoundCount,
+    StepForm,
     Update,
     UpdateRecorder,
     hidden,
@@ -176,7 +176,7 @@ class VariablesBefore:
     """The variables at the beginning of a replica's step.
 
     Attributes:
-        copies: of the layer state that the step may change, by position.
+        copies: of the layer state that the step may change or has assigned, by position.
         state: the version counters of the layer state.
         trainable: the version counters of the trainable variables, without updates.
         updated: the variables that updates of earlier rounds have changed, with copies, by their ids.
@@ -186,6 +186,29 @@ class VariablesBefore:
     state: Sequence[int]
     trainable: list[int]
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Copier:
+    """A `VariableObserver` that copies the layer state that a step assigns, before its first assignment.
+
+    Attributes:
+        positions: of the tensors, by their ids.
+        copies: by position.
+    """
+
+    positions: Mapping[int, int]
+    copies: dict[int, torch.Tensor]
+
+    def on_create(self, variable: Any) -> None:
+        """Do nothing: the variable belongs to the step."""
+
+    def on_assign(self, variable: Any) -> None:
+        """Copy the value of a variable of the layers' state."""
+        tensor = stored_value(variable)
+        i = self.positions.get(id(tensor))
+        if i is not None and i not in self.copies:
+            self.copies[i] = tensor.detach().clone()
 
 
 class TorchState(VariableState):
@@ -224,20 +247,24 @@ class TorchProgram(TorchState):
     """The `lockstep.keras.backends.contract.Program` of one kind of step of one model. `state` is None."""
 
     traced = 0
+    varies = True
 
     def __init__(self, model: Any, kind: Kind) -> None:
         super().__init__(model)
+        assignments.install()
         self._kind = kind
         self._state = _state_of(model)
         self._tensors = [one.tensor for one in self._state]
         self._seeds = {i for i, one in enumerate(self._state) if one.is_seed}
         self._trainable = [variable.value for variable in model.trainable_variables]
         self._metrics = [variable.value for variable in model.metrics_variables]
-        self._changing: list[int] | None = None
+        self._positions = {id(tensor): i for i, tensor in enumerate(self._tensors)}
+        self._known: set[int] | None = None
+        self._unseen: set[int] = set()
+        self._changing: list[int] = []
         # Finding them takes longer than computing a small layer.
         self._optimizers = optimizers_of(model)
-        self._rounds = RoundCount()
-        self._updates: list[Update] = []
+        self._form = StepForm()
         self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
 
@@ -247,10 +274,10 @@ class TorchProgram(TorchState):
         with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * GOLDEN):
             partial = self._run(data, share, earlier, before)
             self._refuse_own_updates(before)
-            if partial is not None and self._rounds.is_last(len(earlier)):
+            if self._form.is_last(len(earlier)):
                 with torch.no_grad():
                     partial |= self._changes(before, share)
-        return self.compute(state, share, earlier) if partial is None else partial
+        return partial
 
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays, which are not packed."""
@@ -258,16 +285,21 @@ class TorchProgram(TorchState):
 
     def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
-        return self._rounds.is_last(number)
+        return self._form.is_last(number)
+
+    def form(self, number: int) -> str:
+        """Return the form of the round that was computed last."""
+        logs = self._log_template.text if self._log_template and self._form.is_last(number) else ""
+        return f"{self._form.text(number)} {logs}"
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals to the model's variables."""
         with torch.no_grad():
             totals = [divided(self._model, total) for total in totals]
             last = totals[-1]
-            for update, total in zip(self._updates, totals, strict=False):
+            for update, total in zip(self._form.updates(len(totals)), totals, strict=False):
                 self._update(update, total)
-            for i in self._changing or ():
+            for i in self._changing:
                 tensor = self._tensors[i]
                 tensor.add_(borrowed(last[f"state/{i}"], tensor.device))
             if self._log_template is None:
@@ -283,16 +315,16 @@ class TorchProgram(TorchState):
 
     def trained(self) -> Sequence[Any]:
         """Return the variables of the step's only update."""
-        return self._updates[0].variables if self._updates else []
+        return [variable for update in self._form.updates(1) for variable in update.variables]
 
     def layers(self, state: Any) -> Mapping[str, Any]:
         """Return the values of the tensors."""
-        return {f"state/{i}": self._tensors[i] for i in self._changing or ()}
+        return {f"state/{i}": self._tensors[i] for i in self._changing}
 
     def layer_of(self, position: int) -> str | None:
         """Return the name of a changing variable."""
         wanted = self._model.non_trainable_variables[position].value
-        return next((f"state/{i}" for i in self._changing or () if self._tensors[i] is wanted), None)
+        return next((f"state/{i}" for i in self._changing if self._tensors[i] is wanted), None)
 
     def put(
         self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
@@ -322,12 +354,11 @@ class TorchProgram(TorchState):
 
     def _run(
         self, data: Any, share: Share, earlier: Sequence[Total], before: VariablesBefore
-    ) -> dict[str, Any] | None:
-        """Run the model's step; return its partial, without the variables that it changes.
-
-        None if the step uses the new weights after the round's update, and must run again.
-        """
-        model, weight = self._model, share.weight
+    ) -> dict[str, Any]:
+        """Run the model's step; return its partial, without the variables that it changes."""
+        model, weight, number = self._model, share.weight, len(earlier)
+        if self._kind != "train":
+            self._form.show(number)
         if self._kind == "predict":
             with torch.no_grad():
                 self._outputs.append((share.replica, model.predict_step(data)))
@@ -336,10 +367,10 @@ class TorchProgram(TorchState):
             if self._kind == "test":
                 with torch.no_grad():
                     logs = model.test_step(data)
-                    partial: dict[str, Any] | None = self._logged_values(logs, results, weight)
+                    partial = self._logged_values(logs, results, weight)
             else:
                 partial = self._train(data, weight, earlier, before, results)
-        if partial is None or not self._rounds.is_last(len(earlier)):
+        if not self._form.is_last(number):
             return partial
         partial |= {f"metric/{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
         with torch.no_grad():
@@ -352,32 +383,26 @@ class TorchProgram(TorchState):
         earlier: Sequence[Total],
         before: VariablesBefore,
         results: MetricResults,
-    ) -> dict[str, Any] | None:
-        number = len(earlier)
-        ends_early = self._rounds.ends_early(number)
-        logs = None
+    ) -> dict[str, Any]:
+        number, logs = len(earlier), None
+        updates = self._form.updates(number)
         with ExitStack() as stack:
             recorder = UpdateRecorder(
                 number,
-                ends_early,
-                self._updates,
-                lambda index: self._repeat(self._updates[index], earlier[index], before),
+                False,
+                updates,
+                lambda index: self._repeat(updates[index], earlier[index], before),
                 lambda update: stack.enter_context(hidden(update)),
                 # After its update, Keras's own step changes nothing.
                 copies=has_own(self._model, "train_step"),
             )
-            stack.enter_context(recorder.replacing_apply(self._model, self._optimizers))
+            stack.enter_context(recorder.replacing_apply(self._model, self._optimizers, varies=True))
             weighed = stack.enter_context(weighted_gradients(self._model, weight))
             with suppress(EndOfRound):
-                logs = self._model.train_step(data)
-        if logs is None and not ends_early:
-            self._rounds.add_after(number)
-            return None
-        if recorder.update is not None and number == len(self._updates):
-            self._updates.append(recorder.update)
-        return self._gradients(recorder, 1.0 if weighed else weight) | (
-            {} if logs is None else self._logged_values(logs, results, weight)
-        )
+                logs = self._model.train_step(data) or {}
+        self._form.show(number, recorder.update, ended=logs is not None)
+        partial = self._gradients(recorder, 1.0 if weighed else weight)
+        return partial if logs is None else partial | self._logged_values(logs, results, weight)
 
     def _gradients(self, recorder: UpdateRecorder, weight: float) -> dict[str, Any]:
         """Return the weighted gradients of a round's update, and the variables for which there are gradients.
@@ -415,8 +440,8 @@ class TorchProgram(TorchState):
     @contextmanager
     def _as_replica(self, share: Share) -> Iterator[VariablesBefore]:
         """Within the block, variables have a replica's values: its seeds, metrics at zero, no gradients."""
-        changing = range(len(self._state)) if self._changing is None else {*self._changing, *self._seeds}
-        copies = {i: self._tensors[i].detach().clone() for i in changing}
+        known = range(len(self._state)) if self._known is None else self._known
+        copies = {i: self._tensors[i].detach().clone() for i in known}
         metrics = [metric.detach().clone() for metric in self._metrics]
         with torch.no_grad():
             for i in self._seeds:
@@ -426,7 +451,8 @@ class TorchProgram(TorchState):
         self._forget_gradients()
         try:
             before = VariablesBefore(copies, versions(self._tensors), versions(self._trainable), {})
-            yield before
+            with assignments.observed_by(_Copier(self._positions, copies)):
+                yield before
         finally:
             with torch.no_grad():
                 for tensor, value in before.updated.values():
@@ -449,15 +475,18 @@ class TorchProgram(TorchState):
     def _changes(self, before: VariablesBefore, share: Share) -> dict[str, Any]:
         """Return the changes of the layers' state, in a form that can be summed."""
         changed = {i for i, version in enumerate(versions(self._tensors)) if version != before.state[i]}
-        if self._changing is None:
+        if self._known is None:
             # A write to `tensor.data` does not change the version counter.
-            unseen = before.copies.keys() - changed - self._seeds
-            changed |= {i for i in unseen if not torch.equal(before.copies[i], self._tensors[i])}
-            self._changing = sorted(changed)
-        for i in changed - set(self._changing):
+            others = before.copies.keys() - changed - self._seeds
+            self._unseen = {i for i in others if not torch.equal(before.copies[i], self._tensors[i])}
+            self._known = set(self._seeds)
+        changed |= self._unseen
+        self._known |= changed
+        self._changing = sorted(changed)
+        for i in changed - before.copies.keys():
             raise ModelError(
-                f"the step changes {self._state[i].path!r}, but its first step did not; every step of "
-                "every replica must change the same variables"
+                f"the step changes {self._state[i].path!r} in place, but its first step did not: assign it "
+                "with the `assign` of a Keras variable, or change it in every step"
             )
         return {f"state/{i}": self._change(i, before.copies[i], share) for i in self._changing}
 

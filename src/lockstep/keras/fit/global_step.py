@@ -46,7 +46,9 @@ from lockstep.topology import View
 from lockstep.worker.job import Job
 
 _ADVICE = (
-    "compile the model again after changing what is trainable, and let every step change the same variables"
+    "a condition in the step must have the same outcome on all replicas: it may depend on the optimizer's "
+    "iterations, on weights and on what a callback has set, but not on a replica's examples or its random "
+    "numbers"
 )
 
 
@@ -75,7 +77,7 @@ class GlobalStep:
         self._synchronization: Synchronization = VerifiedReduce(
             AllReduce(job.exchange, job.worker), job.exchange, job, self._verifications, self._describe
         )
-        self._layouts: dict[int, PartialLayout] = {}
+        self._layouts: dict[int, dict[frozenset[str], PartialLayout]] = {}
         self._nest: Any = None
         self._calls = calls
         self._model = model
@@ -147,7 +149,7 @@ class GlobalStep:
         complete = False
         while not complete:
             this = self._round(state, batch, totals, record)
-            total = self._total(this, len(totals))
+            total = self._synchronization.synchronize(this)
             complete = self._program.is_last(len(totals))
             # The next reduce reuses the total's memory.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
@@ -179,7 +181,7 @@ class GlobalStep:
         rows = self._job.exchange(join)
         if only.layout is not None and only.layout.leaves:
             self._digests.settle()
-            _, state = self._program.apply(state, [self._total(only, 0)])
+            _, state = self._program.apply(state, [self._synchronization.synchronize(only)])
         self._calls.current.steps += 1
         return rows, state
 
@@ -198,10 +200,11 @@ class GlobalStep:
     ) -> Round:
         """Return the round that follows the rounds with the totals `earlier`.
 
-        Replicas without examples contribute nothing. In the first step, a worker that has only such replicas
-        also computes replica 0, to learn the layout of a partial.
+        Replicas without examples contribute nothing. A worker that has only such replicas also computes
+        replica 0 to learn the layout of a partial: in the first step, and where steps vary, in each.
         """
-        call, replicas = self._calls.current, self._job.view.replicas
+        call, replicas, number = self._calls.current, self._job.view.replicas, len(earlier)
+        program, layouts = self._program, self._layouts.setdefault(number, {})
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
 
         def computed(share: Share) -> Partial:
@@ -212,32 +215,31 @@ class GlobalStep:
                 record.read(share.replica, data)
             share = share._replace(data=lambda: data)
             with misfits_explained(self._model, share.examples):
-                return self._program.compute(state, share, earlier)
+                return program.compute(state, share, earlier)
 
         def compute(replica: int) -> Partial | None:
             share = batch.share(replica, replicas, seed)
             return computed(share) if share.examples else None
 
+        def check(names: Sequence[str]) -> bytes:
+            form = program.form(number).encode() if program.varies else b""
+            return xxhash.xxh3_128_digest(batch.check() + _names_digest(names) + form)
+
         return Round(
             self._calls.where(),
             compute,
             self._backend.to_numpy,
-            check=lambda names: xxhash.xxh3_128_digest(batch.check() + _names_digest(names)),
+            check=check,
             advice=_ADVICE,
             sample=lambda: computed(batch.share(0, replicas, seed)),
-            layout=self._layouts.get(len(earlier)),
+            form=partial(program.form, number) if program.varies else None,
+            layout=None if program.varies else next(iter(layouts.values()), None),
+            layouts=layouts,
             entered=lambda: self._timer.lap("wait"),
             settle=self._settle,
-            catching_up=partial(self._program.published, state),
-            parts=partial(self._program.parts, len(earlier)),
+            catching_up=partial(program.published, state),
+            parts=partial(program.parts, number),
         )
-
-    def _total(self, this: Round, number: int) -> Total:
-        """Return the total of a round, valid until the next one."""
-        total = self._synchronization.synchronize(this)
-        if this.layout is not None:
-            self._layouts[number] = this.layout
-        return total
 
     def _settle(self) -> None:
         self._backend.settle()
