@@ -342,9 +342,9 @@ def refuse_own_update(name: str) -> NoReturn:
 def _refuse_another(update: Update, known: Update | None) -> None:
     if not update.is_like(known):
         raise ModelError(
-            "the step applies another optimizer when its replica computes again, or applies it to other "
-            "variables: all replicas must make the same updates in the same order; look for conditions on "
-            "the time, on examples or on what the step itself has changed in Python"
+            "a replica applies another optimizer than before in the same step, or applies it to other "
+            "variables: all replicas must make the same updates in the same order, in each round; look for "
+            "conditions on their examples, on the time or on what the step itself has changed in Python"
         )
 
 
