@@ -110,6 +110,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
             "model_digest",
             "nests",
             "numbered_calls",
+            "call_turns",
             "per_replica",
         ),
         *("randomness", "seeds", "small_program", "tf_per_replica", "tf_random_ops", "variables"),
@@ -141,6 +142,8 @@ NOT_OF_FRAMEWORKS = {
     "keras/parameter_server/remote_values.py": {"_value"},
     "keras/randomness.py": {"_inst", "_rand"},  # of Python and NumPy
     "observability/job_metrics.py": {"_info", "_total"},  # parts of names of metrics
+    "keras/call_turns.py": {"_DummyThread"},  # of Python
+    "worker/script_threads.py": {"_target"},
     "strategy/cluster_coordinator.py": {"_coordinator", "_fresh", "_own"},
 }
 """Private names of Lockstep's objects in other files, and of other libraries, by the file that uses them."""

@@ -4,6 +4,7 @@ Each replacement is an entry of the registry in `lockstep.worker.patch_registry`
 """
 
 import functools
+import threading
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ _FUNCTIONS: dict[str, Kind] = {
     "make_test_function": "test",
     "make_predict_function": "predict",
 }
-_ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _STEPS = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
 _BATCH_ENDS = {
     "on_train_batch_end": ("on_train_batch_end", "on_batch_end"),
@@ -41,6 +42,7 @@ _SAVING_FUNCTIONS = {"save_model": "save", "save_weights": "save_weights"}
 _AT_COMPILE, _SAVING = f"{__name__}.compile", f"{__name__}.saving"
 
 _installed: list[ModelMethods] = []
+_installing = threading.Lock()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -61,11 +63,11 @@ def install(job: Job) -> ModelMethods:
     if not _installed:
         backend = adapter().steps()
         methods = ModelMethods(job, backend)
-        for name in ("compile", "fit", "evaluate", "predict"):
-            _replace(name, getattr(methods, name))
+        _replace("compile", methods.compile)
+        for name in _CALLS:
+            _replace(name, functools.partial(methods.in_turn, name))
+        PATCHES.replace(__name__, threading.Thread, "start", methods.turns.started)
         _replace(SYMBOLIC_BUILD, methods.symbolic_build)
-        for name in _ON_BATCH:
-            _replace(name, functools.partial(methods.on_batch, name))
         for name, kind in _FUNCTIONS.items():
             _replace(name, functools.partial(methods.make_function, kind))
         for name in _SAVES:
@@ -106,10 +108,16 @@ def install_at_compile(job: Job) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _installed:
-                return original(self, *args, **kwargs)
-            install(job).adopt_all()
-            return owner.compile(self, *args, **kwargs)
+            # Several threads of the script may compile their first models at the same time.
+            with _installing:
+                begins = not _installed
+                if begins:
+                    install(job).adopt_all()
+            if begins:
+                return owner.compile(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            _installed[0].adopt(self)
+            return result
 
         return replacement
 

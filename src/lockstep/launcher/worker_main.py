@@ -48,6 +48,7 @@ from lockstep.worker.script import (
     summarize_own,
     user_traceback,
 )
+from lockstep.worker.script_threads import ScriptThreads
 from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
 
@@ -206,12 +207,15 @@ def _run_whole(script: Script) -> None:
     """Run the script, and then what it has begun and not completed, unless it ends with an error."""
     from lockstep.worker import job
 
+    threads = ScriptThreads()
     try:
         script.run()
     except SystemExit as leaving:
         if leaving.code in (None, 0):
+            threads.wait()
             job.current().complete()
         raise
+    threads.wait()
     job.current().complete()
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lockstep.errors import ModelError
@@ -97,7 +97,7 @@ class Strategy:
         """
         _refuse_within_replica("run")
         self._job.note_distribution()
-        with self._entered():
+        with self._part("run"), self._entered():
             self._job.timer.lap("other")
             result = self._runner.run(fn, args, kwargs or {})
             self._job.timer.lap("update")
@@ -167,7 +167,8 @@ class Strategy:
             [1.5]
         """
         _refuse_within_replica("reduce")
-        return self._runner.reduce(ReduceOp.of(reduce_op), value, axis)
+        with self._part("reduce"):
+            return self._runner.reduce(ReduceOp.of(reduce_op), value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas of each leaf, joined along `axis` in the replicas' order.
@@ -192,7 +193,8 @@ class Strategy:
             [0.0, 1.0, 2.0, 3.0]
         """
         _refuse_within_replica("gather")
-        return self._runner.gather(value, axis)
+        with self._part("gather"):
+            return self._runner.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this worker's replicas, one per replica.
@@ -298,6 +300,13 @@ class Strategy:
         """
         self._job.note_distribution()
         return values_from_function(self._job, self._runner, value_fn)
+
+    def _part(self, name: str) -> AbstractContextManager[None]:
+        """Let one thread at a time compute with the replicas; scheduled functions have own threads."""
+        if self._job.view.replicas == 1 or self._job.context.tasks is not None:
+            return nullcontext()
+        several = len(self._job.view.workers) > 1
+        return self._methods.turns.part(f"strategy.{name}", several=several)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -5,7 +5,10 @@ replicas compute its steps. Everything else in Keras's loops (callbacks, logs, e
 """
 
 import contextlib
+import functools
+import hashlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ from lockstep.keras.backends.common import (
     refuse_synchronized_normalization,
 )
 from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.call_turns import CallTurns, key_of
 from lockstep.keras.fit.callbacks import (
     chief_files,
     has_batch_methods,
@@ -92,7 +96,16 @@ Original = Callable[..., Any]
 _KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
 _ARGUMENTS = ("batch_size", "shuffle", "steps_per_epoch", "class_weight", "validation_split")
 """The arguments of `fit` that are recorded."""
+_FUNCTIONS = {
+    **dict.fromkeys(("evaluate", "test_on_batch"), "test_function"),
+    **dict.fromkeys(("predict", "predict_on_batch"), "predict_function"),
+}
+"""The attributes of a model with the functions that methods call for each batch, without those for training."""
 _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
+
+
+class _ThreadState(threading.local):
+    by_itself = False
 
 
 class ModelMethods:
@@ -109,6 +122,10 @@ class ModelMethods:
         # Before the recorder, which publishes at the end what it has recorded.
         job.at_exit(self._record_last)
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._subjects: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._compiled = 0
+        self._one_by_itself = threading.Lock()
+        self._thread = _ThreadState()
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._served: weakref.WeakKeyDictionary[Any, ServerOptions] = weakref.WeakKeyDictionary()
@@ -136,8 +153,57 @@ class ModelMethods:
         self._digests = recorder_of(job, backend.to_numpy)
         job.at_completion(self._compare_last_batch)
         job.at_end(lambda: job.events.publish(self.trained()))
+        job.at_completion(self.turns.wait)
         if job.checkpoints.resumed is not None:
             self._resumable.begin(job.checkpoints.resumed)
+
+    @property
+    def turns(self) -> CallTurns:
+        """The turns of the script's threads."""
+        return self._resumable.turns
+
+    def in_turn(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the replacement of a method when this thread has its turn.
+
+        With one replica, and nothing to save, Keras's own methods evaluate and predict, at any time. So they
+        do in a thread that reads the examples of a call, for which that call waits.
+        """
+        act = functools.partial(self.on_batch, method) if method in _KINDS else getattr(self, method)
+        if model in self._adopted and self.turns.is_within() and (self._plain or method in _FUNCTIONS):
+            return self._by_itself(method, original, model, args, kwargs)
+        if model not in self._adopted or (self._plain and method in ("evaluate", "predict")):
+            return act(original, model, *args, **kwargs)
+        with self.turns.turn(method, lambda: key_of(method, self._subjects[model], args, kwargs)):
+            return act(original, model, *args, **kwargs)
+
+    def _by_itself(self, method: str, original: Original, model: Any, args: Any, kwargs: Any) -> Any:
+        """Compute with Keras's own function in this process, without the replicas."""
+        if self._plain:
+            return original(model, *args, **kwargs)
+        name = _FUNCTIONS[method]
+        with self._one_by_itself:
+            function = getattr(model, name)
+            setattr(model, name, None)
+            self._thread.by_itself = True
+            try:
+                return original(model, *args, **kwargs)
+            finally:
+                self._thread.by_itself = False
+                setattr(model, name, function)
+
+    def _note_subject(self, model: Any) -> None:
+        """Note what identifies a model on all workers, in the calls of threads."""
+        if model in self._subjects:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._compiled += 1
+            self._subjects[model] = f"model {self._compiled} ({model.name})"
+        else:
+            # Threads on other workers may compile, and so number and name, their models in another order.
+            text = repr({**settings_of_call(model, (), first=True), **settings_of_model(model)})
+            self._subjects[model] = (
+                f"a {type(model).__name__} #{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+            )
 
     @property
     def forwarding(self) -> bool:
@@ -202,7 +268,7 @@ class ModelMethods:
     def number_functions(self) -> NumberedCall:
         """Number the functions that a `ClusterCoordinator` schedules from now on."""
         self._job.note_distribution()
-        with self._resumable.call("functions") as call:
+        with self.turns.turn("functions", lambda: "functions"), self._resumable.call("functions") as call:
             if self._resumable.resume() is None:
                 self._job.events.publish(CallStarted(call.name))
                 seeds = {"the seeds of the script": f"{call.seed:x}"}
@@ -265,14 +331,19 @@ class ModelMethods:
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
+        self.adopt(model)
+        return result
+
+    def adopt(self, model: Any) -> None:
+        """Adopt a model that was just compiled, if it is in a strategy's scope, or the script has none."""
         if self._servers or self._adopts_all:
             self._adopted.add(model)
+            self._note_subject(model)
             self._snapshots.adopt(model)
             options = self._servers[-1] if self._servers else None
             self._served.pop(model, None)
             if options is not None:
                 self._served[model] = options
-        return result
 
     def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Train on global batches in the job's order; in an evaluator, evaluate what others train."""
@@ -612,7 +683,7 @@ class ModelMethods:
     def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
         """Set the function of an adopted model that Keras's loop calls for each step, and return it."""
         attribute = f"{kind}_function"
-        if model not in self._adopted or self._plain:
+        if model not in self._adopted or self._plain or self._thread.by_itself:
             return original(model, force)
         if self._alone:
             original(model, force)

@@ -65,10 +65,11 @@ class StepLoops:
         if count < 0:
             raise InputError(f"strategy.steps needs a number of steps of at least 0, not {count}")
         loop = LoopState(state, self._note_skipped)
-        for part in state.values():
-            if isinstance(part, keras.Model):
-                self._last.trains(part)
-        with self._resumable.call("steps") as call:
+        key = f"steps of {', '.join(sorted(state))}"
+        with self._resumable.turns.turn("steps", lambda: key), self._resumable.call("steps") as call:
+            for part in state.values():
+                if isinstance(part, keras.Model):
+                    self._last.trains(part)
             if checkpoint is not None:
                 self._checkpoints.begin(checkpoint)
             if finished := self._resumable.resume():

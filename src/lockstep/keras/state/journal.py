@@ -36,6 +36,7 @@ class FinishedCall:
         taken: the number of training steps at its end.
         error: the error that it raised, if any.
         states: the random states at its end; None if they are those of the beginning of the script.
+        key: of its turn, if several threads make calls; see `lockstep.keras.call_turns`.
     """
 
     kept: Any
@@ -43,6 +44,7 @@ class FinishedCall:
     taken: int
     error: BaseException | None = None
     states: Mapping[str, Any] | None = None
+    key: str = ""
 
     @property
     def result(self) -> Any:
@@ -69,15 +71,24 @@ class Journal:
         self._figures = array("d")
         self._others: dict[int, Any] = {}
         self._states: dict[int, Mapping[str, Any]] = {}
+        self._keys: dict[int, str] = {}
         self._last_states: Mapping[str, Any] = {}
         self._end = _Totals()
         self._read = _Totals()
 
     def add(
-        self, result: Any, methods: Mapping[str, int], taken: int, failure: Failure | None = None
+        self,
+        result: Any,
+        methods: Mapping[str, int],
+        taken: int,
+        failure: Failure | None = None,
+        *,
+        key: str = "",
     ) -> None:
         """Record a call that has finished or ended with an error."""
         number = len(self._codes)
+        if key:
+            self._keys[number] = key
         counts = tuple(
             (method, count - self._end.methods.get(method, 0))
             for method, count in methods.items()
@@ -102,6 +113,15 @@ class Journal:
     def __len__(self) -> int:
         return len(self._codes)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether threads have made some of the calls."""
+        return bool(self._keys)
+
+    def key(self, number: int) -> str:
+        """Return the key of the turn of a finished call; empty if the main thread made all calls before."""
+        return self._keys.get(number, "")
+
     def packed(self) -> dict[str, Any]:
         """Return the journal as plain values and arrays."""
         return {
@@ -110,6 +130,7 @@ class Journal:
             "figures": np.array(self._figures, "float64"),
             "others": dict(self._others),
             "states": dict(self._states),
+            "keys": dict(self._keys),
         }
 
     @classmethod
@@ -120,6 +141,7 @@ class Journal:
         journal._codes = array("I", packed["codes"].tolist())
         journal._figures = array("d", packed["figures"].tolist())
         journal._others, journal._states = dict(packed["others"]), dict(packed["states"])
+        journal._keys = dict(packed.get("keys", {}))
         kinds = list(journal._kinds)
         for code in journal._codes:
             journal._end.advance(kinds[code])
@@ -147,7 +169,8 @@ class Journal:
         figures = self._figures[start : self._read.figures].tolist()
         result, failure = self._result(number, kind, figures)
         error = None if failure is None else error_of(failure)
-        return FinishedCall(result, dict(self._read.methods), self._read.taken, error, states)
+        methods, taken = dict(self._read.methods), self._read.taken
+        return FinishedCall(result, methods, taken, error, states, self.key(number))
 
     def _result(self, number: int, kind: _Kind, figures: list[float]) -> tuple[Any, Failure | None]:
         form, names, _, _ = kind

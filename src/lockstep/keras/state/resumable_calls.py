@@ -11,16 +11,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import unpack
+from lockstep.collectives.contract import Communicator
 from lockstep.errors import CheckpointError, DisagreementError, LockstepError
+from lockstep.keras.call_turns import MADE_BY_THREADS, CallTurns, agreed_key
 from lockstep.keras.host_report import compare_with_member
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.function_log import FunctionLog
 from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
-from lockstep.keras.worker_exchange import ADVICE_ON_CALLS
+from lockstep.keras.worker_exchange import ADVICE_ON_CALLS, gather
 from lockstep.observability.events import StepsSkipped
+from lockstep.system.notes import note
+from lockstep.topology import View
 from lockstep.worker.job import Job
 
 SKIPPING_EVERY = 5.0
@@ -85,6 +91,7 @@ class Resumption:
         joined: whether this worker is a member of the job, for which the other members wait.
         functions: the logs of functions that were scheduled, by the position of their call.
         schedules: whether the training resumes between two calls of a `ClusterCoordinator`.
+        key: of the turn of the call in progress, if several threads make calls.
     """
 
     contents: Contents
@@ -97,6 +104,7 @@ class Resumption:
     joined: bool = False
     functions: Mapping[int, FunctionLog] = field(default_factory=dict)
     schedules: bool = False
+    key: str = ""
 
     @classmethod
     def of(cls, contents: Contents, facts: Mapping[str, Any], *, joined: bool = False) -> "Resumption":
@@ -112,6 +120,7 @@ class Resumption:
             joined,
             {position: FunctionLog.unpacked(one) for position, one in facts.get("functions", {}).items()},
             facts.get("schedules", False),
+            facts.get("turn", ""),
         )
 
 
@@ -148,6 +157,7 @@ class ResumableCalls:
     Attributes:
         skipping: publishes what was skipped.
         functions: the logs of functions that were scheduled, by the position of their call; on the chief.
+        turns: of the script's threads, whose calls follow each other.
     """
 
     def __init__(self, job: Job, calls: NumberedCalls) -> None:
@@ -160,6 +170,9 @@ class ResumableCalls:
         self._again: BaseException | None = None
         self.skipping = SkippedSteps(job.events.publish)
         self.functions: dict[int, FunctionLog] = {}
+        self.turns = CallTurns(
+            self._next_key, self._has_recorded_keys, lambda: job.policy.timeout, self._note_threads
+        )
 
     @property
     def journal(self) -> Journal:
@@ -221,6 +234,7 @@ class ResumableCalls:
             return Replay(self._finished(resumption))
         if resumption.steps:
             self._refuse_another(resumption.call)
+            self._refuse_another_key(resumption.key)
             return SkipTo(resumption.steps)
         if self._job.joins:
             raise DisagreementError(
@@ -356,7 +370,7 @@ class ResumableCalls:
         if self._resumption is not None:
             raise CheckpointError(self._not_reached(call, f"it has ended after {call.steps}"))
         kept = result if call.result_of is None else call.result_of(call)
-        self._journal.add(kept, self._calls.methods, self._calls.taken)
+        self._journal.add(kept, self._calls.methods, self._calls.taken, key=self.turns.key)
         if self._job.checkpoints.scheduler is not None:
             self._job.checkpoints.scheduler.end_call()
 
@@ -386,6 +400,7 @@ class ResumableCalls:
         finished, own = resumption.journal.finished(self._calls.outermost - 1), self._calls.methods
         others = (f"{name} {n}" for name, n in finished.methods.items() if own.get(name) != n)
         self._refuse_another(next(others, ""))
+        self._refuse_another_key(finished.key)
         return finished
 
     def _move_past(self, finished: FinishedCall) -> None:
@@ -412,7 +427,8 @@ class ResumableCalls:
         if self._resumption is None:
             if len(self._journal) < self._calls.outermost:
                 kept = None if call.result_of is None else call.result_of(call)
-                self._journal.add(kept, self._calls.methods, self._calls.taken, failure_of(error, call.name))
+                failure = failure_of(error, call.name)
+                self._journal.add(kept, self._calls.methods, self._calls.taken, failure, key=self.turns.key)
         elif self._calls.outermost > len(self._resumption.journal) or isinstance(error, Exception):
             if isinstance(error, LockstepError) and error is not self._again:
                 self._refusal = error
@@ -435,6 +451,43 @@ class ResumableCalls:
                 f"call {self._calls.outermost} of this script is {own}, but was {call} when the checkpoint "
                 "was saved: undo the change, or start over in another folder"
             )
+
+    def _refuse_another_key(self, key: str) -> None:
+        """Raise an error if another thread had the turn of the call in progress."""
+        if key != self.turns.key:
+            raise CheckpointError(
+                f"call {self._calls.outermost} of this script is {self.turns.key or 'of the main thread'}, "
+                f"but was {key or 'of the main thread'} before: make all calls that may be at the same time "
+                "in threads, and give models the same order in each run"
+            )
+
+    def _has_recorded_keys(self) -> bool:
+        resumption = self._resumption
+        return resumption is not None and (resumption.journal.has_keys or bool(resumption.key))
+
+    def _next_key(self, waiting: Callable[[], list[str]]) -> str:
+        """Return the key of the next call of several threads: the recorded one, or as the chief decides."""
+        if self._resumption is None and self._job.joins:
+            self._follow(self._job.membership.position())
+        resumption = self._resumption
+        if resumption is not None:
+            if self._calls.outermost < len(resumption.journal):
+                return resumption.journal.key(self._calls.outermost)
+            if resumption.steps:
+                return resumption.key
+        if len(self._job.view.workers) == 1:
+            return waiting()[0]
+
+        def receive(_: View, communicator: Communicator) -> str:
+            blob = msgspec.msgpack.encode(waiting())
+            blobs = gather(self._job.worker, communicator, MADE_BY_THREADS, {}, blob)
+            return agreed_key([msgspec.msgpack.decode(one, type=list[str]) for one in blobs])
+
+        return self._job.exchange(receive)
+
+    def _note_threads(self) -> None:
+        if self._job.is_chief and not self.catches_up and self._job.view.replicas > 1:
+            note("several threads of the script make calls: they take turns, in one order on all workers")
 
 
 def _origin(since: int | None) -> str:

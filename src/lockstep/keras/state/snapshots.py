@@ -143,6 +143,7 @@ class Snapshots:
             "looks": call.samples,
             "passes": call.passes,
             "states": dict(call.states),
+            "turn": self.resumable.turns.key,
         }
         if not whole:
             packed, values = pack(position, "training")
@@ -192,6 +193,7 @@ class Snapshots:
             "steps": steps,
             "looks": call.samples,
             "call": call.name,
+            "turn": self.resumable.turns.key,
             "functions": self._functions(),
         }
         arrays: dict[str, Any] = {}

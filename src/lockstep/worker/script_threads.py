@@ -1,0 +1,53 @@
+"""Threads that a script leaves when its last line has run: Python waits for them, so they belong to it."""
+
+import functools
+import threading
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.system.notes import note
+from lockstep.worker.program_sources import is_program
+
+_MOMENT = 10.0
+"""Seconds after which a note says for which thread the end of the script waits."""
+
+
+class ScriptThreads:
+    """Notes errors of Lockstep that end a thread: the script does not see them, and would seem to succeed."""
+
+    def __init__(self) -> None:
+        self._error: LockstepError | None = None
+        threading.excepthook = functools.partial(self._ended_with, threading.excepthook)
+
+    def wait(self) -> None:
+        """Wait for the threads of the script that Python would wait for.
+
+        Raises:
+            LockstepError: one of all threads has ended with it.
+        """
+        for thread in threading.enumerate():
+            if thread.daemon or thread is threading.current_thread() or not _is_of_program(thread):
+                continue
+            thread.join(_MOMENT)
+            if thread.is_alive():
+                note(f"the last line of the script has run; waits for its thread {thread.name!r}")
+                thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _ended_with(self, show: Any, ended: Any) -> None:
+        if isinstance(ended.exc_value, LockstepError) and self._error is None:
+            self._error = ended.exc_value
+        show(ended)
+
+
+def _is_of_program(thread: threading.Thread) -> bool:
+    """Whether a thread runs code of the program, or a method of Keras that it has passed."""
+    target = getattr(thread, "_target", None) or type(thread).run
+    while isinstance(target, functools.partial):
+        target = target.func
+    target = getattr(target, "__func__", target)
+    code = getattr(target, "__code__", None)
+    return (code is not None and is_program(code.co_filename)) or str(
+        getattr(target, "__module__", "")
+    ).startswith("keras.")
