@@ -100,7 +100,7 @@ _FUNCTIONS = {
     **dict.fromkeys(("evaluate", "test_on_batch"), "test_function"),
     **dict.fromkeys(("predict", "predict_on_batch"), "predict_function"),
 }
-"""The attributes of a model with the functions that methods call for each batch, without those for training."""
+"""The attributes with the functions that methods call for each batch, without those for training."""
 _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
