@@ -104,7 +104,7 @@ _FUNCTIONS = {
 _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
-class _ThreadState(threading.local):
+class _ThreadByItself(threading.local):
     by_itself = False
 
 
@@ -125,7 +125,7 @@ class ModelMethods:
         self._subjects: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._compiled = 0
         self._one_by_itself = threading.Lock()
-        self._thread = _ThreadState()
+        self._thread = _ThreadByItself()
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._served: weakref.WeakKeyDictionary[Any, ServerOptions] = weakref.WeakKeyDictionary()
