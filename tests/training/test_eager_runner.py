@@ -282,6 +282,10 @@ def take_different_paths(strategy: lockstep.Strategy) -> None:
     strategy.run(step)
 
 
+def own_id() -> Any:
+    return lockstep.get_replica_context().replica_id_in_sync_group
+
+
 def return_different_nests(strategy: lockstep.Strategy) -> None:
     strategy.run(lambda: [1] * (1 + lockstep.get_replica_context().replica_id_in_sync_group))
 
@@ -289,7 +293,7 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (lambda s: s.run(lambda: counter.assign(1)), "changes the int32 variable 'wanted'"),
+        (lambda s: s.run(lambda: counter.assign(own_id())), "set the int32 variable 'wanted' to different"),
         (lambda s: s.run(lambda: weight.assign(1.0)), "assigns the weight 'wanted' itself"),
         (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called in a function"),
         (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
@@ -307,6 +311,20 @@ def test_functions_that_replicas_cannot_run_are_refused_by_name(
 
 counter = variable(0, dtype="int32")
 weight = variable(0.0, trainable=True)
+
+
+def test_integers_that_all_replicas_set_equally_are_kept(strategy: lockstep.Strategy) -> None:
+    odd = variable(False, dtype="bool")
+    counter.assign(3)
+
+    def step() -> None:
+        counter.assign(counter + 4)
+        odd.assign(keras.ops.logical_not(odd))
+
+    for _ in range(3):
+        strategy.run(step)
+    assert (int(counter.numpy()), bool(odd.numpy())) == (15, True)
+    counter.assign(0)
 
 
 def test_values_without_an_axis_are_not_joined(strategy: lockstep.Strategy) -> None:

@@ -190,6 +190,32 @@ class Keeps(keras.layers.Layer):
         return x
 
 
+class Counts(keras.layers.Layer):
+    """Counts steps and examples."""
+
+    def __init__(self) -> None:
+        super().__init__(name="counts")
+
+    def build(self, _: Any) -> None:
+        self.steps, self.rows, self.even = (
+            self.add_weight(name=name, dtype=dtype, initializer="zeros", trainable=False)
+            for name, dtype in (("steps", "int32"), ("rows", "int32"), ("even", "bool"))
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.steps.assign_add(1)
+            self.rows.assign_add(keras.ops.shape(x)[0])
+            self.even.assign(keras.ops.logical_not(self.even))
+        return x
+
+
+def test_the_state_of_a_layer_that_counts_examples_is_named() -> None:
+    model = keras.Sequential([keras.layers.Input((4,)), Counts(), keras.layers.Dense(1)], name="model")
+    model.compile("sgd", "mse")
+    assert per_replica_parts(model, lambda: (X, Y)) == ["the variable model/counts/rows"]
+
+
 @pytest.mark.parametrize(
     ("combine", "parts"),
     [

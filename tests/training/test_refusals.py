@@ -235,22 +235,55 @@ def test_predicting_within_training_does_not_change_the_metrics(
     assert losses[0] == losses[1]
 
 
-def test_integer_state_that_a_step_changes_is_refused_by_name(
-    strategy: lockstep.MultiWorkerMirroredStrategy,
-) -> None:
-    class Counter(keras.layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, name="calls")
+class Counter(keras.layers.Layer):
+    """Has state that is not floating-point; `count` returns by how much its counter grows."""
 
-        def call(self, inputs: Any) -> Any:
-            self.calls.assign_add(1)
-            return inputs
+    def __init__(self, count: Any) -> None:
+        super().__init__(name="counter")
+        self.count = count
 
+    def build(self, shape: Any) -> None:
+        self.steps = self.add_weight(shape=(2,), dtype="int32", trainable=False, name="steps")
+        self.odd = self.add_weight(shape=(), dtype="bool", trainable=False, name="odd")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.steps.assign_add(keras.ops.stack([1, self.count(inputs)]))
+            self.odd.assign(keras.ops.logical_not(self.odd))
+        return inputs
+
+
+def counting(strategy: lockstep.MultiWorkerMirroredStrategy, count: Any, **options: Any) -> Any:
+    layer = Counter(count)
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Input((4,)), Counter(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    with pytest.raises(ModelError, match=r"changes the int32 variable '.*calls'"):
-        model.fit(X, Y, verbose=0)
+        model = keras.Sequential([keras.layers.Input((4,)), layer, keras.layers.Dense(1)], name="wanted")
+        model.compile("sgd", "mse", **options)
+    return model, layer
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_integer_state_that_all_replicas_change_equally_is_kept(
+    strategy: lockstep.MultiWorkerMirroredStrategy, eager: bool
+) -> None:
+    """In the last step of an epoch, two of three replicas have no examples."""
+    model, layer = counting(strategy, lambda x: -(2**20), run_eagerly=eager)
+    model.fit(X, Y, batch_size=4, epochs=3, verbose=0)
+    assert layer.steps.numpy().tolist() == [9, -9 * 2**20]
+    assert bool(layer.odd.numpy())
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    "count", [lambda x: keras.ops.shape(x)[0], lambda x: keras.ops.cast(2 * x[0, 0], "int32")]
+)
+def test_integer_state_that_replicas_change_differently_is_refused_by_name(
+    strategy: lockstep.MultiWorkerMirroredStrategy, count: Any, eager: bool
+) -> None:
+    """Two replicas have three examples, and one has two."""
+    model, _ = counting(strategy, count, run_eagerly=eager)
+    x = np.repeat(np.arange(4, dtype="float32"), 8).reshape(8, 4)
+    with pytest.raises(ModelError, match="set the int32 variable 'wanted/counter/steps' to different values"):
+        model.fit(x, Y[:8], batch_size=8, shuffle=False, verbose=0)
 
 
 def test_a_metric_that_does_not_start_from_zero_is_refused_by_name(

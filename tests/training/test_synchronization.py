@@ -265,6 +265,44 @@ def test_replicas_that_take_different_paths_are_refused_by_name_on_all_workers(
         assert re.search("step 1 of fit 1: replicas compute different things " + said, str(error))
 
 
+def test_values_that_all_replicas_have_are_not_summed() -> None:
+    """One replica has no examples, and another contributes nothing."""
+    values = {
+        "equal/0/a": np.array([[2**40, -1], [3, -(2**62)]], "int64"),
+        "equal/1/b": np.array([True, False]),
+        "equal/2/c": np.array(7, "uint32"),
+        "other": np.ones(2),
+    }
+
+    def act(worker: int, synchronization: Any) -> Any:
+        def compute(replica: int) -> Any:
+            own = {"equal/2/c": np.array(8, "uint32")} if replica == 3 else {}
+            return None if replica == 2 else values | own
+
+        return synchronization.synchronize(a_round(compute, counts=lambda replica: replica != 3))
+
+    for total in together(all_reduces(3), act):
+        assert {name: array.tolist() for name, array in total.items()} == {
+            name: (array * (4 if name == "other" else 1)).tolist() for name, array in values.items()
+        }
+        assert [total[name].dtype for name in values] == [array.dtype for array in values.values()]
+
+
+@pytest.mark.parametrize("values", [[6, 6, 6, 6, 6], [1, 3, 2, 2, 2], [0, 0, 0, 0, 256], [-1, -1, -1, -1, 1]])
+def test_values_that_differ_are_refused_on_all_workers(values: list[int]) -> None:
+    """Also if their sum is that of equal ones."""
+
+    def act(worker: int, synchronization: Any) -> Any:
+        this = a_round(lambda replica: {"equal/0/layer/bits": np.array([values[replica]], "int16")})
+        return synchronization.synchronize(this)
+
+    for found in together(all_reduces(2), act):
+        if len(set(values)) == 1:
+            assert found["equal/0/layer/bits"].tolist() == values[:1]
+        else:
+            assert "replicas set the int16 variable 'layer/bits' to different values" in str(found)
+
+
 def test_each_round_has_the_layout_of_its_own_arrays() -> None:
     """A replica without examples contributes zeros like the others in this round, not in an earlier one."""
     (synchronization,) = all_reduces(1)

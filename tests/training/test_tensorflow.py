@@ -259,8 +259,10 @@ def test_assignments_within_nested_graphs_are_found(how: str) -> None:
     assert float(model.layers[0].calls) == 0.0
     steps.apply(None, [as_total(partial)])
     assert float(model.layers[0].calls) == 0.5 * once
-    with pytest.raises(ModelError, match=r"changes the int32 variable '.*calls'"):
-        program(layers(Assigning(how, "int32"))).compute(None, share(), [])
+    model = layers(Assigning(how, "int32"))
+    partial = computed(program(model), share())
+    assert [int(value) for name, value in partial.items() if name.startswith("equal/0/")] == [int(once)]
+    assert int(model.layers[0].calls) == 0
 
 
 @here
@@ -677,3 +679,33 @@ def test_an_apply_gradients_of_the_program_gets_the_gradients_of_all_replicas(
     model.fit(x, np.zeros((6, 1)), batch_size=6, shuffle=False, verbose=0)
     assert model.get_weights()[0].item() == pytest.approx(0.7)
     assert int(optimizer.iterations) == 1
+
+
+@here
+@pytest.mark.parametrize("eager", [False, True])
+def test_integer_state_that_all_replicas_change_equally_is_kept(eager: bool) -> None:
+    class Counter(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.steps = self.add_weight(shape=(), dtype="int64", trainable=False, name="steps")
+            self.odd = self.add_weight(shape=(), dtype="bool", trainable=False, name="odd")
+            self.rows = self.add_weight(shape=(), dtype="int32", trainable=False, name="rows")
+            self.counts = False
+
+        def call(self, inputs: Any) -> Any:
+            self.steps.assign(self.steps + 2**40)
+            self.odd.assign(tf.logical_not(self.odd))
+            if self.counts:
+                self.rows.assign(keras.ops.shape(inputs)[0])
+            return inputs
+
+    layer = Counter()
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = layers(layer)
+        model.compile("sgd", "mse", run_eagerly=eager)
+    model.fit(X[:7], Y[:7], batch_size=3, epochs=3, verbose=0)
+    assert (int(layer.steps), bool(layer.odd.numpy())) == (9 * 2**40, True)
+    layer.counts = True
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model.compile("sgd", "mse", run_eagerly=eager)
+    with pytest.raises(ModelError, match=r"replicas set the int32 variable '.*/rows' to different values"):
+        model.fit(X, Y, batch_size=8, verbose=0)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.errors import DisagreementError, InternalError, ModelError
-from lockstep.keras.backends.contract import Partial, Total
+from lockstep.keras.backends.common import refuse_unequal_state
+from lockstep.keras.backends.contract import EQUAL, Partial, Total
 from lockstep.keras.worker_exchange import Packed, pack, unpack
 from lockstep.topology import View
 
@@ -63,6 +64,11 @@ class PartialLayout:
         return frozenset(name for name in self.names if name.startswith(SCALAR))
 
     @cached_property
+    def equal(self) -> tuple[str, ...]:
+        """The names of arrays that are the same on all replicas."""
+        return tuple(name for name in self.names if name.startswith(EQUAL))
+
+    @cached_property
     def joined(self) -> tuple[str, ...]:
         """The names of arrays that are joined."""
         return tuple(name for name in self.names if name.startswith(GATHERED))
@@ -99,6 +105,7 @@ class Round:
         parts: returns the arrays of a partial or a total by the names that messages and records use, if one
             array can hold several.
         anywhere: whether each worker can compute all replicas; equal on all workers.
+        counts: whether a replica that has computed has examples.
     """
 
     what: str
@@ -118,6 +125,7 @@ class Round:
     inputs: Callable[[int], Sequence[Any]] = lambda replica: ()
     parts: Callable[[Mapping[str, Array]], Mapping[str, Array]] = lambda arrays: arrays
     anywhere: bool = True
+    counts: Callable[[int], bool] = lambda replica: True
     _forms: set[str] = field(default_factory=set)
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
@@ -264,7 +272,7 @@ class AllReduce:
         this.contributed.update(partials)
         this.settle()
         summed = partials
-        if layout.scalars or layout.joined:
+        if layout.scalars or layout.joined or layout.equal:
             named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
             if layout.joined and not joined:
                 joined.update(_joined(layout, named, communicator, this.what))
@@ -273,6 +281,8 @@ class AllReduce:
             for replica, arrays in named.items():
                 for name in layout.scalars:
                     arrays[name] = spread(arrays[name], replica, view.replicas)
+                for name in layout.equal:
+                    arrays[name] = evidence(arrays[name], replica in this.started and this.counts(replica))
             summed = {r: [arrays[name] for name in layout.summed] for r, arrays in named.items()}
         try:
             total = communicator.reduce(
@@ -285,7 +295,14 @@ class AllReduce:
             # So do all members.
             this.refuse_other_forms(communicator)
             raise
-        return dict(zip(layout.summed, total, strict=True)) | joined
+        found = dict(zip(layout.summed, total, strict=True))
+        for name in layout.equal:
+            shape, dtype = layout.leaves[name]
+            value = equal_value(found[name], dtype)
+            if value is None:
+                refuse_unequal_state(this.what, dtype.name, name.split("/", 2)[2])
+            found[name] = value.reshape(shape)
+        return found | joined
 
 
 def _joined(
@@ -301,6 +318,26 @@ def _joined(
         name: np.concatenate([column[r] for r in sorted(column)], axis=int(name.split("/")[1]))
         for name, column in columns.items()
     }
+
+
+def evidence(array: Array, counts: bool) -> Array:
+    """Return numbers whose sum over the replicas has the array, if it is the same on all that count.
+
+    They are its bytes, their squares, and a 1: by Cauchy's inequality, n numbers are equal if and only if n
+    times the sum of their squares is the square of their sum. Up to 2 ** 16 replicas, all sums are exact.
+    """
+    values = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8).astype(np.uint32)
+    found = np.concatenate([values, values * values, np.ones(1, np.uint32)])
+    return found if counts else np.zeros_like(found)
+
+
+def equal_value(total: Array, dtype: np.dtype[Any]) -> Array | None:
+    """Return the elements of the array in the sum of results of `evidence`; None if replicas differ."""
+    (sums, squares), count = np.split(total[:-1].astype(np.uint64), 2), np.uint64(total[-1])
+    if not count or (sums * sums != count * squares).any():
+        return None
+    value: Array = (sums // count).astype(np.uint8).view(dtype)
+    return value
 
 
 def spread(array: Array, replica: int, replicas: int) -> Array:

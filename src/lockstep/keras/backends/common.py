@@ -7,7 +7,7 @@ step creates them, which also works for models that cannot be called because the
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -32,11 +32,11 @@ def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
         attributes.update(before)
 
 
-def refuse_integer_state(variable: Any) -> None:
-    """Raise ModelError: the step changes layer state that is not floating-point."""
+def refuse_unequal_state(what: str, dtype: str, path: str) -> NoReturn:
+    """Raise ModelError: in the step `what`, replicas set state that is not floating-point differently."""
     raise ModelError(
-        f"the step changes the {variable.dtype} variable {variable.path!r}: only floating-point layer state "
-        "can be averaged over replicas; keep counters in a metric, or in a float32 variable"
+        f"{what}: replicas set the {dtype} variable {path!r} to different values: only floating-point layer "
+        "state can be averaged over replicas; keep counts of examples in a metric, or in a float32 variable"
     )
 
 

@@ -20,6 +20,9 @@ Total = Mapping[str, npt.NDArray[Any]]
 """The sum of all replicas' partials, by the same names."""
 
 
+EQUAL = "equal/"
+"""The prefix of names of arrays that are not summed: the same on all replicas. A number and a path follow."""
+
 VARIABLE = "variable"
 """The first part of the names of variables that a chief has changed; see `ServedProgram.put`."""
 

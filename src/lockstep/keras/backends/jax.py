@@ -22,16 +22,15 @@ from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import (
     build_by_call,
-    refuse_integer_state,
     refuse_overwriting_gradients,
     replaced,
 )
-from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import EQUAL, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
-from lockstep.keras.backends.packing import Packings, has_fixed_shape
+from lockstep.keras.backends.packing import Packings, is_packable
 from lockstep.keras.private.common import stored_value, trained_by
 from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
@@ -318,7 +317,7 @@ class JaxProgram(JaxState):
     ) -> tuple[Any, Any]:
         self.traced += 1
         partial, outputs = self._traced_compute(state, data, replica, weight, earlier)
-        fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if has_fixed_shape(n, a)}
+        fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if is_packable(n, a)}
         packing = self._packings.learn(len(earlier), fixed)
         # Without the barrier, XLA joins the packing with the operations before it, which takes longer.
         return packing.packed(jax.lax.optimization_barrier(partial), _joined), outputs
@@ -390,6 +389,9 @@ class JaxProgram(JaxState):
         after = [
             value + last[f"state/{i}"] if f"state/{i}" in last else value for i, value in enumerate(before)
         ]
+        for name in last:
+            if name.startswith(EQUAL):
+                after[int(name.split("/")[1])] = jnp.copy(last[name])
         if self._kind == "predict":
             return None, (trainable, after)
         metrics = [value + last[f"metric/{i}"] for i, value in enumerate(rest[-1])]
@@ -424,7 +426,9 @@ class JaxProgram(JaxState):
             elif jnp.issubdtype(old.dtype, jnp.floating):
                 changes[f"state/{i}"] = (new - old) * weight.astype(old.dtype)
             else:
-                refuse_integer_state(self._model.non_trainable_variables[i])
+                # `new` may be the memory of another array.
+                path = self._model.non_trainable_variables[i].path
+                changes[f"{EQUAL}{i}/{path}"] = jnp.copy(new)
         self._changing = list(changes)
         return changes
 

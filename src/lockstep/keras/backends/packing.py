@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from lockstep.collectives.layout import ALIGNMENT
+from lockstep.keras.backends.contract import EQUAL
 
 SMALL = 1 << 16
 """Bytes of the largest array that is packed."""
@@ -120,6 +121,9 @@ class Packings:
         return self._rounds[number].unpacked(arrays, reshape) if number in self._rounds else arrays
 
 
-def has_fixed_shape(name: str, array: Any) -> bool:
-    """Whether each step of a program computes the array with this shape: figures that it logs can vary."""
-    return not name.startswith("log/") or not array.shape
+def is_packable(name: str, array: Any) -> bool:
+    """Whether each step of a program computes the array with this shape, and replicas sum it.
+
+    The shapes of figures that a step logs can vary.
+    """
+    return not name.startswith(EQUAL) and (not name.startswith("log/") or not array.shape)

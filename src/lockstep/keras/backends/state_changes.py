@@ -5,12 +5,15 @@ They apply to steps that assign variables: in TensorFlow's graphs, and in functi
 
 from typing import Any, Literal
 
-StateKind = Literal["metric", "seed", "first", "layer"]
+from lockstep.keras.backends.contract import EQUAL
+
+StateKind = Literal["metric", "seed", "first", "equal", "layer"]
 """How the values of a variable that replicas assign, other than by an update, are combined:
 
 * metric: replicas begin with zero, and their values are summed;
 * seed: the state of a random generator. Every replica advances it equally: replica 0's change counts;
 * first: replica 0's value counts;
+* equal: state that is not floating-point; all replicas set the same value, see `EQUAL`;
 * layer: floating-point state; the weighted mean of the changes counts.
 """
 
@@ -32,7 +35,8 @@ def declared_kind(aggregation: str, is_seed: bool) -> StateKind | None:
 def contribution(kind: StateKind, start: Any, end: Any, replica: Any, weight: Any, arrays: Any) -> Any:
     """Return a replica's summand of the combined value of a variable.
 
-    The sum over the replicas is the new value of a metric or of kind `first`, otherwise the change.
+    The sum over the replicas is the new value of a metric or of kind `first`, otherwise the change. Values of
+    kind `equal` are not summed.
 
     Args:
         kind: of the variable.
@@ -42,7 +46,7 @@ def contribution(kind: StateKind, start: Any, end: Any, replica: Any, weight: An
         weight: the replica's share in a mean, in the variable's dtype; 0 if it had no examples.
         arrays: the module with the array functions: NumPy or TensorFlow.
     """
-    if kind == "metric":
+    if kind in ("metric", "equal"):
         return end
     zeros = arrays.zeros_like(start)
     if kind != "layer":
@@ -54,5 +58,5 @@ def contribution(kind: StateKind, start: Any, end: Any, replica: Any, weight: An
 
 
 def holds_new_value(name: str) -> bool:
-    """Whether the sum with a name, which begins with the kind, is a new value and not a change."""
-    return name.startswith(("metric/", "first/"))
+    """Whether the total with a name, which begins with the kind, is a new value and not a change."""
+    return name.startswith(("metric/", "first/", EQUAL))

@@ -25,7 +25,7 @@ from lockstep.keras.backends.common import (
     refuse_overwriting_gradients,
     without_effects,
 )
-from lockstep.keras.backends.contract import VARIABLE, Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate
 from lockstep.keras.backends.losses import (
@@ -43,7 +43,7 @@ from lockstep.keras.backends.multi_update import (
     hidden,
     refuse_own_update,
 )
-from lockstep.keras.backends.packing import Packings, has_fixed_shape
+from lockstep.keras.backends.packing import Packings, is_packable
 from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,
     RoundTrace,
@@ -460,7 +460,7 @@ class TensorFlowProgram(VariableState):
             {
                 name: (tuple(tensor.shape), np.dtype(tensor.dtype.as_numpy_dtype))
                 for name, tensor in partial.items()
-                if tensor.shape.is_fully_defined() and has_fixed_shape(name, tensor)
+                if tensor.shape.is_fully_defined() and is_packable(name, tensor)
             },
         )
         return packing.packed(partial, _joined)
@@ -472,14 +472,21 @@ class TensorFlowProgram(VariableState):
         others = [variable.value for variable in model.non_trainable_variables]
         taken = [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
         watched = [variable for variable in others if all(variable is not one for one in taken)]
-        watched += self._trained()
+        trained = self._trained()
+        watched += trained
 
         def function(*given: Any) -> Any:
             variables = self._classified(number, [*taken, *self._updated(number)])
             before = [variable.read_value() for variable in watched]
             computed = self._computed(step, variables, *given)
-            changed = [v for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
-            self._classified(number, changed)
+            changed = [(v, old) for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
+            late = [v for v, _ in changed if not v.dtype.is_floating and all(v is not one for one in trained)]
+            if late:
+                for variable, old in changed:
+                    variable.assign(old)
+                taken.extend(late)
+                return function(*given)
+            self._classified(number, [variable for variable, _ in changed])
             self._assigned = variables
             return computed
 
@@ -601,6 +608,10 @@ class TensorFlowProgram(VariableState):
         """Apply the rest of a total; return the logs."""
         scale = self._scale(one, total)
         for name, variable in self._assigned.named.items():
+            if name.startswith(EQUAL):
+                # Where a step runs eagerly, it may have kept the value.
+                variable.assign(copied(total.get(name, variable), one))
+                continue
             variable.assign_add(
                 copied(total[name], scale if is_proportional_to_loss(self._model, name) else one)
             )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -13,8 +12,7 @@ import tensorflow as tf
 
 from lockstep.errors import LockstepError, ModelError
 from lockstep.keras import tf_random_ops
-from lockstep.keras.backends.common import refuse_integer_state
-from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.contract import EQUAL, Kind
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
 from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.private.common import KERAS_SEED
@@ -139,13 +137,15 @@ class AssignedVariables:
         state: by kind; see `lockstep.keras.backends.state_changes`.
         updated: the variables that the updates of earlier rounds change.
         counters: of the runs of random operations; they start from zero.
+        paths: of the variables of kind `equal`.
     """
 
     state: Mapping[StateKind, list[tf.Variable]] = field(
-        default_factory=lambda: {"metric": [], "seed": [], "first": [], "layer": []}
+        default_factory=lambda: {"metric": [], "seed": [], "first": [], "equal": [], "layer": []}
     )
     updated: list[tf.Variable] = field(default_factory=list)
     counters: list[tf.Variable] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
 
     @classmethod
     def of_step(
@@ -233,12 +233,16 @@ class AssignedVariables:
         elif variable.dtype.is_floating:
             self.state["layer"].append(variable)
         else:
-            refuse_integer_state(SimpleNamespace(dtype=variable.dtype.name, path=path))
+            self.state["equal"].append(variable)
+            self.paths.append(path)
 
     @property
     def named(self) -> dict[str, tf.Variable]:
         """The variables whose changes are in a partial, by their names in it, which begin with the kind."""
-        return {f"{kind}/{i}": one for kind, some in self.state.items() for i, one in enumerate(some)}
+        return {self._name(kind, i): one for kind, some in self.state.items() for i, one in enumerate(some)}
+
+    def _name(self, kind: StateKind, position: int) -> str:
+        return f"{EQUAL}{position}/{self.paths[position]}" if kind == "equal" else f"{kind}/{position}"
 
     @contextmanager
     def as_replica(self, replica: Any, *, sums_so_far: bool) -> Iterator[Callable[[Any], dict[str, Any]]]:
@@ -269,8 +273,12 @@ class AssignedVariables:
             found = {}
             for kind, variables in self.state.items():
                 for i, (variable, start) in enumerate(zip(variables, starts[kind], strict=True)):
+                    if kind == "equal" and tf.executing_eagerly() and same_bits(variable, start):
+                        continue
                     part = tf.cast(weight, variable.dtype) if kind == "layer" else None
-                    found[f"{kind}/{i}"] = contribution(kind, start, variable.read_value(), replica, part, tf)
+                    found[self._name(kind, i)] = contribution(
+                        kind, start, variable.read_value(), replica, part, tf
+                    )
             return found
 
         yield changes
@@ -441,8 +449,11 @@ def copied(tensor: Any, factor: Any) -> Any:
     """Return a copy of a tensor of a total, multiplied by `factor`, whose value the graph must not know.
 
     The memory of totals is reused, and a variable may share the memory of a tensor that is assigned to it. A
-    product with a factor that may differ from 1 is always a new tensor.
+    product with a factor that may differ from 1 is always a new tensor. Booleans and integers are not
+    borrowed.
     """
+    if not tensor.dtype.is_floating:
+        return tf.identity(tensor)
     return tensor * tf.cast(factor, tensor.dtype)
 
 

@@ -24,10 +24,9 @@ from lockstep.keras import assignments, randomness
 from lockstep.keras.backends.common import (
     build_by_call,
     has_own,
-    refuse_integer_state,
     refuse_overwriting_gradients,
 )
-from lockstep.keras.backends.contract import VARIABLE, Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
@@ -161,14 +160,14 @@ class StateTensor:
     is_seed: bool = False
 
     @property
-    def dtype(self) -> str:
-        """The dtype in Keras's spelling."""
-        return str(self.tensor.dtype).removeprefix("torch.")
-
-    @property
     def changes_equally(self) -> bool:
         """Whether each replica makes the same change: to seeds and to step counters of PyTorch modules."""
         return self.is_seed or self.path.endswith("num_batches_tracked")
+
+    def name(self, position: int) -> str:
+        """Return the name of its change, or of its new value, in a partial."""
+        sums = self.changes_equally or self.tensor.is_floating_point()
+        return f"state/{position}" if sums else f"{EQUAL}{position}/{self.path}"
 
 
 @dataclass(frozen=True)
@@ -300,8 +299,9 @@ class TorchProgram(TorchState):
             for update, total in zip(self._form.updates(len(totals)), totals, strict=False):
                 self._update(update, total)
             for i in self._changing:
-                tensor = self._tensors[i]
-                tensor.add_(borrowed(last[f"state/{i}"], tensor.device))
+                tensor, name = self._tensors[i], self._state[i].name(i)
+                change = borrowed(last[name], tensor.device)
+                tensor.copy_(change) if name.startswith(EQUAL) else tensor.add_(change)
             if self._log_template is None:
                 return None, None
             for i, metric in enumerate(self._metrics):
@@ -488,7 +488,7 @@ class TorchProgram(TorchState):
                 f"the step changes {self._state[i].path!r} in place, but its first step did not: assign it "
                 "with the `assign` of a Keras variable, or change it in every step"
             )
-        return {f"state/{i}": self._change(i, before.copies[i], share) for i in self._changing}
+        return {self._state[i].name(i): self._change(i, before.copies[i], share) for i in self._changing}
 
     def _change(self, i: int, old: torch.Tensor, share: Share) -> torch.Tensor:
         one = self._state[i]
@@ -497,7 +497,7 @@ class TorchProgram(TorchState):
             # The change of replica 0, whose seeds are the model's own, counts.
             return new - old if share.replica == 0 else torch.zeros_like(old)
         if not old.is_floating_point():
-            refuse_integer_state(one)
+            return new.clone()
         # The difference of two infinite values is not a number.
         return torch.where(new == old, torch.zeros_like(old), new - old).mul_(share.weight)
 

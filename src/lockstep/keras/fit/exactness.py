@@ -126,16 +126,13 @@ def _states_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
     variables = _own_states(model)
     if not variables:
         return []
-    before = [keras.ops.convert_to_numpy(variable.value) for variable in variables]
+    before = [_float64(variable.value) for variable in variables]
 
     def states(x: Any, _: Any) -> list[Any]:
         with keras.StatelessScope() as scope:
             model(x, training=True)
         found = map(scope.get_current_value, variables)
-        return [
-            old if value is None else keras.ops.convert_to_numpy(value)
-            for old, value in zip(before, found, strict=True)
-        ]
+        return [old if value is None else _float64(value) for old, value in zip(before, found, strict=True)]
 
     try:
         parts = _each_part(rows(), states)
@@ -150,8 +147,12 @@ def _states_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
     ]
 
 
+def _float64(value: Any) -> Any:
+    return keras.ops.convert_to_numpy(value).astype("float64")
+
+
 def _own_states(model: Any) -> list[Any]:
-    """Return the variables of floating point that layers of the program may update, so no frozen weights."""
+    """Return the variables that layers of the program may update, so no frozen weights."""
     owners: dict[int, tuple[Any, Any]] = {}
     weights: set[int] = set()
     for layer in layers_of(model):
@@ -161,9 +162,7 @@ def _own_states(model: Any) -> list[Any]:
     return [
         variable
         for variable, layer in owners.values()
-        if id(variable) not in weights
-        and not type(layer).__module__.startswith("keras.")
-        and keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
+        if id(variable) not in weights and not type(layer).__module__.startswith("keras.")
     ]
 
 

@@ -16,7 +16,7 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.data.batch import GlobalBatch, PendingBatch
 from lockstep.errors import DataError, ModelError, PeerLostError
 from lockstep.keras.backends.common import misfits_explained
-from lockstep.keras.backends.contract import Backend, ServedProgram
+from lockstep.keras.backends.contract import EQUAL, Backend, ServedProgram
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import whole_batch
@@ -360,6 +360,13 @@ class FitProcess(TaskProcess):
                 f"the step of model {self.model.name!r} does not update exactly its trainable variables with "
                 "self.optimizer, which parameter servers do not support; use MultiWorkerMirroredStrategy"
             )
+        for name in partial:
+            if name.startswith(EQUAL):
+                raise ModelError(
+                    f"the step changes the variable {name.split('/', 2)[2]!r}, whose dtype is not "
+                    "floating-point; parameter servers add up changes of layers' state, so keep counts in a "
+                    "metric or in a float32 variable, or use MultiWorkerMirroredStrategy"
+                )
         arrays = {name: self.backend.to_numpy(value) for name, value in partial.items()}
         return divided(self.model, program.parts(0, arrays))
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import observed_by
-from lockstep.keras.backends.common import refuse_integer_state
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.losses import scaled_losses
@@ -149,15 +148,13 @@ def kind_of(variable: Any) -> StateKind:
     """Return how the replicas' values of a variable that a function assigns are combined.
 
     Raises:
-        ModelError: they cannot be combined.
+        ModelError: it is a weight.
     """
     if (kind := declared_kind(variable.aggregation, KERAS_SEED in variable.name)) is not None:
         return kind
     if variable.trainable:
         refuse_weight(variable)
-    if not keras.backend.is_float_dtype(variable.dtype):
-        refuse_integer_state(variable)
-    return "layer"
+    return "layer" if keras.backend.is_float_dtype(variable.dtype) else "equal"
 
 
 def refuse_weight(variable: Any) -> NoReturn:

@@ -17,7 +17,7 @@ import xxhash
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras.backends.contract import Partial, Total
-from lockstep.keras.per_replica import Values
+from lockstep.keras.per_replica import Values, is_empty
 from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.synchronization import AllReduce, PartialLayout, Round, Synchronization
 from lockstep.keras.verification import VerifiedReduce, verifications_of
@@ -109,6 +109,7 @@ class RunRounds:
             settle=settle,
             inputs=read,
             anywhere=anywhere,
+            counts=lambda replica: not is_empty(inputs, replica),
         )
 
     def total(self, this: Round) -> Total:
