@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 
 Nest = Any
 """A nest of arrays or placeholders; None for a missing leaf."""
@@ -21,6 +22,12 @@ def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
     return keras.tree.flatten(nest), partial(keras.tree.pack_sequence_as, nest)
 
 
+def structure_of(nest: Nest) -> str:
+    """Return a text that is equal for nests of the same structure."""
+    leaves, pack = parts_of(nest)
+    return repr(pack([0] * len(leaves)))
+
+
 def leaves_of(nest: Nest) -> list[Any]:
     """Return the leaves of a nest that are not None."""
     return [leaf for leaf in keras.tree.flatten(nest) if leaf is not None]
@@ -34,3 +41,19 @@ def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
     following = iter(leaves)
     places = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
     return keras.tree.pack_sequence_as(nest, places)
+
+
+def repeated(nest: Nest, examples: int, count: int) -> Nest:
+    """Return a nest with another number of examples: the same ones, from the beginning again.
+
+    Args:
+        nest: arrays with rows along the first axis, in proportion to the number of examples.
+        examples: the number of examples of `nest`.
+        count: that of the result.
+    """
+
+    def rows(leaf: Any) -> Any:
+        indices = np.arange(len(leaf) * count // examples) % len(leaf)
+        return leaf[indices] if isinstance(leaf, np.ndarray) else keras.ops.take(leaf, indices, axis=0)
+
+    return packed(nest, [rows(leaf) for leaf in leaves_of(nest)])

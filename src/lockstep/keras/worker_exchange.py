@@ -221,14 +221,19 @@ def _suspect() -> str:
 
 
 def pack(name: str, array: Array) -> Packed:
-    """Return an array in a form for messages."""
-    return name, str(array.dtype), list(array.shape), array.tobytes()
+    """Return an array of numbers or strings in a form for messages."""
+    strings = array.dtype.kind == "O"
+    data = msgspec.msgpack.encode(array.ravel().tolist()) if strings else array.tobytes()
+    return name, str(array.dtype), list(array.shape), data
 
 
 def unpack(packed: Packed) -> tuple[str, Array]:
     """Return the arguments of `pack`."""
     name, dtype, shape, data = packed
-    return name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    if dtype != "object":
+        return name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    strings = msgspec.msgpack.decode(data, type=list[Any])
+    return name, np.array(strings, object).reshape(shape)
 
 
 def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:

@@ -102,6 +102,11 @@ def misfits_explained(model: Any, examples: int) -> Iterator[None]:
         raise
 
 
+def shapes_of(outputs: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the leaves of a nest of outputs."""
+    return [tuple(getattr(leaf, "shape", ())) for leaf in keras.tree.flatten(outputs)]
+
+
 def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
     """Raise ModelError if the trainable variables of `model` are no longer those of its prepared steps."""
     now = model.trainable_variables

@@ -124,6 +124,12 @@ class Program(TrainingState, Protocol):
         Only programs that predict have outputs.
         """
 
+    def shapes(self, state: Any, share: Share) -> list[tuple[int, ...]]:
+        """Return the shapes of a replica's outputs, by leaf, perhaps without computing them.
+
+        Only programs that predict have outputs.
+        """
+
 
 class ServedProgram(Program, Protocol):
     """A program that trains, for workers that keep neither the weights nor the layers' state.

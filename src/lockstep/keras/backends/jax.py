@@ -24,6 +24,7 @@ from lockstep.keras.backends.common import (
     build_by_call,
     refuse_overwriting_gradients,
     replaced,
+    shapes_of,
 )
 from lockstep.keras.backends.contract import EQUAL, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
@@ -81,7 +82,7 @@ class JaxBackend:
                 results.append(result)
             if not results:
                 raise StopIteration
-            if kind != "predict":
+            if kind != "predict" or len(results) == 1:
                 return results[-1], state
             return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *results), state
 
@@ -279,6 +280,14 @@ class JaxProgram(JaxState):
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def shapes(self, state: Any, share: Share) -> list[tuple[int, ...]]:
+        """Return the shapes of the replica's outputs; a compiled program only traces them."""
+        if not self._compiled:
+            self.compute(state, share, ())
+            return shapes_of(self._outputs.pop()[1])
+        replica, weight = np.uint32(share.replica), np.float64(share.weight)
+        return shapes_of(jax.eval_shape(self._compute, state, share.data(), replica, weight, [])[1])
 
     def trained(self) -> Sequence[Any]:
         """Return the trainable variables."""

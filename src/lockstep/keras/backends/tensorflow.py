@@ -23,6 +23,7 @@ from lockstep.keras.backends.common import (
     build_by_call,
     has_own,
     refuse_overwriting_gradients,
+    shapes_of,
     without_effects,
 )
 from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
@@ -62,6 +63,7 @@ from lockstep.keras.backends.tf_graphs import (
     traces,
     with_custom_gradient,
 )
+from lockstep.keras.nests import structure_of
 from lockstep.keras.private.common import stored_value
 from lockstep.keras.private.tensorflow import exempt_from_autograph, register_lookups, wait_for_operations
 from lockstep.keras.randomness import random_numbers
@@ -107,7 +109,7 @@ class TensorFlowBackend:
                 raise StopIteration
             if kind != "predict":
                 return results[-1]
-            return keras.tree.map_structure(lambda *parts: tf.constant(np.concatenate(parts)), *results)
+            return keras.tree.map_structure(_of_steps, *results)
 
         return function
 
@@ -175,6 +177,13 @@ class TensorFlowBackend:
         result = tf.numpy_function(function, [array], tf.as_dtype(dtype))
         result.set_shape([*array.shape, *row])
         return result
+
+
+def _of_steps(*parts: npt.NDArray[Any]) -> tf.Tensor:
+    """Return an output of several steps, joined as Keras does."""
+    if len(parts) > 1:
+        return tf.constant(np.concatenate(parts) if parts[0].ndim else np.stack(parts))
+    return tf.constant(parts[0])
 
 
 _WORTH_COMPILING = 1 << 22
@@ -315,6 +324,11 @@ class TensorFlowProgram(VariableState):
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def shapes(self, state: Any, share: Share) -> list[tuple[int, ...]]:
+        """Compute the replica, and return the shapes of its outputs."""
+        self.compute(state, share, ())
+        return shapes_of(self._outputs.pop()[1])
+
     def trained(self) -> Sequence[Any]:
         """Return the variables of the step's only update."""
         return [variable for update in self._form.updates(1) for variable in update.variables]
@@ -415,7 +429,7 @@ class TensorFlowProgram(VariableState):
         The number of examples is open, as in Keras's graphs for arrays: one graph serves all replicas.
         """
         shapes = tuple(None if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
-        key = (len(earlier), shapes)
+        key = (len(earlier), shapes, structure_of(data))
         if key not in self._functions:
 
             def step(weight: Any, earlier: Any, *given: Any) -> Any:

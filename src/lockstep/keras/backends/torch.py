@@ -25,6 +25,7 @@ from lockstep.keras.backends.common import (
     build_by_call,
     has_own,
     refuse_overwriting_gradients,
+    shapes_of,
 )
 from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
@@ -312,6 +313,11 @@ class TorchProgram(TorchState):
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def shapes(self, state: Any, share: Share) -> list[tuple[int, ...]]:
+        """Compute the replica, and return the shapes of its outputs."""
+        self.compute(state, share, ())
+        return shapes_of(self._outputs.pop()[1])
 
     def trained(self) -> Sequence[Any]:
         """Return the variables of the step's only update."""

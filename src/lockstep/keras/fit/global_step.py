@@ -12,7 +12,6 @@ from typing import Any
 
 import keras
 import msgspec
-import numpy as np
 import xxhash
 
 from lockstep.collectives.contract import Communicator
@@ -20,8 +19,10 @@ from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import CheckpointError
 from lockstep.keras.backends.common import misfits_explained
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import whole_batch
-from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.nests import repeated
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
@@ -34,13 +35,11 @@ from lockstep.keras.synchronization import (
 from lockstep.keras.verification import VerifiedReduce, verifications_of
 from lockstep.keras.worker_exchange import (
     CHECK_EVERY,
-    Packed,
     agree,
     chiefs_state,
     gather,
     pack,
     state_facts,
-    unpack,
 )
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -52,9 +51,17 @@ _ADVICE = (
 )
 
 
+_decoder = msgspec.msgpack.Decoder(list[ReplicaOutputs])
+
+
 @lru_cache
 def _names_digest(names: tuple[str, ...]) -> bytes:
     return xxhash.xxh3_64_digest("\0".join(names).encode())
+
+
+def _repeated(share: Share, count: int) -> Share:
+    """Return a share with another number of examples: the same ones, from the beginning again."""
+    return share._replace(examples=count, data=lambda: repeated(share.data(), share.examples, count))
 
 
 class GlobalStep:
@@ -78,7 +85,7 @@ class GlobalStep:
             AllReduce(job.exchange, job.worker), job.exchange, job, self._verifications, self._describe
         )
         self._layouts: dict[int, dict[frozenset[str], PartialLayout]] = {}
-        self._nest: Any = None
+        self._trials: tuple[NumberedCall, OutputTrials] = (calls.current, OutputTrials())
         self._calls = calls
         self._model = model
         self._kind = kind
@@ -167,16 +174,24 @@ class GlobalStep:
         batch = self._read(state, given)
         self._verifications.begin(0)
         self._program.outputs()  # Drops those of a step that failed.
-        only = self._round(state, batch, ())
+        shares: dict[int, Share] = {}
+        only = self._round(state, batch, (), shares=shares)
+        # The outputs, and the state that they change, may depend on the form of a batch.
+        only.layout = None
         outputs: dict[int, Any] = {}
 
         def join(view: View, communicator: Communicator) -> Any:
-            only.begin(view.replicas_of(self._job.worker))
+            own = view.replicas_of(self._job.worker)
+            layout = only.begin(own)
             outputs.update(self._program.outputs())
-            if self._nest is None:
-                self._nest = next(iter(outputs.values()))
-            own = [outputs[r] for r in view.replicas_of(self._job.worker) if r in only.started]
-            return self._concatenate(own, batch, view, communicator)
+            parts = [self._part(state, batch, shares[r], outputs[r]) for r in own if r in only.started]
+            if len(view.workers) > 1:
+                facts = {"data": batch.check().hex(), "state": ", ".join(layout.names)}
+                blob = msgspec.msgpack.encode(parts)
+                blobs = gather(self._job.worker, communicator, self._calls.where(), facts, blob)
+                parts = [part for blob in blobs for part in _decoder.decode(blob)]
+            # All replicas have the same nest; that of the sample serves a worker without examples.
+            return keras.tree.pack_sequence_as(next(iter(outputs.values())), joined(parts))
 
         rows = self._job.exchange(join)
         if only.layout is not None and only.layout.leaves:
@@ -184,6 +199,29 @@ class GlobalStep:
             _, state = self._program.apply(state, [self._synchronization.synchronize(only)])
         self._calls.current.steps += 1
         return rows, state
+
+    def _part(self, state: Any, batch: GlobalBatch, share: Share, outputs: Any) -> ReplicaOutputs:
+        """Return the outputs of a replica, with a trial of them if it is the first of several replicas."""
+        leaves = leaves_by_path(outputs, self._backend.to_numpy)
+        packed = [pack(name, array) for name, array in leaves]
+        replicas = self._job.view.replicas
+        if share.examples == batch.examples or any(
+            batch.share(r, replicas).examples for r in range(share.replica)
+        ):
+            return ReplicaOutputs(share.replica, packed)
+        call, trials = self._trials
+        if call is not self._calls.current:
+            call, trials = self._trials = self._calls.current, OutputTrials()
+
+        def shapes(count: int) -> list[tuple[int, ...]]:
+            return self._program.shapes(state, _repeated(share, count))
+
+        def computed(count: int) -> list[tuple[str, Any]]:
+            self._program.compute(state, _repeated(share, count), ())
+            ((_, tried),) = self._program.outputs()
+            return leaves_by_path(tried, self._backend.to_numpy)
+
+        return ReplicaOutputs(share.replica, packed, trials.of(leaves, share.examples, shapes, computed))
 
     def _read(self, state: Any, batch: Any) -> GlobalBatch:
         """Return the global batch for a batch of Keras's loop; all members do this together."""
@@ -197,15 +235,17 @@ class GlobalStep:
         batch: GlobalBatch,
         earlier: Sequence[Total],
         record: RecordedStep | None = None,
+        shares: dict[int, Share] | None = None,
     ) -> Round:
         """Return the round that follows the rounds with the totals `earlier`.
+
+        It puts the shares that this worker computes, with examples that are read, into `shares`.
 
         Replicas without examples contribute nothing. A worker that has only such replicas also computes
         replica 0 to learn the layout of a partial: in the first step, and where steps vary, in each.
         """
-        call, replicas, number = self._calls.current, self._job.view.replicas, len(earlier)
+        replicas, seed, number = self._job.view.replicas, self._seed(), len(earlier)
         program, layouts = self._program, self._layouts.setdefault(number, {})
-        seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
 
         def computed(share: Share) -> Partial:
             read = self._timer.charging("input", share.data) if self._timer.running else share.data
@@ -214,6 +254,8 @@ class GlobalStep:
             if record is not None and share.replica in self._job.view.replicas_of(self._job.worker):
                 record.read(share.replica, data)
             share = share._replace(data=lambda: data)
+            if shares is not None:
+                shares[share.replica] = share
             with misfits_explained(self._model, share.examples):
                 return program.compute(state, share, earlier)
 
@@ -241,6 +283,11 @@ class GlobalStep:
             parts=partial(program.parts, number),
         )
 
+    def _seed(self) -> int:
+        """Return the seed of the current step, from which replicas derive random numbers."""
+        call = self._calls.current
+        return xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
+
     def _settle(self) -> None:
         self._backend.settle()
         self._timer.lap("compute")
@@ -267,21 +314,6 @@ class GlobalStep:
                 lambda whole: self._snapshots.take(whole, self._model, logs, self._program, state)
             )
         return state
-
-    def _concatenate(
-        self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator
-    ) -> Any:
-        """Join the outputs of all workers, each a nest of arrays, along the rows."""
-        parts = [[self._backend.to_numpy(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
-        if len(view.workers) > 1:
-            packed = [[pack("", leaf) for leaf in part] for part in parts]
-            facts = {"data": batch.check().hex()}
-            blob = msgspec.msgpack.encode(packed)
-            blobs = gather(self._job.worker, communicator, self._calls.where(), facts, blob)
-            decoded = [msgspec.msgpack.decode(blob, type=list[list[Packed]]) for blob in blobs]
-            parts = [[unpack(leaf)[1] for leaf in part] for worker in decoded for part in worker]
-        leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return keras.tree.pack_sequence_as(self._nest, leaves)
 
 
 class TrackedTrainFunction:

@@ -606,7 +606,7 @@ class ModelMethods:
             self._models.build(
                 model, "predict", lambda: self._sample(data, model, "predict") if samples else data.peek()
             )
-            if keras.backend.backend() != "tensorflow":
+            if keras.backend.backend() == "jax":
                 # While some layer is not built, Keras first calls the model on a batch of its own.
                 data.plain_first = not all(layer.built for layer in layers_of(model))
             self._compare(call, model, data.facts)

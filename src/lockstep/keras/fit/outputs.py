@@ -1,0 +1,248 @@
+"""The outputs of a batch of `predict`, from those of its replicas: joined along the rows, or taken once.
+
+Plain Keras joins the outputs of batches along the first axis, whatever they are. The output of a batch
+follows from those of its replicas in two cases: it has rows for the examples in their order, or it does not
+depend on them, as a table of embeddings. A trial tells which: the first replica computes again, with other
+numbers of its rows. Any other output is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import keras
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import ModelError
+from lockstep.keras.worker_exchange import Packed, unpack
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
+Leaves = Sequence[tuple[str, Array]]
+"""The leaves of a nest of outputs by path, in the order of the nest."""
+
+_ROUNDING = 0.02
+"""The largest difference, relative to the largest value, of outputs that are equal up to rounding."""
+
+_ADVICE = "return it from another method of the model, or run with one replica (--replicas 1)"
+
+
+class OutputTrial(msgspec.Struct, array_like=True, frozen=True):
+    """What a trial has shown about the outputs of a replica.
+
+    Attributes:
+        joins: for each leaf, whether it is joined along the rows or taken once; None if it is neither.
+        reasons: for each leaf why it is neither, as a predicate; otherwise empty.
+    """
+
+    joins: list[bool | None]
+    reasons: list[str]
+
+
+class ReplicaOutputs(msgspec.Struct, array_like=True, frozen=True):
+    """The outputs of one replica, in a form for messages.
+
+    Attributes:
+        replica: its id.
+        leaves: of the nest of outputs, named by path.
+        trial: of the first replica with examples if others have examples, too; otherwise None.
+    """
+
+    replica: int
+    leaves: list[Packed]
+    trial: OutputTrial | None = None
+
+
+def leaves_by_path(outputs: Any, to_numpy: Callable[[Any], Array]) -> list[tuple[str, Array]]:
+    """Return the leaves of a nest of outputs as arrays of NumPy.
+
+    Raises:
+        ModelError: a leaf is not a dense array of numbers or strings.
+    """
+    leaves = []
+    for path, leaf in keras.tree.flatten_with_path(outputs):
+        name, array = "/".join(map(str, path)), to_numpy(leaf)
+        if array.dtype.kind == "O" and not all(isinstance(item, bytes | str) for item in array.flat):
+            _refuse(name, f"is a {type(leaf).__name__}: return a dense tensor")
+        leaves.append((name, array))
+    return leaves
+
+
+class OutputTrials:
+    """The trials of one call, whose results hold for all of its batches with outputs of the same form."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, bool] = {}
+
+    def of(
+        self,
+        leaves: Leaves,
+        examples: int,
+        shapes: Callable[[int], Sequence[Shape]],
+        computed: Callable[[int], Leaves],
+    ) -> OutputTrial:
+        """Return the trial of the outputs of a replica.
+
+        Args:
+            leaves: the outputs.
+            examples: the number of the replica's rows.
+            shapes: returns the shapes of the outputs for another number of rows.
+            computed: returns the outputs for another number of rows, the same ones from the beginning again.
+        """
+        joins = [self._recall(*leaf, examples) for leaf in leaves]
+        reasons = [""] * len(leaves)
+        if None in joins:
+            # One row would be an exception for programs that drop axes of length 1.
+            joins = _with_rows(leaves, examples, 2 if examples != 2 else 3, shapes)
+        if None in joins:
+            doubled, reasons = _doubled(leaves, examples, computed)
+            joins = [other if join is None else join for join, other in zip(joins, doubled, strict=True)]
+        for leaf, join in zip(leaves, joins, strict=True):
+            if join is not None:
+                self._known[_form(*leaf, examples, exact=not join)] = join
+        return OutputTrial(joins, reasons)
+
+    def _recall(self, name: str, array: Array, examples: int) -> bool | None:
+        forms = (_form(name, array, examples, exact=exact) for exact in (True, False))
+        return next((self._known[form] for form in forms if form in self._known), None)
+
+
+def joined(parts: Sequence[ReplicaOutputs]) -> list[Array]:
+    """Return the leaves of the outputs of a batch.
+
+    Args:
+        parts: the outputs of all replicas that have examples.
+
+    Raises:
+        ModelError: the outputs of the batch do not follow from them.
+    """
+    parts = sorted(parts, key=lambda part: part.replica)
+    arrays = [[unpack(leaf) for leaf in part.leaves] for part in parts]
+    names = [[name for name, _ in leaves] for leaves in arrays]
+    for part, others in zip(parts, names, strict=True):
+        if others != names[0]:
+            raise ModelError(
+                f"replicas return different outputs: {_listed(names[0])} (replica {parts[0].replica}) and "
+                f"{_listed(others)} (replica {part.replica}); let the model return the same outputs for all "
+                "rows of a batch, or run with one replica (--replicas 1)"
+            )
+    columns = [[array for _, array in column] for column in zip(*arrays, strict=True)]
+    trial = parts[0].trial
+    if trial is None:
+        return [column[0].copy() for column in columns]
+    result = []
+    for name, column, joins, reason in zip(names[0], columns, trial.joins, trial.reasons, strict=True):
+        first = column[0]
+        for part, other in zip(parts, column, strict=True):
+            if joins is None:
+                _refuse(
+                    name, f"{reason}, so that of a batch does not follow from those of its parts: {_ADVICE}"
+                )
+            if joins and (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
+                _refuse(
+                    name,
+                    f"has the shape {list(first.shape)} on replica {parts[0].replica} and "
+                    f"{list(other.shape)} on replica {part.replica}, which cannot be joined along the rows: "
+                    "give all rows one shape",
+                )
+            if not joins and not _same_bits(first, other):
+                _refuse(
+                    name,
+                    f"has no row for each example, and replicas {parts[0].replica} and {part.replica} "
+                    f"compute different values of it: {_ADVICE}",
+                )
+        result.append(np.concatenate(column) if joins else first.copy())
+    return result
+
+
+def _form(name: str, array: Array, examples: int, *, exact: bool) -> Any:
+    """Return the key of a leaf; not exact, it is the same for other numbers of rows."""
+    if exact or not array.ndim:
+        return name, array.dtype, array.shape, examples
+    return name, array.dtype, array.shape[1:], len(array) == examples
+
+
+def _with_rows(
+    leaves: Leaves, examples: int, count: int, shapes: Callable[[int], Sequence[Shape]]
+) -> list[bool | None]:
+    """Return True for each leaf with one row for each example, also of `count` examples; otherwise None."""
+    own = [array.shape for _, array in leaves]
+    if any(shape[:1] == (examples,) for shape in own):
+        try:
+            others = shapes(count)
+        except Exception:
+            # Perhaps the program needs a minimum of rows.
+            others = []
+        if len(others) == len(own):
+            pairs = zip(own, others, strict=True)
+            return [
+                True if (one, other[:1]) == ((examples, *other[1:]), (count,)) else None
+                for one, other in pairs
+            ]
+    return [None] * len(own)
+
+
+def _doubled(
+    leaves: Leaves, examples: int, computed: Callable[[int], Leaves]
+) -> tuple[list[bool | None], list[str]]:
+    """Return what is done with each leaf, and why nothing: computed for all rows twice, it comes twice."""
+    try:
+        doubled = computed(2 * examples)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"cannot be tried, because the step fails for {2 * examples} rows ({failure})"
+        return [None] * len(leaves), [reason] * len(leaves)
+    if [name for name, _ in doubled] != [name for name, _ in leaves]:
+        reason = f"is one of other outputs for {2 * examples} rows"
+        return [None] * len(leaves), [reason] * len(leaves)
+    joins: list[bool | None] = []
+    reasons = []
+    for (_, one), (_, other) in zip(leaves, doubled, strict=True):
+        join, reason = _compared(one, other, examples)
+        joins.append(join)
+        reasons.append(reason)
+    return joins, reasons
+
+
+def _compared(one: Array, other: Array, examples: int) -> tuple[bool | None, str]:
+    if one.ndim and other.shape == (2 * len(one), *one.shape[1:]):
+        if _close(np.concatenate([one, one]), other):
+            return True, ""
+        return (
+            None,
+            f"has {len(one)} rows for {examples} examples, which are not in the order of the examples",
+        )
+    if other.shape == one.shape:
+        if _close(one, other):
+            return False, ""
+        return None, "has no row for each example, and changes with their number"
+    return None, (
+        f"has the shape {list(one.shape)} for {examples} rows and {list(other.shape)} for {2 * examples}"
+    )
+
+
+def _close(one: Array, other: Array) -> bool:
+    if one.dtype.kind in "OSUbiu":
+        return np.array_equal(one, other)
+    wide = "complex128" if one.dtype.kind == "c" else "float64"
+    one, other = one.astype(wide), other.astype(wide)
+    finite = np.abs(one[np.isfinite(one)])
+    largest = float(finite.max()) if finite.size else 0.0
+    return np.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
+
+
+def _same_bits(one: Array, other: Array) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return one.tolist() == other.tolist() if one.dtype.kind == "O" else one.tobytes() == other.tobytes()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _refuse(name: str, predicate: str) -> NoReturn:
+    """Raise ModelError: replicas cannot compute an output together."""
+    subject = f"output {name!r} of the model" if name else "the output of the model"
+    raise ModelError(f"predict with several replicas: {subject} {predicate}")
