@@ -25,6 +25,10 @@ def same(first: Any, second: Any) -> bool:
     """Whether two nested values have the same types and bits."""
     if type(first) is not type(second):
         return False
+    if isinstance(first, np.ndarray) and first.dtype.kind == "O":
+        return (first.dtype, first.shape) == (second.dtype, second.shape) and same(
+            first.tolist(), second.tolist()
+        )
     if isinstance(first, np.ndarray | np.generic):
         return (first.dtype, first.shape, first.tobytes()) == (second.dtype, second.shape, second.tobytes())
     if isinstance(first, dict):

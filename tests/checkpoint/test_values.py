@@ -50,6 +50,8 @@ leaves = (
     | st.binary(max_size=5)
     | arrays
     | scalars
+    | st.lists(texts | st.binary(max_size=3), max_size=4).map(lambda items: np.array(items, object))
+    | texts.map(lambda text: np.array([[text]], object))
 )
 keys = texts | st.integers() | st.sampled_from(["$array", "$tuple", "$", "a/b", "a"])
 values = st.recursive(
@@ -129,6 +131,7 @@ def test_unsupported_values_are_named(make: Callable[[], Any], message: str) -> 
         {"$bytes": "?"},
         {"$scalar": ["object", "00"]},
         {"$scalar": ["float32", "00"]},
+        {"$strings": [[2], ["a"]]},
         {"$dict": [[[], 1]]},
         {"$tuple": None},
     ],

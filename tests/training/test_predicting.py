@@ -56,7 +56,8 @@ def joined(outputs: list[Any]) -> Any:
 def assert_close(found: Any, expected: Any) -> None:
     keras.tree.assert_same_structure(found, expected)
     for one, other in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
-        assert one.shape == other.shape and one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -160,3 +161,15 @@ def test_strings_are_joined(strategy: lockstep.MultiWorkerMirroredStrategy, step
         model.compile(steps_per_execution=steps)
     found = model.predict(np.arange(7).reshape(-1, 1) % 3, batch_size=4, verbose=0)
     assert [word.decode() for word in found.ravel()] == (names * 3)[:7]
+
+
+@pytest.mark.ci("jax", "torch")
+def test_workers_predict_what_one_process_predicts(
+    plain: Callable[..., str], launch: Callable[..., Any], backend: str
+) -> None:
+    run = launch("-n 2", "predicting.py", backend=backend)
+    assert run.status == 0, run.stderr
+    printed = plain("predicting.py", backend=backend).splitlines()
+    expected = [line for line in printed if line.startswith("predicted")]
+    assert len(expected) >= 11
+    assert run.marked(0, "predicted") == run.marked(1, "predicted") == expected

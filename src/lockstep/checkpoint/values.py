@@ -8,6 +8,7 @@ integers of up to 63 bits and a sign. Everything else is an object with one key,
     {"$nan": "<hex>"}                    another nan than that of "$float"
     {"$bytes": "<base64>"}               {"$str": "<base64 of UTF-8>"}      with lone surrogates
     {"$scalar": ["float32", "<hex>"]}    {"$array": "<name>"}
+    {"$strings": [[shape], [item]]}      an array of objects, all str or bytes
 """
 
 import base64
@@ -116,6 +117,8 @@ class _Packer:
         }
 
     def _array(self, value: Array, where: str) -> Any:
+        if value.dtype.kind == "O" and all(type(item) in (str, bytes) for item in value.flat):
+            return {"$strings": [list(value.shape), self._list(value.ravel().tolist(), where)]}
         self._check(value.dtype, where)
         name = base = where.encode("utf-8", "backslashreplace").decode()
         number = 1
@@ -166,6 +169,9 @@ def _untag(tag: str, content: Any, arrays: Mapping[str, Array]) -> Any:
     try:
         if tag == "$array":
             return arrays[content]
+        if tag == "$strings":
+            shape, items = content
+            return np.array(_unpacked(items, arrays), object).reshape(shape)
         if tag == "$tuple":
             return tuple(_unpacked(item, arrays) for item in content)
         if tag == "$dict":
