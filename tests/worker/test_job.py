@@ -8,12 +8,13 @@ import pytest
 from lockstep.collectives.contract import Communicator
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
-from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.errors import DisagreementError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import WORKER_EVENTS, DistributionBegan, Event, FirstStepEnded
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
-from lockstep.worker.job import Alone, Job, JobContext, Place, by_itself
+from lockstep.worker import job as worker_job
+from lockstep.worker.job import Alone, Job, JobContext, Place, become_alone, by_itself
 
 
 class Ended(BaseException):
@@ -164,3 +165,15 @@ def test_first_events_are_reported_once() -> None:
         job.note_distribution()
         job.note_step()
     assert published == [DistributionBegan(), FirstStepEnded()]
+
+
+def test_a_forked_process_takes_no_part_in_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares the memory and the connections of its worker."""
+    worker, _ = job_of(worker=0, began_with=4)
+    monkeypatch.setattr(worker_job, "_current", [worker])
+    # In the child, Python calls it.
+    become_alone()
+    with pytest.raises(ScopeError, match="the script has forked, uses a strategy of its worker: create one"):
+        worker.exchange(Call(()))
+    assert worker_job.current() is not worker
+    assert worker_job.current().exchange(Call(())) == "done"

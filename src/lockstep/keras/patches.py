@@ -4,6 +4,7 @@ Each replacement is an entry of the registry in `lockstep.worker.patch_registry`
 """
 
 import functools
+import os
 import threading
 from collections import UserDict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from lockstep.keras.host_report import libraries
 from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.private.common import SYMBOLIC_BUILD
 from lockstep.observability.events import StrategyInstalled
+from lockstep.system.notes import note
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import PATCHES, definer
 
@@ -43,6 +45,8 @@ _AT_COMPILE, _SAVING = f"{__name__}.compile", f"{__name__}.saving"
 
 _installed: list[ModelMethods] = []
 _installing = threading.Lock()
+_forked: list[bool] = []
+"""In a process that the script has forked since the installation: whether by the chief itself."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -92,6 +96,7 @@ def install(job: Job) -> ModelMethods:
 
             share_checkpoints(job, lambda: methods.behind)
         _installed.append(methods)
+        os.register_at_fork(after_in_child=_note_fork)
         job.events.publish(StrategyInstalled(keras.backend.backend(), libraries()))
     return _installed[0]
 
@@ -108,6 +113,8 @@ def install_at_compile(job: Job) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _in_child():
+                return original(self, *args, **kwargs)
             # Several threads of the script may compile their first models at the same time.
             with _installing:
                 begins = not _installed
@@ -123,6 +130,32 @@ def install_at_compile(job: Job) -> None:
 
     if not PATCHES.has(_AT_COMPILE):
         PATCHES.replace(_AT_COMPILE, owner, "compile", make)
+
+
+def _in_child() -> bool:
+    """Whether this is a process that the script has forked: it trains by itself, as plain Keras does."""
+    if not _forked:
+        return False
+    if _installed:
+        (methods,) = _installed
+        uninstall()
+        methods.release_models()
+        if _forked[0]:
+            note(
+                f"process {os.getpid()}, which the script has forked, uses models by itself: processes of "
+                "the script are not distributed, and every worker starts its own"
+            )
+    return True
+
+
+def _note_fork() -> None:
+    """In a child of this process: let it leave the job when it uses a model."""
+    if _installed:
+        _forked[:] = [_forked_by_chief()]
+
+
+def _forked_by_chief() -> bool:
+    return bool(_installed) and _installed[0].is_chief and not _forked
 
 
 def uninstall() -> None:
@@ -163,6 +196,8 @@ def _replace(name: str, method: Callable[..., Any]) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _in_child():
+                return original(self, *args, **kwargs)
             return method(original, self, *args, **kwargs)
 
         return replacement
@@ -185,6 +220,9 @@ def _around(
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+            if _in_child():
+                original(self, *args, **kwargs)
+                return
             before()
             if not silent():
                 original(self, *args, **kwargs)

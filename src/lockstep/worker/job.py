@@ -13,7 +13,7 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
-from lockstep.errors import DisagreementError, InternalError, PeerLostError
+from lockstep.errors import DisagreementError, InternalError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet, TrainingPaused
 from lockstep.observability.step_timer import StepTimer
@@ -257,6 +257,7 @@ class Job:
         replacements: of the processes of a job with parameter servers, the worker ids of those that have
             replaced others; on the chief.
         joined_with: the workers of the view that this worker has joined with `join_apart` and not entered.
+        left: whether this is a child of the worker, which must not take part in its exchange.
         policy: as given.
         timer: measures the steps of the main thread.
     """
@@ -275,6 +276,7 @@ class Job:
         self.checkpoints = checkpoints or WorkerCheckpoints()
         self.policy = policy or WaitPolicy()
         self.task = "worker"
+        self.left = False
         self.process = context.worker
         self.replacement = -1
         self.replacements: dict[int, int] = {}
@@ -434,9 +436,15 @@ class Job:
             catching_up: surrounds the work of `as_chief` and `on_each_host` that this worker repeats.
 
         Raises:
+            ScopeError: this process is a child of the worker.
             PeerLostError: the view is over, and so is the job.
             DisagreementError: workers differ with which the job began; raised on every worker.
         """
+        if self.left:
+            raise ScopeError(
+                "this process, which the script has forked, uses a strategy of its worker: create one in the "
+                "process, which trains by itself; processes of the script are not distributed"
+            )
         begun: float | None = None
         if not self._is_apart:
             while self._next_after is not None and self._place[0].number <= self._next_after:
@@ -688,5 +696,6 @@ def alone() -> Job:
 
 def become_alone() -> None:
     """Give this process, a child that a script has forked, a job of its own: it is not a worker."""
+    current().left = True
     context, view = current().context, place(1, (0,))
     enter(Job(JobContext(0, context.seed, context.threads, Bus(SystemClock(), 0)), (view, by_itself(view))))

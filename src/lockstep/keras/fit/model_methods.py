@@ -191,6 +191,16 @@ class ModelMethods:
                 self._thread.by_itself = False
                 setattr(model, name, function)
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the chief."""
+        return self._job.is_chief
+
+    def release_models(self) -> None:
+        """Let Keras make the functions of all models again, in a process that has left the job."""
+        for model in self._adopted:
+            model.train_function = model.test_function = model.predict_function = None
+
     def _note_subject(self, model: Any) -> None:
         """Note what identifies a model on all workers, in the calls of threads."""
         if model in self._subjects:
