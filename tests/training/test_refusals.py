@@ -309,6 +309,50 @@ def test_a_metric_that_does_not_start_from_zero_is_refused_by_name(
         model.fit(X, Y, verbose=0)
 
 
+class Kept(keras.metrics.Metric):
+    """Keeps a value when it is reset."""
+
+    def __init__(self, start: str, combine: Any) -> None:
+        super().__init__(name="kept")
+        self.value = self.add_variable((), initializer=start, name="value")
+        self.combine = combine
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.value.assign(self.combine(self.value, keras.ops.sum(y - 0 * prediction)))
+
+    def reset_state(self) -> None:
+        pass
+
+    def result(self) -> Any:
+        return self.value * 1
+
+
+@pytest.mark.parametrize(("start", "first"), [("zeros", 0), ("ones", 1)])
+def test_a_metric_that_keeps_its_state_adds_up_over_calls(
+    strategy: lockstep.MultiWorkerMirroredStrategy, start: str, first: int
+) -> None:
+    with strategy.scope():
+        model = build(metrics=[Kept(start, lambda value, total: value + total)])
+    found = [model.fit(X, Y, batch_size=4, epochs=2, verbose=0).history["kept"] for _ in range(2)]
+    assert found == [[first + 9, first + 18], [first + 27, first + 36]]
+
+
+@pytest.mark.parametrize(
+    ("combine", "why"),
+    [
+        (lambda value, total: value * (1 + total), "depends on this"),
+        (lambda value, total: value / 2 + total, "not the sum of both alone"),
+    ],
+)
+def test_a_metric_whose_increments_depend_on_the_state_that_it_keeps_is_refused(
+    strategy: lockstep.MultiWorkerMirroredStrategy, combine: Any, why: str
+) -> None:
+    with strategy.scope():
+        model = build(metrics=[Kept("ones", combine)])
+    with pytest.raises(ModelError, match=f"metric variable '.*value' does not add up: .*{why}"):
+        model.fit(X, Y, verbose=0)
+
+
 def test_nan_passes_through_as_in_keras(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     x = X.copy()
     x[4, 2] = np.nan

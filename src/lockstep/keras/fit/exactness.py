@@ -235,9 +235,10 @@ def _near(one: float, other: float) -> bool:
 def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
     """Raise ModelError if a metric's state is not a sum over examples; leave the model unchanged.
 
-    Replicas start a step from zero, and their states are added. Keras's own metrics that start from zero are
-    additive. A user's metric is tested: updating it with some rows and then with others must give the sum of
-    the separate updates.
+    Replicas start a step from zero, and their states are added to that of the metric, which may be that of
+    earlier epochs, if `reset_state` keeps it. Keras's own metrics are additive. A user's metric is tested:
+    updating it with some rows and then with others must give the sum of the separate updates, and a state that
+    it keeps must not affect an update.
 
     Args:
         model: built, with its metrics.
@@ -247,8 +248,7 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
         with keras.StatelessScope() as scope:
             metric.reset_state()
         for variable in metric.variables:
-            value = scope.get_current_value(variable)
-            _refuse_unless_zero(variable, variable.value if value is None else value)
+            _refuse_unless_zero(variable, scope.get_current_value(variable))
     own = _own_metrics(model)
     if not own:
         return
@@ -308,9 +308,10 @@ def tried_rows(data: Any) -> int:
 
 
 def _refuse_unless_zero(variable: Any, value: Any) -> None:
+    """Raise ModelError if a metric resets a variable to another value than zero; None if it keeps its own."""
     if variable.dtype == "bool":
         raise ModelError(f"the metric variable {variable.path!r} is a bool, which cannot be summed")
-    if np.any(keras.ops.convert_to_numpy(value) != 0):
+    if value is not None and np.any(keras.ops.convert_to_numpy(value) != 0):
         raise ModelError(
             f"the metric variable {variable.path!r} does not start from zero: replicas add up what "
             "their examples contribute, so keep sums and counts, and compute the rest in result()"
@@ -331,6 +332,23 @@ def _try(model: Any, data: Any) -> None:
                 f"the metric variable {variable.path!r} does not add up: after some examples and then others "
                 "it is not the sum of both alone; keep sums and counts, and compute the rest in result()"
             )
+    starts = [keras.ops.convert_to_numpy(variable.value) for variable in model.metrics_variables]
+    if not any(np.any(start != 0) for start in starts):
+        return
+    for variable, start, found, alone in zip(
+        model.metrics_variables,
+        starts,
+        _state(model, [first], starts),
+        _state(model, [first]),
+        strict=True,
+    ):
+        tolerance = 1e-5 * max(1.0, float(np.max(np.abs(start), initial=0)))
+        if not np.allclose(found - start, alone, rtol=1e-4, atol=tolerance, equal_nan=True):
+            raise ModelError(
+                f"the metric variable {variable.path!r} does not add up: reset_state keeps its value, and an "
+                "update changes it by an amount that depends on this; keep sums and counts, and compute the "
+                "rest in result()"
+            )
 
 
 def rows_of(data: Any, rows: slice) -> tuple[Any, Any, Any]:
@@ -349,11 +367,17 @@ def _updates(model: Any, data: Any, rows: slice) -> tuple[Any, Any, Any, Any]:
         return x, y, model(x, training=False), weight
 
 
-def _state(model: Any, updates: Sequence[tuple[Any, Any, Any, Any]]) -> list[Any]:
-    """Return the metrics' state after updates from zero."""
+def _state(
+    model: Any, updates: Sequence[tuple[Any, Any, Any, Any]], starts: Sequence[Any] | None = None
+) -> list[Any]:
+    """Return the metrics' state after updates from `starts`, or from zero."""
     variables = model.metrics_variables
-    zeros = [(variable, keras.ops.zeros_like(variable.value)) for variable in variables]
-    with keras.StatelessScope(state_mapping=zeros) as scope:
+    values = [keras.ops.zeros_like(one.value) for one in variables] if starts is None else starts
+    mapping = [
+        (variable, keras.ops.convert_to_tensor(value, dtype=variable.dtype))
+        for variable, value in zip(variables, values, strict=True)
+    ]
+    with keras.StatelessScope(state_mapping=mapping) as scope:
         for x, y, prediction, weight in updates:
             model.compute_metrics(x, y, prediction, weight)
     return [keras.ops.convert_to_numpy(scope.get_current_value(variable)) for variable in variables]
