@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.errors import ConfigError, DataError, ModelError, ScopeError
+from lockstep.errors import ConfigError, DataError, LockstepError, ModelError, ScopeError
 from lockstep.keras.input.readings import whole_batch
 from lockstep.observability.events import CallStarted, Event
 
@@ -97,9 +97,7 @@ def test_a_missing_row_of_a_replica_is_an_error(
 
     with strategy.scope():
         model = build(Pairs)
-    with pytest.raises(
-        ModelError, match=r"which has 1 of the batch's rows, failed: index 2 (is )?out of bounds"
-    ):
+    with pytest.raises(ModelError, match=r"which has 1 of the 3 rows of a batch, failed .* at .*\.py:\d+"):
         model.fit(X[:3], Y[:3], batch_size=3, verbose=0)
 
 
@@ -439,8 +437,53 @@ def test_a_fixed_batch_is_named_where_a_step_fails_with_it(
     with strategy.scope():
         fixed().fit(X, Y, batch_size=6, verbose=0)
         model = fixed(Merged())
-    with pytest.raises(ModelError, match=r"which has 2 examples, failed .* input 'six' .* fixed batch of 6"):
+    with pytest.raises(ModelError, match=r"has 2 of the 6 rows .* failed .* input 'six' .* fixed batch of 6"):
         model.fit(X[:6], Y[:6], batch_size=6, verbose=0)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_program_that_expects_the_rows_of_the_batch_is_named_with_its_line(
+    strategy: lockstep.MultiWorkerMirroredStrategy, method: str
+) -> None:
+    class Noisy(keras.Sequential):
+        def call(self, inputs: Any, training: Any = None) -> Any:
+            return super().call(inputs + keras.ops.ones((6, 4)))
+
+    line = Noisy.call.__code__.co_firstlineno + 1
+    with strategy.scope():
+        model = build(Noisy)
+    arrays = (X[:6],) if method == "predict" else (X[:6], Y[:6])
+    with pytest.raises(ModelError, match="has 2 of the 6 rows of a batch, failed") as refusal:
+        getattr(model, method)(*arrays, batch_size=6, verbose=0)
+    assert f" at {Path(__file__).name}:{line}, " in str(refusal.value)
+    assert "ops.shape(x)[0], or run with one replica (--replicas 1)" in str(refusal.value)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_mistake_of_the_program_keeps_its_own_error(
+    strategy: lockstep.MultiWorkerMirroredStrategy, rows: int
+) -> None:
+    """Although an inner model has the batch of its first data, 6 rows, as a fixed one."""
+
+    class Wrong(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.Sequential([keras.layers.Dense(1)])
+
+        def build(self, shape: Any) -> None:
+            self.inner.build((6, 4))
+
+        def call(self, inputs: Any) -> Any:
+            found = self.inner(inputs["rows"])
+            return found + keras.ops.ones((7, 7)) @ inputs["more"] if "more" in inputs else found
+
+    with strategy.scope():
+        model = Wrong()
+        model.compile("sgd", "mse")
+    model.fit({"rows": X[:6]}, Y[:6], batch_size=6, verbose=0)
+    with pytest.raises(Exception, match="7") as failure:
+        model.predict({"rows": X[:rows], "more": X[:rows]}, verbose=0)
+    assert not isinstance(failure.value, LockstepError)
 
 
 def test_a_metric_is_checked_before_the_first_single_batch(

@@ -452,9 +452,8 @@ def test_an_error_in_a_layer_is_not_hidden_by_its_consequences() -> None:
 
     model = keras.Sequential([Broken()])
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="Sequential") as caught:
+    with pytest.raises(ValueError, match="no good"):
         TensorFlowBackend().build(model, "train", lambda: (X, Y))
-    assert "no good" in str(caught.value.__cause__)
 
 
 @here
@@ -709,3 +708,39 @@ def test_integer_state_that_all_replicas_change_equally_is_kept(eager: bool) -> 
         model.compile("sgd", "mse", run_eagerly=eager)
     with pytest.raises(ModelError, match=r"replicas set the int32 variable '.*/rows' to different values"):
         model.fit(X, Y, batch_size=8, verbose=0)
+
+
+@here
+@pytest.mark.parametrize("kind", ["train", "predict"])
+@pytest.mark.parametrize("within", ["layer", "sequential", "model"])
+def test_an_error_of_build_is_raised_as_plain_keras_raises_it(kind: Any, within: str) -> None:
+    """A second attempt finds half of the layers built, and fails for that reason."""
+
+    class Uneven(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.kernel = self.add_weight(shape=(shape[-1], 2))
+            raise KeyError("units must be even")
+
+        def call(self, inputs: Any) -> Any:
+            return inputs @ self.kernel
+
+    class Composed(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = keras.layers.Dense(2) if within == "model" else Uneven()
+            self.inner = keras.Sequential([inner]) if within == "sequential" else inner
+
+        def call(self, inputs: Any) -> Any:
+            return self.inner(inputs)
+
+        if within == "model":
+
+            def build(self, shape: Any) -> None:
+                self.inner.build(shape)
+                raise KeyError("units must be even")
+
+    model = Composed()
+    model.compile("sgd", "mse")
+    data = np.ones((4, 3), "float32"), np.ones((4, 2), "float32"), None
+    with pytest.raises(KeyError, match="units must be even"):
+        TensorFlowBackend().build(model, kind, lambda: data)

@@ -199,8 +199,13 @@ def summarize_own(error: LockstepError) -> str:
     shown = error
     while str(shown).startswith(_AROUND) and isinstance(shown.__context__, LockstepError):
         shown = shown.__context__
-    line = _converted_line(error) or _line(error.__traceback__)
+    line = program_line(error)
     return f"{' '.join(with_code(shown).split())}{f' ({line})' if line else ''}"
+
+
+def program_line(error: BaseException) -> str | None:
+    """Return the innermost line of the program at which an error was raised, such as `train.py:12`."""
+    return _converted_line(error) or _line(error.__traceback__)
 
 
 def keep_original(error: LockstepError) -> None:

@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 import keras
 
-from lockstep.errors import LockstepError, ModelError
+from lockstep.errors import ModelError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.private.common import build_symbolically, layers_of
 from lockstep.keras.variables import optimizers_of
+from lockstep.worker.script import program_line
 
 
 @contextmanager
@@ -70,36 +71,33 @@ def refuse_stateful_layers(model: Any) -> None:
             )
 
 
-@contextmanager
-def misfits_explained(model: Any, examples: int) -> Iterator[None]:
-    """Explain an error of the block, which computes a replica with this number of examples.
+def refuse_misfit(model: Any, examples: int, whole: int, error: Exception) -> NoReturn:
+    """Raise ModelError: the step of a replica has failed, and the same step with more rows has not.
 
-    The causes are an input with a fixed batch size, and an index of a row that the replica does not have. A
-    fixed batch size alone is no error: Keras's Sequential models may have one.
-
-    Raises:
-        ModelError: the block has failed for one of these reasons.
+    Args:
+        model: of the step.
+        examples: the number of the replica's rows.
+        whole: the number of rows of the batch, with which the step succeeds.
+        error: of the replica.
     """
-    try:
-        yield
-    except LockstepError:
-        raise
-    except Exception as error:
-        for layer in layers_of(model):
-            fixed = layer.batch_shape[0] if isinstance(layer, keras.layers.InputLayer) else None
-            if fixed is not None and fixed != examples:
-                raise ModelError(
-                    f"the step of a replica, which has {examples} examples, failed ({type(error).__name__}); "
-                    f"the input {layer.name!r} of the model has a fixed batch of {fixed}, which replicas "
-                    "split: give it a shape without a batch size, or run with one replica (--replicas 1)"
-                ) from error
-        if isinstance(error, IndexError):
-            raise ModelError(
-                f"the step of a replica, which has {examples} of the batch's rows, failed: {error}; "
-                "replicas split the first axis of each array, which must be that of the examples: run with "
-                "one replica (--replicas 1) where it is not"
-            ) from error
-        raise
+    fixed = [
+        layer.name
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.InputLayer) and layer.batch_shape[0] == whole
+    ]
+    line = program_line(error)
+    where = f" at {line}" if line else ""
+    if fixed:
+        what = f"the input {fixed[0]!r} of the model has a fixed batch of {whole}"
+        advice = "give it a shape without a batch size"
+    else:
+        what = f"the program expects the rows of the whole batch{where}"
+        advice = "take their number from the tensor, as in ops.shape(x)[0]"
+    raise ModelError(
+        f"the step of a replica, which has {examples} of the {whole} rows of a batch, failed "
+        f"({type(error).__name__}), but succeeds with {whole} rows: {what}, which replicas split; {advice}, "
+        "or run with one replica (--replicas 1)"
+    ) from error
 
 
 def shapes_of(outputs: Any) -> list[tuple[int, ...]]:

@@ -93,6 +93,9 @@ class Program(TrainingState, Protocol):
             ModelError: the changes that the step makes cannot be combined over replicas.
         """
 
+    def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
+        """Return the error of a `compute`, raised by the line of the program that is at fault if possible."""
+
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total by names such as `gradient/0` and `metric/1`.
 

@@ -262,6 +262,10 @@ class JaxProgram(JaxState):
         logs = self._log_template.text if self._log_template and self._form.is_last(number) else ""
         return f"{self._form.text(number)} {logs}"
 
+    def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
+        """Return the error, which the program's own line has raised."""
+        return error
+
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total of round `number` by their own names."""
         return self._packings.unpacked(number, arrays)

@@ -64,11 +64,12 @@ from lockstep.keras.backends.tf_graphs import (
     with_custom_gradient,
 )
 from lockstep.keras.nests import structure_of
-from lockstep.keras.private.common import stored_value
+from lockstep.keras.private.common import layers_of, stored_value
 from lockstep.keras.private.tensorflow import exempt_from_autograph, register_lookups, wait_for_operations
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
+from lockstep.worker.script import program_line
 
 
 class TensorFlowBackend:
@@ -85,15 +86,19 @@ class TensorFlowBackend:
         if has_own(model, f"{kind}_step"):
             try_step(model, kind, batch())
             return
+        before = _built_parts(model)
         try:
             build_by_call(model, kind, batch)
         except Exception as hindrance:
-            # The step may succeed although Keras cannot call the model. If it fails too, the reason may be
-            # something that the failed call has left incomplete: then the first error is the cause.
+            # The step may succeed although Keras cannot call the model.
+            changed = _built_parts(model) != before
             try:
                 try_step(model, kind, batch())
             except Exception as error:
-                raise error from hindrance
+                if not changed:
+                    raise
+                # The failed call has built some layers, and the step fails because they are incomplete.
+                raise _programs_own(hindrance) from error
 
     def program(self, model: Any, kind: Kind) -> "TensorFlowProgram":
         """Prepare a step of a built model."""
@@ -184,6 +189,17 @@ def _of_steps(*parts: npt.NDArray[Any]) -> tf.Tensor:
     if len(parts) > 1:
         return tf.constant(np.concatenate(parts) if parts[0].ndim else np.stack(parts))
     return tf.constant(parts[0])
+
+
+def _built_parts(model: Any) -> list[tuple[int, bool, int]]:
+    """Return which layers are within a model, and which of them are built."""
+    return [(id(layer), layer.built, len(layer.variables)) for layer in layers_of(model)]
+
+
+def _programs_own(error: Exception) -> BaseException:
+    """Return the error that the program's own code has raised; Keras may have put its own in its place."""
+    first = error.__context__
+    return first if program_line(error) is None and first is not None else error
 
 
 _WORTH_COMPILING = 1 << 22
@@ -307,6 +323,18 @@ class TensorFlowProgram(VariableState):
         """Return the form of the round that was computed last."""
         logs = self._log_template.text if self._log_template and self._form.is_last(number) else ""
         return f"{self._form.text(number)} {logs}"
+
+    def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
+        """Return the error of the same step if it runs eagerly: that of a graph names an operation."""
+        if self._eager or earlier:
+            return error
+        eager = TensorFlowProgram(self._model, self._kind)
+        eager._eager = True
+        try:
+            eager.compute(state, share, ())
+        except Exception as located:
+            return located
+        return error
 
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total of round `number` by their own names."""

@@ -279,6 +279,10 @@ class TorchProgram(TorchState):
                     partial |= self._changes(before, share)
         return partial
 
+    def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
+        """Return the error, which the program's own line has raised."""
+        return error
+
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays, which are not packed."""
         return arrays

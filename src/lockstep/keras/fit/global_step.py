@@ -16,8 +16,8 @@ import xxhash
 
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, Share
-from lockstep.errors import CheckpointError
-from lockstep.keras.backends.common import misfits_explained
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import whole_batch
@@ -256,8 +256,13 @@ class GlobalStep:
             share = share._replace(data=lambda: data)
             if shares is not None:
                 shares[share.replica] = share
-            with misfits_explained(self._model, share.examples):
+            try:
                 return program.compute(state, share, earlier)
+            except LockstepError:
+                raise
+            except Exception as error:
+                self._explain(error, share, batch.examples, state, earlier)
+                raise
 
         def compute(replica: int) -> Partial | None:
             share = batch.share(replica, replicas, seed)
@@ -282,6 +287,22 @@ class GlobalStep:
             catching_up=partial(program.published, state),
             parts=partial(program.parts, number),
         )
+
+    def _explain(
+        self, error: Exception, share: Share, whole: int, state: Any, earlier: Sequence[Total]
+    ) -> None:
+        """Raise ModelError if a replica has failed because its program expects the rows of the whole batch.
+
+        As many rows as the batch has show it: those of the replica, repeated.
+        """
+        if share.examples == whole:
+            return
+        try:
+            self._program.compute(state, _repeated(share, whole), earlier)
+        except Exception:
+            return
+        located = self._program.located(error, state, share, earlier)
+        refuse_misfit(self._model, share.examples, whole, located)
 
     def _seed(self) -> int:
         """Return the seed of the current step, from which replicas derive random numbers."""

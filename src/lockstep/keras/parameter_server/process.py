@@ -15,7 +15,6 @@ import xxhash
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.data.batch import GlobalBatch, PendingBatch
 from lockstep.errors import DataError, ModelError, PeerLostError
-from lockstep.keras.backends.common import misfits_explained
 from lockstep.keras.backends.contract import EQUAL, Backend, ServedProgram
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
@@ -347,8 +346,7 @@ class FitProcess(TaskProcess):
         data = self.read(batch)
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self.call.seed, self.call.number, step))
         share = data.share(0, 1, seed)
-        with misfits_explained(self.model, share.examples):
-            partial = program.compute(state, share, ())
+        partial = program.compute(state, share, ())
         if not program.is_last(0):
             raise ModelError(
                 f"the step of model {self.model.name!r} updates weights several times, or uses them after "
