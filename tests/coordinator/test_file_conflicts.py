@@ -31,6 +31,17 @@ def test_a_file_of_two_workers_is_reported_once() -> None:
     assert "write /elsewhere/a.csv (" in str(made.opened(0, "/elsewhere/a.csv", "train.py:3", RUNNING))
 
 
+def test_a_file_that_a_library_writes_may_belong_to_a_line_that_trains() -> None:
+    made = FileConflicts(Path("/work"))
+    for worker, wanted in (
+        (0, NOTHING),
+        (1, (True, "in some_library); every worker runs the whole script: ")),
+    ):
+        found, text = made.opened(worker, "/work/a.json", "train.py:3", RUNNING, library="some_library")
+        assert (found, wanted[1] in text) == (wanted[0], True)
+    assert "if lockstep.is_chief(): unless it also trains, or makes what all workers need" in text
+
+
 def test_a_worker_may_write_the_files_of_ended_workers() -> None:
     """Such workers are the next chief, and a replacement that runs the script again."""
     made = FileConflicts(Path("/work"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.worker.file_writes import LibraryFolders, line_of_program
+from lockstep.worker.file_writes import LibraryFolders, library_of, line_of_program
 
 
 @pytest.fixture
@@ -85,3 +85,19 @@ IMPORT = "<frozen importlib._bootstrap>"
 )
 def test_the_line_of_the_program_that_writes_is_found(files: list[str], line: str | None) -> None:
     assert line_of_program(called_through(*files)) == line
+
+
+@pytest.mark.parametrize(
+    ("files", "library"),
+    [
+        (("/work/train.py",), ""),
+        (("/work/train.py", "/env/site-packages/tuner/engine.py"), "tuner"),
+        (
+            ("/work/train.py", "/env/site-packages/tuner.py", f"{Path(os.__file__).parent}/pathlib.py"),
+            "tuner",
+        ),
+        (("/env/site-packages/tuner/engine.py", "/work/train.py"), ""),
+    ],
+)
+def test_the_library_that_opens_a_file_for_a_line_is_found(files: tuple[str, ...], library: str) -> None:
+    assert library_of(called_through(*files)) == library

@@ -883,7 +883,9 @@ class Coordinator:
         """Warn of a file that several workers write."""
         host = None if file.shared else self.state.workers[worker].host
         found, text = self._writers.opened(
-            worker, file.path, file.line, self.state.running, host, appends=file.appends
+            *(worker, file.path, file.line, self.state.running, host),
+            appends=file.appends,
+            library=file.library,
         )
         if found:
             self.events.publish(run_events.ConflictingWrite(worker, file.path, file.line))

@@ -6,6 +6,7 @@ from lockstep.system.prose import name_workers
 
 _MOST_FILES = 10_000
 _MOST_LINES = 5
+_UNLESS = " unless it also trains, or makes what all workers need; then give each worker a file of its own"
 
 
 class FileConflicts:
@@ -36,6 +37,7 @@ class FileConflicts:
         host: int | None = None,
         *,
         appends: bool = False,
+        library: str = "",
     ) -> tuple[bool, str]:
         """Note that a worker opens a file for writing.
 
@@ -48,6 +50,7 @@ class FileConflicts:
             running: the live workers; a file that only ended workers wrote is no conflict.
             host: the host to which the file belongs; None if hosts share it.
             appends: whether it appends to the file.
+            library: that opens it for this line; empty if none does.
         """
         file = host, path
         if file not in self._writers and len(self._writers) >= _MOST_FILES:
@@ -66,9 +69,11 @@ class FileConflicts:
         self._named[appends] += 1
         both = name_workers(tuple(sorted((min(others), worker))))
         does, so = ("append to", ", so it has each line several times") if appends else ("write", "")
+        # The line may do more than write: workers that skip a training let the others wait.
+        where, unless = (f"{line}, in {library}", _UNLESS) if library else (line, "")
         return first, (
-            f"{both} both {does} {self._shown(path)} ({line}){so}; every worker runs the whole script: guard "
-            "the line with if lockstep.is_chief():"
+            f"{both} both {does} {self._shown(path)} ({where}){so}; every worker runs the whole script: "
+            f"guard the line with if lockstep.is_chief():{unless}"
         )
 
     def _shown(self, path: str) -> str:

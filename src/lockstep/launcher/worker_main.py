@@ -51,6 +51,7 @@ from lockstep.worker.script import (
 from lockstep.worker.script_threads import ScriptThreads
 from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
+from lockstep.worker.tuner_searches import share_searches
 
 if TYPE_CHECKING:
     from lockstep.worker.job import Job
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str]) -> None:
         note(with_code(over))
         sys.exit(1)
     forget_worker()
+    share_searches()
     share_downloads(config.run_dir, config.agent, config.worker, events.publish)
     sources = RunPaths(config.run_dir).sources
     keep_sources(sources, lambda path, what: events.publish(SourceChanged(path, what)))

@@ -47,12 +47,14 @@ class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
         line: of the program, such as `train.py:41`.
         shared: whether it is in a file system that other hosts may share.
         appends: whether it appends to the file.
+        library: that opens it for this line; empty if none does.
     """
 
     path: str
     line: str
     shared: bool = False
     appends: bool = False
+    library: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -71,9 +71,9 @@ class AgentClient:
         """Report that this worker has left the exchange of a view, or cannot enter it."""
         self._channel.send(BrokenView(view, reason, fatal), _PATIENCE)
 
-    def file_opened(self, path: str, line: str, appends: bool) -> None:
-        """Report that a line of the program opens a file for writing, or for appending to it."""
-        self._channel.send(FileOpened(path, line, is_shared(Path(path)), appends), _PATIENCE)
+    def file_opened(self, path: str, line: str, appends: bool, library: str) -> None:
+        """Report that a line of the program opens a file for writing or appending, perhaps in a library."""
+        self._channel.send(FileOpened(path, line, is_shared(Path(path)), appends, library), _PATIENCE)
 
     def failed(self, status: int, summary: str, traceback: str, *, blames: bool, prints: bool) -> bool:
         """Report that the script raised; return whether the report was sent."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.worker.program_sources import is_program
+from lockstep.worker.program_sources import is_program, library_name
 
 _NEW = os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """The flags with which `open` creates, empties or appends to a file: `w`, `x` and `a`, not `r+`."""
@@ -21,9 +21,9 @@ _OF_MACHINES = (".lock", ".pyc")
 _IMPORT = "<frozen importlib."
 _LOCKSTEP = f"{Path(__file__).parents[1]}{os.sep}"
 
-Tell = Callable[[str, str, bool], object]
-"""Takes the absolute path of a file, the line of the program that opens it, such as `train.py:41`, and
-whether it appends."""
+Tell = Callable[[str, str, bool, str], object]
+"""Takes the absolute path of a file, the line of the program that opens it, such as `train.py:41`, whether it
+appends, and the library that opens it for that line; empty if none does."""
 
 
 def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
@@ -43,7 +43,7 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
         line = line_of_program(caller)
         if line is not None:
             seen.add((absolute, appends))
-            tell(absolute, line, appends)
+            tell(absolute, line, appends, library_of(caller))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open":
@@ -100,3 +100,12 @@ def line_of_program(frame: FrameType | None) -> str | None:
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def library_of(frame: FrameType | None) -> str:
+    """Return the installed library whose code is innermost on a stack; empty if the program's own is."""
+    while frame is not None and not is_program(frame.f_code.co_filename):
+        if name := library_name(frame.f_code.co_filename):
+            return name
+        frame = frame.f_back
+    return ""

@@ -75,6 +75,14 @@ def is_own(path: str) -> bool:
 
 
 @cache
+def library_name(file: str) -> str:
+    """Return the name of the installed library that a source file belongs to; empty for other files."""
+    parts = Path(file).parts
+    at = max((number for number, part in enumerate(parts) if part in _INSTALLED), default=None)
+    return "" if at is None or at + 1 == len(parts) else parts[at + 1].removesuffix(".py")
+
+
+@cache
 def is_program(file: str) -> bool:
     """Whether code from a file is the program's own: of its script, a module, or a cell of a notebook."""
     return (file.startswith(_NOTEBOOK) or not file.startswith("<")) and is_own(file)
