@@ -51,7 +51,6 @@ from lockstep.worker.script import (
 from lockstep.worker.script_threads import ScriptThreads
 from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
-from lockstep.worker.tuner_searches import share_searches
 
 if TYPE_CHECKING:
     from lockstep.worker.job import Job
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
         note(with_code(over))
         sys.exit(1)
     forget_worker()
-    share_searches()
+    _share_searches()
     share_downloads(config.run_dir, config.agent, config.worker, events.publish)
     sources = RunPaths(config.run_dir).sources
     keep_sources(sources, lambda path, what: events.publish(SourceChanged(path, what)))
@@ -95,6 +94,12 @@ def main(arguments: Sequence[str]) -> None:
     report_imports(_publish_import)
     client.started()
     _run(Script.parse(arguments), client, has_log=not config.by_hand)
+
+
+def _share_searches() -> None:
+    from lockstep.worker.tuner_searches import share_searches
+
+    share_searches()
 
 
 def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
