@@ -769,8 +769,19 @@ def _elements(stream: DataAdapter) -> Iterator[Any]:
     dataset = stream.get_tf_dataset()
     kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}
     if kinds <= {"TensorSpec", "NoneTensorSpec"}:
-        return map(host_nest, iter(_read_ahead(dataset)))
+        return _to_the_end(map(host_nest, iter(_read_ahead(dataset))), stream.num_batches)
     return iter(stream.get_numpy_iterator())
+
+
+def _to_the_end(batches: Iterator[Any], count: int | None) -> Iterator[Any]:
+    """Yield batches; find their end before the last of `count`: only then is a cache of the dataset complete.
+
+    Keras takes no more than `count`.
+    """
+    for number, batch in enumerate(batches, 1):
+        if number == count:
+            next(batches, None)
+        yield batch
 
 
 def _read_ahead(dataset: Any) -> Any:

@@ -254,7 +254,19 @@ def functions_of(dataset: Any) -> Sequence[Any]:
 
 def is_unordered(dataset: Any) -> bool:
     """Whether an operation was created with `deterministic=False`."""
+    if isinstance(dataset, interleave_op._ParallelInterleaveDataset):
+        # It keeps the argument in the graph only; its source usually has no more than names of files.
+        try:
+            nodes = graph_of(dataset).node
+        except tf.errors.OpError:
+            return False
+        return any(without_order(node) for node in nodes if node.op.startswith("ParallelInterleave"))
     return getattr(dataset, "_deterministic", "") == "false"
+
+
+def without_order(node: Any) -> bool:
+    """Whether an operation in a graph was created with `deterministic=False`."""
+    return "deterministic" in node.attr and bool(node.attr["deterministic"].s == b"false")
 
 
 def count_of(operation: Any) -> Any:
