@@ -5,10 +5,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras.src.utils.tracking import TrackedList
 
 import lockstep
-from lockstep.keras.backends.jax import JaxBackend
+from lockstep.errors import ModelError
+from lockstep.keras.backends.jax import JaxBackend, refuse_unsupported
 
 
 def test_a_model_is_built_with_the_dtypes_that_jax_computes_with() -> None:
@@ -22,6 +24,23 @@ def test_a_model_is_built_with_the_dtypes_that_jax_computes_with() -> None:
     batch = {"a": np.ones(3, "int64"), "b": np.ones(3), "c": np.ones(3, "uint8")}
     JaxBackend().build(Noting(), "train", lambda: batch)
     assert seen == ["int32", "float32", "uint8"]
+
+
+def test_replicas_take_the_place_of_data_parallel_over_one_device(capfd: pytest.CaptureFixture[str]) -> None:
+    distribution = keras.distribution
+    device = distribution.list_devices()[:1]
+    try:
+        distribution.set_distribution(distribution.DataParallel(devices=device))
+        refuse_unsupported(keras.Sequential(), "train")
+        assert distribution.distribution() is None
+        mesh = distribution.DeviceMesh((1, 1), ("batch", "model"), device)
+        layout = distribution.LayoutMap(mesh)
+        distribution.set_distribution(distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
+        with pytest.raises(ModelError, match="is set to a ModelParallel, which can divide the weights"):
+            refuse_unsupported(keras.Sequential(), "train")
+    finally:
+        distribution.set_distribution(None)
+    assert "replicas take the place of keras.distribution.DataParallel" in capfd.readouterr().err
 
 
 def test_keras_does_not_search_the_state_of_a_training_for_layers() -> None:

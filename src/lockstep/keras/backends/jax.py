@@ -37,6 +37,8 @@ from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
+from lockstep.system.notes import note
+from lockstep.worker import job
 from lockstep.worker.jax_cache import COMPILED
 
 _SHAPE = (
@@ -506,13 +508,36 @@ class StatelessRecorder:
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:
     """Raise ModelError for what this backend cannot combine over replicas."""
-    if keras.distribution.distribution() is not None:
-        raise ModelError(
-            "keras.distribution is set: Lockstep distributes the step itself; "
-            "remove keras.distribution.set_distribution"
-        )
+    _replace_distribution()
     if kind == "train":
         refuse_overwriting_gradients(model)
+
+
+def _replace_distribution() -> None:
+    """Unset a `DataParallel` over one device: replicas train as it would.
+
+    Raises:
+        ModelError: another distribution is set.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return
+    kind, devices = type(distribution).__name__, distribution.device_mesh.devices.size
+    if not isinstance(distribution, keras.distribution.DataParallel):
+        raise ModelError(
+            f"keras.distribution is set to a {kind}, which can divide the weights of a model over devices; "
+            "each replica of Lockstep has the whole model: remove keras.distribution.set_distribution"
+        )
+    if devices > 1:
+        raise ModelError(
+            f"keras.distribution is set to a {kind} over {devices} devices of this process; a replica of "
+            f"Lockstep computes on one: remove keras.distribution.set_distribution, and start more workers"
+        )
+    keras.distribution.set_distribution(None)
+    if job.current().is_chief:
+        note(
+            "replicas take the place of keras.distribution.DataParallel over one device, with the same result"
+        )
 
 
 def _joined(parts: Iterable[tuple[Any, int]]) -> Any:
