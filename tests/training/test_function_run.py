@@ -13,6 +13,7 @@ from lockstep.keras import assignments
 from lockstep.keras.assignments import observed_by
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.parameter_server.function_run import FunctionRunner, RanFunction, ScopeVariables
+from lockstep.keras.parameter_server.per_worker import PerWorkerDataset, dataset_maker
 from lockstep.keras.replica_run import merges
 
 ops = keras.ops
@@ -230,3 +231,12 @@ def test_an_optimizer_that_is_first_applied_later_is_refused(made: SimpleNamespa
 def test_a_result_without_a_value_is_refused(made: SimpleNamespace) -> None:
     with pytest.raises(InputError, match="returns a object, which has no value to send"):
         run(made, object)
+
+
+def test_a_per_worker_dataset_has_the_form_of_its_elements() -> None:
+    def rows() -> Any:
+        return SimpleNamespace(element_spec="of elements", __iter__=lambda: iter([1]))
+
+    dataset = PerWorkerDataset(dataset_maker(rows), lambda: 1, 2, lambda: (0, 0))
+    assert dataset.element_spec == "of elements"
+    assert iter(dataset).element_spec == "of elements"

@@ -84,9 +84,12 @@ class ClusterCoordinator:
             kwargs: its keyword arguments, likewise.
 
         Raises:
+            TypeError: `fn` is no function.
             Exception: of an earlier function; functions that no worker had begun then are dropped.
             ModelError: parameter servers do not support what `fn` changes.
         """
+        if not callable(fn):
+            raise TypeError(f"schedule needs a function or a tf.function, not {fn!r}")
         positional, named = tuple(args or ()), dict(kwargs or {})
         scheduled = Scheduled(
             fn,

@@ -1,6 +1,7 @@
 """Values of which each worker has its own: the datasets and iterators of scheduled functions."""
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 from lockstep.data.input_context import InputContext
@@ -50,6 +51,11 @@ class PerWorkerDataset(PerWorkerValues):
     def __iter__(self) -> "PerWorkerIterator":
         return PerWorkerIterator(self)
 
+    @cached_property
+    def element_spec(self) -> Any:
+        """The form of the elements, which a `tf.data.Dataset` declares."""
+        return self._fresh().element_spec
+
     def _own(self) -> Any:
         return RandomNumbers(self._seed()).make(self._make)
 
@@ -69,6 +75,7 @@ class PerWorkerIterator(PerWorkerValues):
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._create, self._create_fresh = dataset._iterators()
+        self._dataset = dataset
         self._worker = dataset._worker
         self._of_task: dict[int, tuple[int, Any]] = {}
 
@@ -81,6 +88,11 @@ class PerWorkerIterator(PerWorkerValues):
 
     def _fresh(self) -> Any:
         return self._create_fresh()
+
+    @property
+    def element_spec(self) -> Any:
+        """The form of the elements, which a `tf.data.Dataset` declares."""
+        return self._dataset.element_spec
 
     def __iter__(self) -> "PerWorkerIterator":
         return self
