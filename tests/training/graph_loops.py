@@ -314,7 +314,7 @@ def variables() -> Any:
     scattered = tf.Variable([1.0, 2.0], aggregation=kinds.SUM)
 
     def scatter() -> None:
-        scattered.scatter_add(tf.IndexedSlices([1.0], [0]))
+        scattered.scatter_nd_add([[0]], [1.0])
 
     def twice() -> None:
         scattered.assign(2 * scattered)

@@ -153,16 +153,52 @@ def test_gradients_through_merges_are_refused_where_jax_traces(
             strategy.run(function, args=(batch,))
 
 
-def test_values_that_are_no_results_are_equal_on_all_replicas(strategy: lockstep.Strategy) -> None:
-    assert float(strategy.reduce("SUM", 2.0)) == 6
+def test_values_that_are_no_results_are_shared_by_all_replicas(strategy: lockstep.Strategy) -> None:
     assert float(strategy.reduce("MEAN", np.float32(2))) == 2
-    assert [
-        float(value) for value in strategy.reduce("SUM", [1.0, np.ones((2, 2), "float32")], axis=None)[1][0]
-    ] == [
-        3,
-        3,
-    ]
+    assert float(strategy.reduce("SUM", np.ones((2, 2), "float32"), axis=(0, 1))) == 12
+    assert strategy.gather(7, axis=0) == 7
     assert strategy.experimental_local_results(7) == (7,)
+    assert strategy.experimental_local_results([7]) == ([7],) * 3
+    with pytest.raises(ValueError, match="of a value of type float, which all 3 replicas share"):
+        strategy.reduce("SUM", [2.0])
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, (0, 1), [1], ()])
+def test_a_reduction_takes_any_axes(strategy: lockstep.Strategy, batch: Any, axis: Any) -> None:
+    axes = tuple(axis) if isinstance(axis, list) else axis
+    np.testing.assert_array_equal(
+        strategy.reduce("SUM", batch, axis=axis), sum(X[i : i + 2].sum(axes) for i in (0, 2, 4))
+    )
+    np.testing.assert_allclose(
+        strategy.reduce("MEAN", batch, axis=axis), sum(X[i : i + 2].mean(axes) for i in (0, 2, 4)) / 3
+    )
+    with pytest.raises(DataError, match=r"strategy\.reduce over axis 2 of a value of shape \[2, 2\]"):
+        strategy.reduce("SUM", batch, axis=2)
+
+
+def test_names_that_lockstep_lacks_say_what_to_use(strategy: lockstep.Strategy) -> None:
+    assert not hasattr(strategy, "extended")
+    assert lockstep.get_strategy().cluster_resolver is None
+    with pytest.raises(AttributeError, match=r"'unwrap': use strategy\.experimental_local_results"):
+        strategy.unwrap(1)
+    with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
+        strategy.unknown()
+
+
+def test_one_strategy_is_active_at_a_time(strategy: lockstep.Strategy) -> None:
+    other = lockstep.MirroredStrategy()
+    with strategy.scope(), strategy.scope():
+        with pytest.raises(RuntimeError, match="the scope of another strategy is active"):
+            other.run(lambda: 1)
+        with (
+            pytest.raises(RuntimeError, match="scope of another"),
+            lockstep.get_strategy().scope(),
+            other.scope(),
+        ):
+            pass
+        assert lockstep.get_strategy() is strategy
+    with other.scope():
+        assert lockstep.get_strategy() is other
 
 
 def test_replicas_update_shared_metrics_and_states(strategy: lockstep.Strategy, batch: Any) -> None:

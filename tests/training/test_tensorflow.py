@@ -4,8 +4,10 @@ Keras has one backend a process: under another one, this file runs itself again.
 """
 
 import inspect
+import json
 import os
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +50,8 @@ if HERE:
     from lockstep.keras.replica_run import merges, tf_merged_variables
     from lockstep.keras.tf_checkpoints import shared
 
+MIRRORED = Path(__file__).with_name("mirrored_values.py")
+MIRRORED_VALUES = runpy.run_path(str(MIRRORED)) if HERE else {}
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :1]
 LARGE = 70_000
@@ -572,6 +576,46 @@ def test_an_assignment_in_a_function_of_replicas_is_merged_as_the_variable_says(
 
 
 @here
+@pytest.mark.parametrize("name", MIRRORED_VALUES.get("CASES", ()))
+def test_a_program_of_tf_distribute_computes_the_values_of_tensorflow(name: str) -> None:
+    program = MIRRORED_VALUES["Program"](lockstep)
+    assert MIRRORED_VALUES["CASES"][name](program) == MIRRORED_VALUES["VALUES"][name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HERE, reason="runs in the other process")
+def test_the_values_of_tensorflow_are_those_of_its_own_strategy() -> None:
+    command = [sys.executable, str(MIRRORED)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == runpy.run_path(str(MIRRORED))["VALUES"]
+
+
+@here
+def test_what_replicas_cannot_combine_is_named() -> None:
+    kinds = tf.VariableAggregation
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    number, flag = tf.Variable(1, aggregation=kinds.MEAN), tf.Variable(False, aggregation=kinds.SUM)
+    rows = tf.Variable([1.0], aggregation=kinds.MEAN)
+    slices = tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))
+    context = lockstep.get_replica_context
+    text = tf.Variable("old", trainable=False)
+    ragged = strategy.run(lambda: tf.RaggedTensor.from_row_lengths(tf.range(2), [2, 0]))
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: strategy.run(lambda: number.assign(2)), "whose dtype int32 has no mean"),
+        (lambda: strategy.run(lambda: flag.assign(True)), "all_reduce cannot add up booleans"),
+        (lambda: strategy.run(lambda: text.assign("new")), "a variable of strings"),
+        (lambda: strategy.run(lambda: rows.scatter_max(slices)), "scatter_max .* whose aggregation is MEAN"),
+        (lambda: strategy.run(lambda: context().all_gather(slices, 0)), "does not join IndexedSlices"),
+        (lambda: strategy.reduce("SUM", ragged), "not a RaggedTensor of each replica"),
+        (lambda: strategy.gather(ragged, axis=0), "not a RaggedTensor of each replica"),
+    ]
+    for act, said in refused:
+        with pytest.raises(ModelError, match=said):
+            act()
+
+
+@here
 def test_a_checkpoint_is_written_elsewhere_and_renamed(tmp_path: Path) -> None:
     """Workers of several hosts, which share only a disk, write the same one at the same time."""
     prefixes: list[str] = []
@@ -744,33 +788,3 @@ def test_an_error_of_build_is_raised_as_plain_keras_raises_it(kind: Any, within:
     data = np.ones((4, 3), "float32"), np.ones((4, 2), "float32"), None
     with pytest.raises(KeyError, match="units must be even"):
         TensorFlowBackend().build(model, kind, lambda: data)
-
-
-@here
-@pytest.mark.parametrize("eager", [False, True])
-def test_replica_0_writes_the_summaries_of_a_step_once(eager: bool, tmp_path: Path) -> None:
-    """The rows have the numbers from 0 to 7, of which replica 0 has the first two."""
-
-    writer = tf.summary.create_file_writer(str(tmp_path))
-
-    class Summarizing(keras.layers.Layer):  # type: ignore[misc]
-        def call(self, inputs: Any) -> Any:
-            with writer.as_default(step=5):
-                tf.summary.scalar("highest", tf.reduce_max(inputs))
-            return inputs
-
-    x = np.repeat(np.arange(8, dtype="float32")[:, None], 6, axis=1)
-    with lockstep.MultiWorkerMirroredStrategy().scope():
-        model = layers(Summarizing())
-        model.compile("sgd", "mse", run_eagerly=eager)
-    with pytest.warns(UserWarning, match="those of replica 0, which are of its own examples"):
-        model.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
-    writer.close()
-    (path,) = tmp_path.iterdir()
-    events = [tf.compat.v1.Event.FromString(one.numpy()) for one in tf.data.TFRecordDataset(str(path))]
-    written = [
-        (event.step, value.tag.rpartition("/")[2], float(tf.make_ndarray(value.tensor)))
-        for event in events
-        for value in event.summary.value
-    ]
-    assert written == [(5, "highest", 1.0), (5, "highest", 5.0)]

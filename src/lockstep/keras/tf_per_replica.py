@@ -1,7 +1,7 @@
 """`PerReplica` for TensorFlow, which graphs can take and return: the handle of stored values."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -61,6 +61,57 @@ class SymbolicPerReplica(tf.experimental.ExtensionType, DistributedValues):  # t
         for tensor in tensors:
             tensor.set_shape(self.shape)
         return tuple(tensors)
+
+
+class CompositePerReplica(tf.experimental.ExtensionType, DistributedValues):  # type: ignore[misc]
+    """One leaf of stored values that consists of several tensors: a ragged or a sparse tensor.
+
+    Attributes:
+        parts: its tensors.
+        spec_number: of its `tf.TypeSpec`.
+    """
+
+    parts: tuple[SymbolicPerReplica, ...]
+    spec_number: int
+
+    @classmethod
+    def of(cls, spec: Any, parts: Sequence[SymbolicPerReplica]) -> "CompositePerReplica":
+        """Return the leaf with this `tf.TypeSpec` and these tensors."""
+        if spec not in _specs:
+            _specs.append(spec)
+        return cls(tuple(parts), _specs.index(spec))
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of this worker's replicas, in the replicas' order."""
+        return tuple(map(self.joined, zip(*(part.values for part in self.parts), strict=True)))
+
+    def joined(self, tensors: Sequence[Any]) -> Any:
+        """Return the ragged or sparse tensor of a replica, given its tensors."""
+        return tf.nest.pack_sequence_as(_specs[self.spec_number], list(tensors), expand_composites=True)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise ModelError: `what` combines dense tensors only."""
+        kind = type(_specs[self.spec_number]).__name__.removesuffix("Spec")
+        raise ModelError(
+            f"{what} combines dense tensors, not a {kind} of each replica: make it dense in the function of "
+            "strategy.run, as with ragged.to_tensor() or tf.sparse.to_dense(sparse), or get those of this "
+            "worker with strategy.experimental_local_results"
+        )
+
+    def __repr__(self) -> str:
+        return f"PerReplica({_specs[self.spec_number]})"
+
+    __str__ = __repr__
+
+
+_specs: list[Any] = []
+"""The specs of ragged and sparse results; a field of an extension type cannot hold one."""
+
+
+def parts_of_leaf(leaf: Any) -> Sequence[Any]:
+    """Return the parts of a leaf of arguments, of which each replica may have its own value."""
+    return leaf.parts if isinstance(leaf, CompositePerReplica) else (leaf,)
 
 
 def per_replica(values: Values, store: ValueStore) -> list[SymbolicPerReplica]:

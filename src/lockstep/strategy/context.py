@@ -1,9 +1,14 @@
 """The strategy in whose scope a program runs, and the replica whose function runs."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.errors import ModelError
-from lockstep.keras.replica_run.merges import Replica, SingleReplicaMerger, current_replica
+from lockstep.keras.replica_run.merges import (
+    Replica,
+    SingleReplicaMerger,
+    computing_as,
+    current_replica,
+)
 from lockstep.strategy.default import default_strategy
 from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy, entered_strategy
@@ -72,12 +77,15 @@ class ReplicaContext:
         """
         return self._replica.merger.all_gather(value, axis)
 
-    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Not supported.
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `merge_fn(strategy, *args, **kwargs)` in a job of one replica.
 
         Raises:
-            ModelError: always.
+            ModelError: there are several replicas.
         """
+        if isinstance(self._replica.merger, SingleReplicaMerger):
+            with computing_as(None):
+                return merge_fn(self._strategy, *args, **(kwargs or {}))
         name = getattr(merge_fn, "__name__", "a function")
         raise ModelError(
             f"merge_call({name}) is not supported: no function runs once for all replicas; "

@@ -15,6 +15,8 @@ from lockstep.worker import job
 class DefaultStrategy(Strategy):
     """The strategy of a program that has created none: it changes nothing."""
 
+    is_default = True
+
     def __init__(self) -> None:
         self._job = job.alone()
         self._runner = SingleReplicaRunner()

@@ -1,6 +1,6 @@
 """Strategies that keep equal copies of a model, named as in `tf.distribute`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,37 @@ class MirroredStrategy(Strategy):
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
         restart_per_device(devices)
         super().__init__()
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
+        """Give the replicas one dataset, `dataset_fn(context)`, whose batches they take in turn.
+
+        In each step, replica r gets the r-th of the next R batches. `context` is an `InputContext` of the
+        only pipeline.
+
+        Args:
+            dataset_fn: returns any of the kinds of `experimental_distribute_dataset`, whose elements are
+                batches of one replica.
+            options: a `tf.distribute.InputOptions`. With the replication mode `PER_REPLICA`, each replica has
+                its own dataset, as under `MultiWorkerMirroredStrategy`; the rest is ignored.
+
+        Example:
+            In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
+
+            >>> import lockstep
+            >>> import numpy as np
+            >>> strategy = lockstep.MirroredStrategy()
+            >>> dataset = strategy.distribute_datasets_from_function(
+            ...     lambda context: np.arange(8).reshape(-1, context.get_per_replica_batch_size(4))
+            ... )
+            >>> next(iter(dataset))
+            PerReplica:{
+              0: array([0, 1]),
+              1: array([2, 3])
+            }
+        """
+        mode = getattr(options, "experimental_replication_mode", None)
+        per_replica = getattr(mode, "name", "") == "PER_REPLICA"
+        return self._distribute_from_function(dataset_fn, in_turn=not per_replica)
 
 
 def _note_on(options: Any) -> None:

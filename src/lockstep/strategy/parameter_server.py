@@ -175,7 +175,7 @@ class ParameterServerStrategy(Strategy):
             _refuse_loop("strategy.run")
         return super().run(fn, args, kwargs, options)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: Any, value: Any, axis: int | Sequence[int] | None = None) -> Any:
         """Return the value, or its sum or mean along an axis."""
         return self._runner.reduce(ReduceOp.of(reduce_op), value, axis)
 

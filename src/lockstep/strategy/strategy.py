@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.errors import ModelError
 from lockstep.keras import patches
@@ -20,6 +20,25 @@ class _EnteredStrategies(threading.local):
 
 _entered = _EnteredStrategies()
 
+_NOT_NEEDED = "Lockstep configures workers and sessions itself: remove the call"
+_REPLACED = {
+    "colocate_vars_with": "each worker has its own copy of the variables: remove the call",
+    "configure": _NOT_NEEDED,
+    "experimental_run": "use strategy.run(fn, args=(next(iterator),))",
+    "extended": (
+        "it is for strategies of one's own; use strategy.num_replicas_in_sync for the number of devices, "
+        "strategy.reduce for reduce_to, strategy.experimental_local_results for the values of this worker, "
+        "lockstep.is_chief() for should_checkpoint and should_save_summary, and assign a variable directly, "
+        "or in strategy.run, for update"
+    ),
+    "group": "use tf.group",
+    "make_dataset_iterator": "use iter(strategy.experimental_distribute_dataset(dataset))",
+    "make_input_fn_iterator": "use iter(strategy.distribute_datasets_from_function(dataset_fn))",
+    "unwrap": "use strategy.experimental_local_results",
+    "update_config_proto": _NOT_NEEDED,
+}
+"""Names of the strategies of `tf.distribute` that Lockstep's do not have, and what to use instead."""
+
 
 class Strategy:
     """Trains models and runs functions on all replicas of a job in lockstep.
@@ -33,6 +52,9 @@ class Strategy:
         (True, 1)
     """
 
+    is_default = False
+    """Whether this is the strategy of a program that has created none."""
+
     def __init__(self) -> None:
         self._job = job.current()
         self._methods = patches.install(self._job)
@@ -44,9 +66,22 @@ class Strategy:
         """R, the number of replicas; fixed for the job."""
         return self._job.view.replicas
 
+    @property
+    def cluster_resolver(self) -> Any:
+        """None: the strategy has none."""
+        return None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise AttributeError, with what to use instead of a name that `tf.distribute` has."""
+        remedy = f": {_REPLACED[name]}" if name in _REPLACED else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{remedy}")
+
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Let the job train the models that are compiled within the block.
+
+        Raises:
+            RuntimeError: the scope of another strategy is active.
 
         Example:
             >>> import keras, lockstep
@@ -55,7 +90,7 @@ class Strategy:
             ...     model = keras.Sequential([keras.layers.Dense(1)])
             ...     model.compile("sgd", "mse")
         """
-        with self._methods.scope(), self._entered():
+        with self._methods.scope(), self._entered(), self._runner.scope():
             yield self
 
     def run(
@@ -137,20 +172,22 @@ class Strategy:
         self._job.note_distribution()
         return self._methods.step_loops.steps(count, state, checkpoint)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: Any, value: Any, axis: int | Sequence[int] | None = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of a result of `run`.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, TensorFlow's equivalents, or their names.
             value: a nest of `PerReplica`, with equal shapes and dtypes on all replicas; with `axis`, shapes
                 may differ along it.
-            axis: to reduce in each replica's value as well; a mean then counts values, not replicas.
+            axis: one axis or several to reduce in each replica's value as well; a mean then counts values,
+                not replicas.
 
         Returns:
-            A tensor of the backend for each leaf: of a replica's shape, with `axis` without that axis.
+            A tensor of the backend for each leaf: of a replica's shape, with `axis` without these axes.
 
         Raises:
             DataError: a leaf does not have the axis.
+            ValueError: a leaf is no `PerReplica`, and its sum without an axis is ambiguous.
             ModelError: the caller is a function that `run` executes.
 
         Example:
@@ -175,7 +212,7 @@ class Strategy:
 
         Args:
             value: a nest of `PerReplica`, with equal dtypes on all replicas, and equal shapes except
-                along `axis`.
+                along `axis`. Other leaves stay as they are.
             axis: to join along.
 
         Raises:
@@ -197,7 +234,7 @@ class Strategy:
             return self._runner.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this worker's replicas, one per replica.
+        """Return the values of this worker's replicas, one per replica; of a tensor, only the tensor.
 
         Example:
             In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
@@ -276,9 +313,19 @@ class Strategy:
               1: array([2, 3])
             }
         """
+        return self._distribute_from_function(dataset_fn, in_turn=False)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[Any], Any], options: Any = None
+    ) -> Any:
+        """Call `distribute_datasets_from_function`, of which this is the old name in `tf.distribute`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def _distribute_from_function(self, dataset_fn: Callable[[Any], Any], *, in_turn: bool) -> Any:
+        """Distribute one pipeline, whose batches the replicas take in turn, or one per replica."""
         self._job.note_distribution()
         return distribute_from_function(
-            self._job, self._runner, dataset_fn, lambda: self._methods.next_seed()
+            self._job, self._runner, dataset_fn, lambda: self._methods.next_seed(), in_turn=in_turn
         )
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
@@ -310,6 +357,12 @@ class Strategy:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
+        active = entered_strategy()
+        if active is not None and active is not self and not active.is_default:
+            raise RuntimeError(
+                f"the scope of another strategy is active, of the type {type(active).__name__}: create one "
+                "strategy and use it throughout, or leave the scope before you use the next one"
+            )
         before, _entered.strategies = _entered.strategies, (*_entered.strategies, self)
         try:
             yield

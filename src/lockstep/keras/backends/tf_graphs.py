@@ -21,7 +21,6 @@ from lockstep.keras.private.tensorflow import (
     autograph_status,
     call_flat,
     converted,
-    is_summary_writer,
     python_function_of,
     read_only_inputs,
     written_by,
@@ -227,7 +226,12 @@ class AssignedVariables:
             self.counters.append(variable)
         elif any(variable is one for one in updated):
             self.updated.append(variable)
-        elif kind is not None:
+        elif variable.dtype == tf.string:
+            raise ModelError(
+                f"the step changes {path!r}, a variable of strings, which replicas cannot combine: assign it "
+                "outside of the step"
+            )
+        elif kind is not None and (kind == "first" or variable.dtype != tf.bool):
             self.state[kind].append(variable)
         elif refuses_trainable and variable.trainable:
             refuse_own_update(variable.name)
@@ -277,9 +281,10 @@ class AssignedVariables:
                     if kind == "equal" and tf.executing_eagerly() and same_bits(variable, start):
                         continue
                     part = tf.cast(weight, variable.dtype) if kind == "layer" else None
-                    found[self._name(kind, i)] = contribution(
-                        kind, start, variable.read_value(), replica, part, tf
-                    )
+                    end = variable.read_value()
+                    if kind == "first" and variable.dtype == tf.bool:
+                        start, end = (tf.cast(value, tf.uint8) for value in (start, end))
+                    found[self._name(kind, i)] = contribution(kind, start, end, replica, part, tf)
             return found
 
         yield changes
@@ -335,12 +340,8 @@ def as_in_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if status is None else converted(function, status)
 
 
-def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
+def assigned(graph: Any) -> list[tf.Variable]:
     """Return the variables that a function's graph assigns, also if only a branch of a condition does.
-
-    Args:
-        graph: of the function.
-        may_summarize: whether it may write summaries, which `summaries_recorded_if` limits to one replica.
 
     Raises:
         ModelError: the graph changes a resource other than a variable, such as a table.
@@ -353,13 +354,6 @@ def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
         if inside.dtype != tf.resource or i in reads or id(inside) not in captured:
             continue
         handle = captured[id(inside)]
-        if is_summary_writer(handle):
-            if may_summarize:
-                continue
-            raise ModelError(
-                "the function passed to strategy.run writes summaries (tf.summary), which each replica would "
-                "write: return the values from it, and write the results of strategy.reduce after it"
-            )
         if id(handle) not in known:
             raise ModelError(
                 f"the step changes {handle}, which is no variable; its changes cannot be combined"

@@ -69,7 +69,12 @@ def _divided(job: Job, dataset: Any, seed: Callable[[], int], call: Callable[[],
 
 
 def distribute_from_function(
-    job: Job, runner: Runner, dataset_fn: Callable[[InputContext], Any], seed: Callable[[], int]
+    job: Job,
+    runner: Runner,
+    dataset_fn: Callable[[InputContext], Any],
+    seed: Callable[[], int],
+    *,
+    in_turn: bool = False,
 ) -> Any:
     """Give each replica its own dataset, which the worker that computes the replica reads.
 
@@ -82,13 +87,14 @@ def distribute_from_function(
         dataset_fn: creates the dataset of a replica, of any kind that `distribute` accepts, from its
             `InputContext`, with the same result on any worker. Its batches are the replica's own.
         seed: returns the seed of all pipelines; called only if there are several replicas.
+        in_turn: whether there is one pipeline, whose batches the replicas take in turn.
 
     Raises:
         DataError: its elements have no examples to count.
     """
     if job.view.replicas == 1:
         return dataset_fn(InputContext())
-    return _dataset(runner, Pipelines(job, dataset_fn, seed()))
+    return _dataset(runner, Pipelines(job, dataset_fn, seed(), in_turn=in_turn))
 
 
 def _dataset(runner: Runner, source: Source) -> DistributedDataset:

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -13,16 +12,16 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
+from lockstep.keras.input.batches_in_turn import batches_in_turn, has_fixed_shapes
 from lockstep.keras.input.readings import Way
 from lockstep.keras.input.sources import Element, count_examples
-from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
+from lockstep.keras.input.streams import Form, Reader, Stream, is_tensorflow, spec_of
 from lockstep.keras.nests import Nest, leaves_of, packed
 from lockstep.keras.per_replica import Spec
 from lockstep.keras.randomness import RandomNumbers
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Job
-from lockstep.worker.tf_caches import caches_of_replica
 
 _UNKNOWN = -1
 _ENDLESS = -2
@@ -47,6 +46,7 @@ class Pipelines:
         seed: the only source of the random numbers of each dataset, which are the same for all.
         way: how the workers read the datasets.
         compares: whether a note reports that two datasets begin with equal batches.
+        in_turn: whether the datasets are made of one whose batches the replicas take in turn.
 
     Attributes:
         way: how the workers read them.
@@ -61,11 +61,13 @@ class Pipelines:
         way: Way = _WAY,
         *,
         compares: bool = True,
+        in_turn: bool = False,
     ) -> None:
         self.job = job
-        self._dataset_fn = dataset_fn
+        self._dataset_fn = batches_in_turn(dataset_fn) if in_turn else dataset_fn
         self._seed = seed
-        self._compares = compares
+        self._compares = compares and not in_turn
+        self._in_turn = in_turn
         self.way = way
         self._pipelines: dict[int, Pipeline] = {}
         self.read: list[int] = []
@@ -82,11 +84,11 @@ class Pipelines:
         if replica not in self._pipelines:
             replicas, numbers = self.job.view.replicas, RandomNumbers(self._seed)
             context = InputContext(replicas, replica, replicas)
-            with caches_of_replica(replica) if replicas > 1 else nullcontext():
-                dataset = numbers.make(lambda: self._dataset_fn(context))
-            self._pipelines[replica] = Pipeline(
-                Stream(dataset, numbers.drawn), f"the dataset of replica {replica}"
-            )
+            dataset = numbers.make(lambda: self._dataset_fn(context))
+            # Batches of a fixed shape that replicas take in turn end together: none has no rows instead.
+            whole = self._in_turn and is_tensorflow(dataset) and has_fixed_shapes(dataset)
+            stream = Stream(dataset, numbers.drawn, parts=1 if whole else None)
+            self._pipelines[replica] = Pipeline(stream, f"the dataset of replica {replica}")
         return self._pipelines[replica]
 
     @property

@@ -93,7 +93,7 @@ class GlobalBatchSource:
     """
 
     def __init__(self, dataset: Any, replicas: int, why: str = "") -> None:
-        self.stream = Stream(dataset)
+        self.stream = Stream(dataset, parts=replicas)
         self.way = Way.joint(why)
         self._replicas = replicas
 

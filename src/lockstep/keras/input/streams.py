@@ -47,17 +47,23 @@ class Stream:
     Args:
         dataset: of any of these kinds.
         apart: a context in which all code of the dataset itself runs.
+        parts: the number of shares into which each element is divided; None if their sizes are not known.
 
     Raises:
         DataError: it declares elements without rows that can be split.
     """
 
-    def __init__(self, dataset: Any, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        parts: int | None = None,
+    ) -> None:
         self.apart = apart
         self.is_tensorflow = is_tensorflow(dataset)
         self.dataset = readable(dataset) if self.is_tensorflow else dataset
         self._begun: Reader | None = None
-        self._form = _declared(dataset.element_spec) if self.is_tensorflow else None
+        self._form = _declared(dataset.element_spec, parts) if self.is_tensorflow else None
 
     def begin(self) -> "Reader":
         """Begin a pass."""
@@ -177,9 +183,9 @@ def easily_freed(dataset: Any) -> Any:
 
 def readable(dataset: Any) -> Any:
     """Return a `tf.data.Dataset` as several workers read it: with equal elements, and easily freed."""
-    from lockstep.keras.input.tf_order import in_order
+    from lockstep.keras.input.tf_order import drawn_in_order
 
-    return easily_freed(in_order(dataset))
+    return easily_freed(drawn_in_order(dataset))
 
 
 def read(dataset: Any) -> Iterator[Any]:
@@ -224,14 +230,14 @@ def spec_of(leaf: npt.NDArray[Any]) -> Spec:
     return Spec(dtype, (None, *leaf.shape[1:]))
 
 
-def _declared(element_spec: Any) -> Form:
+def _declared(element_spec: Any, parts: int | None) -> Form:
     """Return the form that `tf.data` declares, which has its own representation of a missing leaf."""
     marks = keras.tree.map_structure(lambda spec: True if hasattr(spec, "dtype") else None, element_spec)
     specs = [spec for spec in keras.tree.flatten(element_spec) if hasattr(spec, "dtype")]
-    return Form(marks, tuple(_share_of(spec) for spec in specs))
+    return Form(marks, tuple(_share_of(spec, parts) for spec in specs))
 
 
-def _share_of(spec: Any) -> Spec:
+def _share_of(spec: Any, parts: int | None) -> Spec:
     _refuse_rows_of_their_own(spec)
     if spec.shape.rank == 0:
         raise DataError(
@@ -243,7 +249,9 @@ def _share_of(spec: Any) -> Spec:
             "the dataset does not declare the rank of its elements; declare it with `tf.ensure_shape`, or in "
             "its output_signature"
         )
-    return Spec(spec.dtype.name, (None, *spec.shape.as_list()[1:]))
+    rows, *others = spec.shape.as_list()
+    even = rows is not None and parts is not None and rows % parts == 0
+    return Spec(spec.dtype.name, (rows // parts if even else None, *others))
 
 
 def _refuse_rows_of_their_own(leaf: Any) -> None:

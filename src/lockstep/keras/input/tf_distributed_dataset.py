@@ -7,6 +7,7 @@ the host reads: while a graph waits for it, the only thread for operations is fr
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Any
 from weakref import finalize
 
@@ -55,6 +56,14 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
     def element_spec(self) -> Any:
         """The known specs of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
         return _signature(self.source.form(), self.store)
+
+    @property
+    def cardinality(self) -> Any:
+        """The number of elements of a pass, as that of a `tf.data.Dataset`."""
+        length = self.source.length
+        if length is None or length == inf:
+            return tf.constant(-2 if length is None else -1, tf.int64)
+        return tf.constant(int(length), tf.int64)
 
     @property
     def in_tensors(self) -> Any:

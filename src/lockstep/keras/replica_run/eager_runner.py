@@ -9,6 +9,7 @@ import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from lockstep.keras.replica_run.eager_replica import (
     origin_of,
 )
 from lockstep.keras.replica_run.merges import Op
-from lockstep.keras.replica_run.results import ResultCombiner, reduced_along
+from lockstep.keras.replica_run.results import Axis, ResultCombiner, reduced_plain
 from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
 from lockstep.keras.variables import named_arrays
@@ -63,6 +64,10 @@ class EagerRunner:
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
         self._store = ValueStore()
 
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Compute `function` for this worker's replicas, and apply the changes of all replicas."""
         name = getattr(function, "__name__", type(function).__name__)
@@ -85,7 +90,7 @@ class EagerRunner:
         self._compare(this, what)
         return returned
 
-    def reduce(self, op: Op, value: Any, axis: int | None) -> Any:
+    def reduce(self, op: Op, value: Any, axis: Axis) -> Any:
         """Return the sum or the mean over the replicas of each leaf."""
         leaves = keras.tree.flatten(value)
         origins = [origin for leaf in leaves if (origin := origin_of(leaf))]
@@ -94,10 +99,7 @@ class EagerRunner:
         def one(leaf: Any) -> Any:
             if origin_of(leaf):
                 return self._backend.to_tensor(next(reduced))
-            tensor = keras.ops.convert_to_tensor(leaf)
-            if axis is not None:
-                tensor = reduced_along(op, tensor, axis)
-            return tensor * self._replicas if op == "sum" else tensor
+            return reduced_plain(op, leaf, axis, self._replicas)
 
         return keras.tree.pack_sequence_as(value, [None if leaf is None else one(leaf) for leaf in leaves])
 
@@ -107,15 +109,17 @@ class EagerRunner:
         def gather(leaf: Any) -> Any:
             if origin := origin_of(leaf):
                 return self._backend.to_tensor(self._combiner.gather(*origin, axis))
-            return keras.ops.concatenate([leaf] * self._replicas, axis)
+            return leaf
 
         return keras.tree.map_structure(gather, value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this worker's replicas, a nest like `value` for each."""
         leaves = keras.tree.flatten(value)
-        owned = next((leaf.owned for leaf in leaves if isinstance(leaf, PerReplica)), None)
-        if owned is None:
+        owned = next(
+            (leaf.owned for leaf in leaves if isinstance(leaf, PerReplica)), tuple(self._rounds.owned)
+        )
+        if not (keras.tree.is_nested(value) or isinstance(value, PerReplica)):
             return (value,)
         rows = ([self._leaf_of(leaf, replica) for leaf in leaves] for replica in owned)
         return tuple(keras.tree.pack_sequence_as(value, row) for row in rows)

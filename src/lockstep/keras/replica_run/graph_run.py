@@ -5,7 +5,7 @@ requests one replica after the other from Python, computes it, and passes its pa
 replica is left and the partials are summed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -36,13 +36,18 @@ from lockstep.keras.backends.tf_graphs import (
     traced,
     with_custom_gradient,
 )
-from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import ReturnedValues, Spec, Values, ValueStore, is_empty
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
 from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.replica_run.tf_merged_variables import is_merged, refuse_other_changes
 from lockstep.keras.synchronization import GATHERED, SCALAR, Round, gathered_scalars
-from lockstep.keras.tf_per_replica import SymbolicPerReplica, spec_of, symbolic
+from lockstep.keras.tf_per_replica import (
+    CompositePerReplica,
+    SymbolicPerReplica,
+    parts_of_leaf,
+    spec_of,
+    symbolic,
+)
 from lockstep.keras.worker_exchange import CHECK_EVERY, state_facts
 from lockstep.worker.job import Job
 
@@ -76,7 +81,7 @@ class GraphRun:
         self._replicas = job.view.replicas
         self._function = function
         self._arguments = (tuple(args), dict(kwargs))
-        self._leaves = keras.tree.flatten(self._arguments)
+        self._leaves = [part for leaf in keras.tree.flatten(self._arguments) for part in parts_of_leaf(leaf)]
         self._own = [leaf for leaf in self._leaves if isinstance(leaf, SymbolicPerReplica)]
         self._shared = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor)]
         self._scheduler = ReplicaScheduler(rounds, getattr(function, "__name__", "a function"))
@@ -85,7 +90,8 @@ class GraphRun:
         self._merge: Merge | None = None
         self._assigned = AssignedVariables()
         self._draws = False
-        self._result: Any = None
+        self._nest: Any = None
+        self._places: list[ResultPlace | None] = []
         self._outputs: list[Spec] = []
 
     def build(self) -> Any:
@@ -100,7 +106,10 @@ class GraphRun:
         handle.set_shape(())
         # What traces the function belongs to what computes it.
         self._job.timer.lap("compute")
-        return packed(self._result, symbolic(handle, self._scheduler.store, self._outputs))
+        tensors = iter(symbolic(handle, self._scheduler.store, self._outputs))
+        return keras.tree.pack_sequence_as(
+            self._nest, [None if place is None else place.take(tensors) for place in self._places]
+        )
 
     def _finish(self) -> int:
         """End an execution; from time to time, check that all workers have equal weights.
@@ -213,7 +222,7 @@ class GraphRun:
                     merge.update.apply(scaled(leaves, one) if merge.update.kernel is None else leaves)
             for name, variable in self._assigned.named.items():
                 change = variable.assign if holds_new_value(name) else variable.assign_add
-                change(copied(last[name], one))
+                change(tf.cast(copied(last[name], one), variable.dtype))
         return [one, *graph.get_operations()[start:]]
 
     def _traced(self, earlier: list[Partial], specs: list[Any]) -> Any:
@@ -291,7 +300,11 @@ class GraphRun:
         args, kwargs = self._filled(given)
         results: list[Any] = []
         trace.ended = False
-        with computing_as(Replica(replica, merger)), scaled_losses(self._replicas), suppress(EndOfRound):
+        with (
+            computing_as(Replica(tf.cast(replica, tf.int32), merger)),
+            scaled_losses(self._replicas),
+            suppress(EndOfRound),
+        ):
             results = self._flat_result(self._function(*args, **kwargs))
             trace.ended = True
         trace.update, self._merge = merger.update, merger.merge
@@ -306,11 +319,20 @@ class GraphRun:
                 return next(own_values)
             return next(shared) if isinstance(leaf, tf.Tensor) else leaf
 
-        return keras.tree.pack_sequence_as(self._arguments, [value(leaf) for leaf in self._leaves])
+        leaves = [
+            leaf.joined([next(own_values) for _ in leaf.parts])
+            if isinstance(leaf, CompositePerReplica)
+            else value(leaf)
+            for leaf in keras.tree.flatten(self._arguments)
+        ]
+        return keras.tree.pack_sequence_as(self._arguments, leaves)
 
     def _flat_result(self, result: Any) -> list[Any]:
-        self._result = keras.tree.map_structure(lambda leaf: None if leaf is None else True, result)
-        tensors = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(result) if leaf is not None]
+        # As in a `tf.function`, an operation is computed, and has no value.
+        leaves = [None if isinstance(leaf, tf.Operation) else leaf for leaf in keras.tree.flatten(result)]
+        self._nest = result
+        self._places = [None if leaf is None else ResultPlace.of(leaf) for leaf in leaves]
+        tensors = [tensor for leaf in leaves if leaf is not None for tensor in tensors_of_leaf(leaf)]
         self._outputs = [spec_of(tensor) for tensor in tensors]
         return tensors
 
@@ -333,6 +355,44 @@ class GraphRun:
                 numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]
                 partial |= {f"{SCALAR}{i}": leaf for i, leaf in numbers}
         return partial, [leaf for leaf in results if not spec_of(leaf).is_number]
+
+
+@dataclass(frozen=True)
+class ResultPlace:
+    """The place of a leaf in a function's result.
+
+    Attributes:
+        tensors: of which the leaf consists.
+        spec: the `tf.TypeSpec` of a ragged or a sparse tensor; None for a dense one.
+    """
+
+    tensors: int = 1
+    spec: Any = None
+
+    @classmethod
+    def of(cls, leaf: Any) -> "ResultPlace":
+        """Return the place of a leaf."""
+        if not _is_composite(leaf):
+            return cls()
+        return cls(len(tensors_of_leaf(leaf)), tf.type_spec_from_value(leaf))
+
+    def take(self, tensors: Iterator[SymbolicPerReplica]) -> Any:
+        """Return the PerReplica of the leaf, made of the next tensors."""
+        if self.spec is None:
+            return next(tensors)
+        return CompositePerReplica.of(self.spec, [next(tensors) for _ in range(self.tensors)])
+
+
+def tensors_of_leaf(leaf: Any) -> list[Any]:
+    """Return the tensors of a leaf of a function's result."""
+    if _is_composite(leaf):
+        tensors: list[Any] = tf.nest.flatten(leaf, expand_composites=True)
+        return tensors
+    return [tf.convert_to_tensor(leaf)]
+
+
+def _is_composite(leaf: Any) -> bool:
+    return isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
 
 
 @dataclass

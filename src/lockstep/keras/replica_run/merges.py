@@ -198,12 +198,32 @@ class RoundMerger(UpdateRecorder):
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the sum or mean if it is known; otherwise end the round."""
-        leaves = [_addable(op, keras.ops.convert_to_tensor(leaf)) for leaf in keras.tree.flatten(value)]
-        return keras.tree.pack_sequence_as(value, self._reduced(op, leaves))
+        leaves = keras.tree.flatten(value)
+        slices = [leaf for leaf in leaves if _is_slices(leaf)]
+        dense = [_addable(op, keras.ops.convert_to_tensor(leaf)) for leaf in leaves if not _is_slices(leaf)]
+        reduced = iter(self._reduced(op, dense) if dense else [])
+        joined = iter(self._joined_slices(op, slices) if slices else [])
+        return keras.tree.pack_sequence_as(
+            value, [next(joined if _is_slices(leaf) else reduced) for leaf in leaves]
+        )
+
+    def _joined_slices(self, op: Op, slices: Sequence[Any]) -> list[Any]:
+        """Return the sum or mean of lists of slices of TensorFlow: those of all replicas."""
+        values = [one.values if op == "sum" else one.values / self._replicas for one in slices]
+        parts = [part for pair in zip(values, (one.indices for one in slices), strict=True) for part in pair]
+        joined = self._gathered(0, [keras.ops.convert_to_tensor(part) for part in parts])
+        pairs = zip(joined[::2], joined[1::2], strict=True)
+        return [type(one)(*pair, one.dense_shape) for one, pair in zip(slices, pairs, strict=True)]
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Return the joined values if they are known; otherwise end the round."""
-        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)]
+        leaves = keras.tree.flatten(value)
+        if any(_is_slices(leaf) for leaf in leaves):
+            raise ModelError(
+                "all_gather does not join IndexedSlices: make them dense with tf.convert_to_tensor, or add "
+                "them up with all_reduce"
+            )
+        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in leaves]
         if any(not len(leaf.shape) for leaf in leaves):
             raise ModelError("all_gather joins values along an axis; single numbers have none")
         return keras.tree.pack_sequence_as(value, self._gathered(axis, leaves))
@@ -280,6 +300,11 @@ def refuse_sum_of_booleans(name: str) -> NoReturn:
 def _floating(leaves: Sequence[Any]) -> list[int]:
     """Return the positions of the leaves that have gradients."""
     return [i for i, leaf in enumerate(leaves) if _dtype(leaf).startswith(("float", "bfloat", "complex"))]
+
+
+def _is_slices(leaf: Any) -> bool:
+    """Whether a leaf is a sparse gradient of TensorFlow."""
+    return type(leaf).__name__ == "IndexedSlices"
 
 
 def _dtype(leaf: Any) -> str:

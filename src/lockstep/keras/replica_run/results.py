@@ -1,6 +1,8 @@
 """Values of all replicas combined into one: `strategy.reduce` and `strategy.gather`."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
+from operator import index
 from typing import Any
 
 import keras
@@ -16,6 +18,8 @@ from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import GATHERED, Round
 
 Array = npt.NDArray[Any]
+Axis = int | Sequence[int] | None
+"""What `strategy.reduce` reduces besides the replicas: None for no axis."""
 
 
 class ResultCombiner:
@@ -32,8 +36,8 @@ class ResultCombiner:
         self._to_numpy = to_numpy
         self._replicas = replicas
 
-    def reduce(self, op: Op, source: Values, leaf: int, axis: int | None) -> Array:
-        """Return the sum or the mean over the replicas of one leaf, and over one of its axes.
+    def reduce(self, op: Op, source: Values, leaf: int, axis: Axis) -> Array:
+        """Return the sum or the mean over the replicas of one leaf, and over some of its axes.
 
         Without an axis, the mean divides by the number of replicas; with one, by the number of values.
 
@@ -44,7 +48,7 @@ class ResultCombiner:
         """
         return self.reduce_all(op, [(source, leaf)], axis)[0]
 
-    def reduce_all(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: int | None) -> list[Array]:
+    def reduce_all(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: Axis) -> list[Array]:
         """Reduce several leaves like `reduce`, with one round at most."""
         known = [self._known(source, leaf) for source, leaf in leaves]
         unknown = [origin for origin, one in zip(leaves, known, strict=True) if len(one) < self._replicas]
@@ -80,7 +84,7 @@ class ResultCombiner:
         )
         return self._rounds.synchronize(this)[name]
 
-    def _summed(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: int | None) -> list[Array]:
+    def _summed(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: Axis) -> list[Array]:
         """Return the sums of leaves that are on several workers, each followed by the number of values."""
         if not leaves:
             return []
@@ -137,20 +141,58 @@ def dtype_of(op: Op, dtype: str) -> str:
     return "float64" if keras.backend.backend() == "tensorflow" else str(keras.config.floatx())
 
 
-def reduced_along(op: Op, tensor: Any, axis: int) -> Any:
-    """Return the sum or the mean of one tensor along an axis."""
+def reduced_along(op: Op, tensor: Any, axis: int | Sequence[int]) -> Any:
+    """Return the sum or the mean of one tensor along one axis or several.
+
+    Raises:
+        DataError: the tensor has no such axis.
+    """
     tensor = keras.ops.convert_to_tensor(tensor)
     dtype = str(keras.backend.standardize_dtype(tensor.dtype))
     tensor = keras.ops.cast(tensor, dtype_of(op, dtype))
-    return keras.ops.cast((keras.ops.sum if op == "sum" else keras.ops.mean)(tensor, axis), tensor.dtype)
+    if not (axes := axes_within(axis, tensor.shape, "strategy.reduce")):
+        return tensor
+    return keras.ops.cast((keras.ops.sum if op == "sum" else keras.ops.mean)(tensor, axes), tensor.dtype)
+
+
+def reduced_plain(op: Op, value: Any, axis: Axis, replicas: int) -> Any:
+    """Return the sum or the mean of a value that replicas share, such as a number or a tensor of the script.
+
+    Raises:
+        ValueError: it is a sum without an axis, as in `tf.distribute`: the caller may mean the value, or the
+            sum of R equal ones.
+    """
+    if axis is not None:
+        reduced = reduced_along(op, value, axis)
+        return reduced * keras.ops.cast(replicas, reduced.dtype) if op == "sum" else reduced
+    if op == "sum" and not (isinstance(value, int | float | np.ndarray) and np.all(value == 0)):
+        raise ValueError(
+            f'strategy.reduce("SUM", value) of a value of type {type(value).__name__}, which all {replicas} '
+            f"replicas share: the sum can mean the value, or {replicas} times the value. Reduce what "
+            "strategy.run returns; use the value itself, or multiply it with strategy.num_replicas_in_sync"
+        )
+    return keras.ops.convert_to_tensor(value)
+
+
+def axes_within(axis: int | Sequence[int], shape: Sequence[int | None], what: str) -> tuple[int, ...]:
+    """Return the indices, from 0, of axes that a value of this shape has.
+
+    Raises:
+        DataError: it does not have one of them.
+    """
+    rank = len(shape)
+    axes = (axis,) if isinstance(axis, int) else tuple(index(one) for one in axis)
+    if any(not -rank <= one < rank for one in axes):
+        raise DataError(f"{what} over axis {axis} of a value of shape {list(shape)}")
+    return tuple(one % rank for one in axes)
 
 
 def _is_exact(dtype: str) -> bool:
     return dtype == "bool" or dtype.startswith(("int", "uint"))
 
 
-def _sum_and_count(op: Op, value: Array, axis: int | None) -> tuple[Array, Array]:
-    """Return the sum of an array along an axis, of a dtype for a mean, and the number of its values.
+def _sum_and_count(op: Op, value: Array, axis: Axis) -> tuple[Array, Array]:
+    """Return the sum of an array along axes, of a dtype for a mean, and the number of its values.
 
     Raises:
         DataError: the array has no such axis.
@@ -161,6 +203,6 @@ def _sum_and_count(op: Op, value: Array, axis: int | None) -> tuple[Array, Array
         value = value.astype("float64")
     if axis is None:
         return value, np.array(1, "int64")
-    if not -value.ndim <= axis < value.ndim:
-        raise DataError(f"strategy.reduce over axis {axis} of a value of shape {list(value.shape)}")
-    return np.asarray(value.sum(axis=axis, dtype=value.dtype)), np.array(value.shape[axis], "int64")
+    axes = axes_within(axis, value.shape, "strategy.reduce")
+    count = prod(value.shape[one] for one in axes)
+    return np.asarray(value.sum(axis=axes, dtype=value.dtype)), np.array(count, "int64")

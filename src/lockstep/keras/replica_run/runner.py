@@ -4,6 +4,7 @@ On JAX and PyTorch functions run eagerly (`eager_runner`), on TensorFlow in grap
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import keras
@@ -11,12 +12,15 @@ import keras
 from lockstep.keras.per_replica import Values, ValueStore
 from lockstep.keras.replica_run import merges
 from lockstep.keras.replica_run.merges import Op, Replica, SingleReplicaMerger, computing_as
-from lockstep.keras.replica_run.results import reduced_along
+from lockstep.keras.replica_run.results import Axis, reduced_along
 from lockstep.worker.job import Job
 
 
 class Runner(Protocol):
     """Runs functions on the replicas of a job, and combines their results."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Return the context of a strategy's scope, in which the script creates variables."""
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run `function` on each replica; return its result, with a PerReplica for each leaf.
@@ -32,14 +36,24 @@ class Runner(Protocol):
             PeerLostError: a worker was lost in a loop that Lockstep does not drive.
         """
 
-    def reduce(self, op: Op, value: Any, axis: int | None) -> Any:
-        """Return the sum or the mean over the replicas of each leaf of a nest."""
+    def reduce(self, op: Op, value: Any, axis: Axis) -> Any:
+        """Return the sum or the mean over the replicas of each leaf of a nest.
+
+        Raises:
+            ValueError: it is a sum, without an axis, of a leaf that is the same on all replicas.
+        """
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Return the values of all replicas of each leaf of a nest, joined along an axis."""
+        """Return the values of all replicas of each leaf of a nest, joined along an axis.
+
+        A leaf that is the same on all replicas stays as it is, as in `tf.distribute`.
+        """
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this worker's replicas, a nest like `value` for each."""
+        """Return the values of this worker's replicas, a nest like `value` for each.
+
+        A tensor or a number that replicas share is the only one, as in `tf.distribute`.
+        """
 
     def per_replica(self, values: Values, store: ValueStore) -> list[Any]:
         """Return one PerReplica for each leaf of `values`, in the form that the backend's programs need.
@@ -53,12 +67,16 @@ class Runner(Protocol):
 class SingleReplicaRunner:
     """The `Runner` of a job with one replica: nothing to split, and nothing to combine."""
 
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the function."""
         with computing_as(Replica(0, SingleReplicaMerger())):
             return function(*args, **kwargs)
 
-    def reduce(self, op: Op, value: Any, axis: int | None) -> Any:
+    def reduce(self, op: Op, value: Any, axis: Axis) -> Any:
         """Return the value, or its sum or mean along an axis."""
         if axis is None:
             return value

@@ -1,14 +1,15 @@
 """Variables of TensorFlow whose `aggregation` merges the values that replicas assign.
 
 As under `tf.distribute`, an assignment of a variable with `aggregation=SUM`, `MEAN` or `ONLY_FIRST_REPLICA`
-is a merge: it assigns the sum, the mean or replica 0's value. This does not apply to variables that are
+is a merge: it assigns the sum, the mean or replica 0's value. `scatter_add` and its like apply the slices of
+all replicas, divided by R for a mean, or those of replica 0. This does not apply to variables that are
 synchronized on read.
 
 The only file that patches how TensorFlow's variables are assigned.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ import tensorflow as tf
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
 from lockstep.keras.private.tensorflow import VARIABLE_CLASSES, written_by
-from lockstep.keras.replica_run.merges import Op, current_replica
+from lockstep.keras.replica_run.merges import Op, Replica, current_replica
 from lockstep.keras.tf_random_ops import is_own
 from lockstep.worker.patch_registry import PATCHES
 
@@ -28,11 +29,14 @@ _SAME = frozenset({"AddV2", "Cast", "Const", "Identity", "Mul", "ReadVariableOp"
 """Operations whose results are equal on all replicas if their inputs are."""
 
 _METHODS = {"assign": "value", "assign_add": "delta", "assign_sub": "delta"}
+_SCATTERING = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div")
+_OVERWRITING = ("scatter_min", "scatter_max", "scatter_update")
+"""Of these, `tf.distribute` too has no sum and no mean over replicas."""
 
 
 def is_merged(variable: tf.Variable) -> bool:
     """Whether replicas merge the values that they assign to a variable."""
-    return variable.aggregation in _OPS and not _is_on_read(variable)
+    return variable.aggregation in _OPS and not is_on_read(variable)
 
 
 def install() -> None:
@@ -43,6 +47,35 @@ def install() -> None:
         for method, argument in _METHODS.items():
             if method in vars(owner):
                 PATCHES.replace(__name__, owner, method, functools.partial(_merging, argument))
+        for method in (*_SCATTERING, *_OVERWRITING):
+            if method in vars(owner):
+                PATCHES.replace(__name__, owner, method, functools.partial(_scattering, method))
+
+
+def created_in_scope(replicas: int) -> Callable[..., Any]:
+    """Return the creator of variables in the scope of a strategy, for `tf.variable_creator_scope`.
+
+    As in `tf.distribute`, each replica begins with the first value of a variable that sums the replicas'
+    values on read, so that the sum is R times that value. Keras's metrics are those of one process.
+    """
+
+    def create(next_creator: Callable[..., Any], **options: Any) -> Any:
+        first = options.get("initial_value")
+        if (
+            options.get("synchronization") == tf.VariableSynchronization.ON_READ
+            and options.get("aggregation") == tf.VariableAggregation.SUM
+            and first is not None
+            and not is_assigning()
+        ):
+
+            def total() -> Any:
+                value = tf.convert_to_tensor(first() if callable(first) else first, options.get("dtype"))
+                return value if value.dtype == tf.bool else value * tf.cast(replicas, value.dtype)
+
+            options["initial_value"] = total
+        return next_creator(**options)
+
+    return create
 
 
 def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
@@ -59,20 +92,20 @@ def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
                 )
 
 
-def _is_on_read(variable: tf.Variable) -> bool:
+def is_on_read(variable: tf.Variable) -> bool:
+    """Whether each replica has its own value of a variable, which are combined where the script reads it."""
     return bool(variable.synchronization == tf.VariableSynchronization.ON_READ)
 
 
-def _takes_first_value(variable: tf.Variable, given: Any) -> bool:
+def _takes_first_value(variable: tf.Variable, *given: Any) -> bool:
     """Whether replicas merge by taking replica 0's value, because the values given to them may differ.
 
     A value that is equal on all replicas, such as that of a counter, each replica assigns without a merge.
     """
     is_first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-    adds_up = variable.dtype.is_floating or variable.dtype.is_integer
-    if not is_first or not adds_up or _is_on_read(variable) or is_assigning():
+    if not is_first or variable.dtype == tf.string or is_on_read(variable) or is_assigning():
         return False
-    return not _is_same_for_all(given, variable)
+    return not all(_is_same_for_all(value, variable) for value in given)
 
 
 def _is_same_for_all(given: Any, variable: tf.Variable) -> bool:
@@ -94,26 +127,85 @@ def _is_same_for_all(given: Any, variable: tf.Variable) -> bool:
 def _merging(argument: str, original: Any) -> Any:
     @functools.wraps(original)
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replica = current_replica()
-        if replica is None:
+        if (replica := _merging_replica(self)) is None:
             return original(self, *args, **kwargs)
-        if tf.executing_eagerly() and not is_assigning() and not is_own(self):
-            raise ModelError(
-                f"the function passed to strategy.run assigns {self.name!r}, a variable of TensorFlow's "
-                "own, where functions run eagerly: use a keras.Variable, or remove "
-                "tf.config.run_functions_eagerly(True)"
-            )
         given = kwargs.get(argument, *args[:1])
-        if tf.executing_eagerly() or not (is_merged(self) or _takes_first_value(self, given)):
+        if not (is_merged(self) or _takes_first_value(self, given)):
             return original(self, *args, **kwargs)
         kwargs.pop(argument, None)
         value = tf.convert_to_tensor(given, self.dtype)
-        if not is_merged(self):
-            value = tf.where(replica.number == 0, value, tf.zeros_like(value))
-        merged = replica.merger.all_reduce(_OPS.get(self.aggregation, "sum"), value)
+        merges = is_merged(self)
+        merged = replica.merger.all_reduce(_op_of(self), value) if merges else _first(replica, value)
         with tf.name_scope(_SCOPE):
             return original(self, tf.cast(merged, self.dtype), *args[1:], **kwargs)
 
     # AutoGraph would call the wrapped function instead.
     del vars(assign)["__wrapped__"]
     return assign
+
+
+def _scattering(method: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def scatter(self: Any, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        if (replica := _merging_replica(self)) is None:
+            return original(self, sparse_delta, *args, **kwargs)
+        given = sparse_delta.values, sparse_delta.indices
+        if not (is_merged(self) or _takes_first_value(self, *given)):
+            return original(self, sparse_delta, *args, **kwargs)
+        values, indices = tf.convert_to_tensor(given[0], self.dtype), tf.convert_to_tensor(given[1])
+        if not is_merged(self):
+            merged = tf.IndexedSlices(_first(replica, values), _first(replica, indices))
+        elif method in _OVERWRITING:
+            raise ModelError(
+                f"the function passed to strategy.run calls {method} of {self.name!r}, whose aggregation is "
+                f"{self.aggregation.name}: as in tf.distribute, only a variable with "
+                "aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA has it there"
+            )
+        else:
+            merged = replica.merger.all_reduce(_op_of(self), tf.IndexedSlices(values, indices))
+        with tf.name_scope(_SCOPE):
+            return original(self, merged, *args, **kwargs)
+
+    del vars(scatter)["__wrapped__"]
+    return scatter
+
+
+def _merging_replica(variable: tf.Variable) -> Replica | None:
+    """Return the replica whose function changes a variable of TensorFlow's; None if nothing is to merge.
+
+    Raises:
+        ModelError: the function runs eagerly, and the variable belongs to the script.
+    """
+    replica = current_replica()
+    if replica is None or not tf.executing_eagerly():
+        return replica
+    if not is_assigning() and not is_own(variable):
+        raise ModelError(
+            f"the function passed to strategy.run assigns {variable.name!r}, a variable of TensorFlow's "
+            "own, where functions run eagerly: use a keras.Variable, or remove "
+            "tf.config.run_functions_eagerly(True)"
+        )
+    return None
+
+
+def _op_of(variable: tf.Variable) -> Op:
+    """Return how replicas merge the values that they assign to a merged variable.
+
+    Raises:
+        ModelError: it has no mean.
+    """
+    op = _OPS[variable.aggregation]
+    if op == "mean" and not (variable.dtype.is_floating or variable.dtype.is_complex):
+        raise ModelError(
+            f"the function passed to strategy.run assigns {variable.name!r}, whose aggregation is MEAN, and "
+            f"whose dtype {variable.dtype.name} has no mean: choose a floating-point dtype, or another "
+            "aggregation"
+        )
+    return op
+
+
+def _first(replica: Replica, value: Any) -> Any:
+    """Return replica 0's value."""
+    number = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
+    number = tf.where(replica.number == 0, number, tf.zeros_like(number))
+    return tf.cast(replica.merger.all_reduce("sum", number), value.dtype)
