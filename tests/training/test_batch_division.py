@@ -27,6 +27,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, PeerLostError
 from lockstep.keras.input import batch_division
 from lockstep.keras.input.batch_division import BatchDivision, HeldRows, decoded, division, encoded
+from lockstep.keras.input.fit_inputs import global_input
 from lockstep.keras.input.item_draws import ItemDraws
 from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.visits import ReorderedDataset
@@ -651,3 +652,32 @@ def test_a_dataset_that_depends_on_earlier_reads_is_not_divided(dataset: Any, wh
     assert isinstance(found, str)
     assert found.startswith(why) or f".{why}" in found
     assert not hasattr(made, "reads")
+
+
+class Consuming(keras.utils.PyDataset):  # type: ignore[misc]
+    """Its batches are those of a generator, whatever index they are read by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = (np.full((4, 1), float(number)) for number in count())
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return next(self.rows), np.zeros((4, 1))
+
+
+def test_a_dataset_that_holds_a_generator_is_read_no_further_than_by_keras() -> None:
+    dataset = Consuming()
+    options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": True, "seed": None}
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    samples = 2 if on_tensorflow else 1
+    for begin in (samples, 2 * samples + 3):
+        source = global_input(dataset, **options, unsplit=False, reader=reader_in(place(2, (0, 1))))
+        assert "dataset.rows is a generator" in source.way.why
+        # As Keras, which reads samples before the first pass; a peek reads no more.
+        source.get_tf_dataset() if on_tensorflow else source.first()
+        source.peek()
+        read = [float(batch.read(slice(0, 1))[0][0, 0]) for batch in source.batches()]
+        assert read == [begin, begin + 1, begin + 2]

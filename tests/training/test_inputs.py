@@ -1,5 +1,7 @@
 """The rows that a worker reads, and the times at which it reads them."""
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import keras
@@ -137,3 +139,26 @@ def test_sparse_tensors_become_dense_as_in_keras() -> None:
     batches = [list(global_input(data, **OPTIONS).batches()) for data in (dataset, sparse)]
     given, made = ([batch.share(1, 2).data().tolist() for batch in found] for found in batches)
     assert made == given == [[[1.0]], [[3.0]]]
+
+
+def test_one_generator_feeds_two_inputs_in_the_order_of_keras() -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[tuple[Any, Any]]:
+        for number in count():
+            taken.append(number)
+            yield np.full((4, 1), number), np.zeros((4, 1))
+
+    data = endless()
+    training, validation = (global_input(data, **OPTIONS) for _ in range(2))
+    assert training.facts() == validation.facts()
+    assert taken == []
+    assert training.num_batches is None
+    batches = training.batches()
+    read = [int(next(batches).read(slice(0, 1))[0][0, 0]) for _ in range(3)]
+    assert read == taken == [0, 1, 2]
+    # Keras asks for the number of batches where `fit` first validates.
+    assert validation.num_batches is None
+    batches = validation.batches()
+    read = [int(next(batches).read(slice(0, 1))[0][0, 0]) for _ in range(2)]
+    assert (read, taken) == ([3, 4], [0, 1, 2, 3, 4])

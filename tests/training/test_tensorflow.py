@@ -788,3 +788,33 @@ def test_an_error_of_build_is_raised_as_plain_keras_raises_it(kind: Any, within:
     data = np.ones((4, 3), "float32"), np.ones((4, 2), "float32"), None
     with pytest.raises(KeyError, match="units must be even"):
         TensorFlowBackend().build(model, kind, lambda: data)
+
+
+@here
+@pytest.mark.parametrize("eager", [False, True])
+def test_replica_0_writes_the_summaries_of_a_step_once(eager: bool, tmp_path: Path) -> None:
+    """The rows have the numbers from 0 to 7, of which replica 0 has the first two."""
+
+    writer = tf.summary.create_file_writer(str(tmp_path))
+
+    class Summarizing(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            with writer.as_default(step=5):
+                tf.summary.scalar("highest", tf.reduce_max(inputs))
+            return inputs
+
+    x = np.repeat(np.arange(8, dtype="float32")[:, None], 6, axis=1)
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = layers(Summarizing())
+        model.compile("sgd", "mse", run_eagerly=eager)
+    with pytest.warns(UserWarning, match="those of replica 0, which are of its own examples"):
+        model.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
+    writer.close()
+    (path,) = tmp_path.iterdir()
+    events = [tf.compat.v1.Event.FromString(one.numpy()) for one in tf.data.TFRecordDataset(str(path))]
+    written = [
+        (event.step, value.tag.rpartition("/")[2], float(tf.make_ndarray(value.tensor)))
+        for event in events
+        for value in event.summary.value
+    ]
+    assert written == [(5, "highest", 1.0), (5, "highest", 5.0)]

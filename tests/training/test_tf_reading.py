@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lockstep.topology import View, place
 
 tf = pytest.importorskip("tensorflow")
 
-from lockstep.keras.input.tf_order import drawn_in_order  # noqa: E402
+from lockstep.keras.input.tf_order import in_order, yields_any_order  # noqa: E402
 from lockstep.keras.input.tf_reading import MappedReading, tf_reading  # noqa: E402
 
 Launch = Callable[..., Any]
@@ -339,15 +340,15 @@ if keras.backend.backend() == "tensorflow":
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_what_is_drawn_in_parallel_is_drawn_in_order(name: str) -> None:
+def test_what_is_drawn_in_parallel_is_in_order(name: str) -> None:
     found = []
     for calls in (8, None):
         tf.random.set_seed(3)
         dataset = DRAWING[name](calls)
-        ordered = drawn_in_order(dataset)
+        ordered = in_order(dataset)
         assert (ordered is dataset) == (calls is None)
         # Later, the program may pass the same dataset to another call.
-        passes = [list(each.as_numpy_iterator()) for each in (ordered, ordered, drawn_in_order(dataset))]
+        passes = [list(each.as_numpy_iterator()) for each in (ordered, ordered, in_order(dataset))]
         found.append([[row.tobytes() for row in rows] for rows in passes])
         assert int(ordered.cardinality()) == int(dataset.cardinality())
     assert found[0] == found[1]
@@ -362,13 +363,57 @@ def test_the_pipeline_of_a_replica_draws_in_order() -> None:
     assert found[0] == found[1]
 
 
+def first_waits_for_second() -> Callable[[Any], Any]:
+    """A function whose result for 0 is ready only after that for 1."""
+    second = threading.Event()
+
+    def wait(number: Any) -> Any:
+        if number == 0:
+            assert second.wait(600)
+        elif number == 1:
+            second.set()
+        return number
+
+    return lambda number: tf.numpy_function(wait, [number], tf.int64, stateful=False)
+
+
+UNORDERED: dict[str, Callable[[Any], Any]] = {
+    "option": lambda slow: with_option(tf.data.Dataset.range(6).map(slow, num_parallel_calls=4)),
+    "map": lambda slow: tf.data.Dataset.range(6).map(slow, num_parallel_calls=4, deterministic=False),
+    "map within": lambda slow: tf.data.Dataset.range(1).flat_map(
+        lambda _: tf.data.Dataset.range(6).map(slow, num_parallel_calls=4, deterministic=False)
+    ),
+    # TensorFlow runs Python functions within an interleave one after the other.
+    "interleave": lambda _: tf.data.Dataset.range(6).interleave(
+        tf.data.Dataset.from_tensors,
+        cycle_length=4,
+        num_parallel_calls=4,
+        deterministic=False,
+    ),
+}
+
+
+def with_option(dataset: Any) -> Any:
+    options = tf.data.Options()
+    options.deterministic = False
+    return dataset.with_options(options)
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_elements_come_in_their_order_without_determinism(name: str) -> None:
+    dataset = UNORDERED[name](first_waits_for_second())
+    assert yields_any_order(dataset)
+    assert [int(number) for number in in_order(dataset)] == list(range(6))
+    assert not yields_any_order(tf.data.Dataset.range(6).map(lambda number: number, num_parallel_calls=4))
+
+
 def test_what_draws_no_numbers_stays_parallel() -> None:
     for dataset in (
         source().map(scaled, num_parallel_calls=8).shuffle(9),
         source().map(lookup(), num_parallel_calls=8),
         numbers().interleave(lambda row: tf.data.Dataset.from_tensors(row), num_parallel_calls=8),
     ):
-        assert drawn_in_order(dataset) is dataset
+        assert in_order(dataset) is dataset
 
 
 BATCHED: dict[str, Callable[[], Any]] = {

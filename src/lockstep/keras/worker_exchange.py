@@ -45,8 +45,10 @@ ADVICE_ON_CALLS = (
     "all workers must make the same calls in the same order; look for code that depends on the worker"
 )
 _DATA = (
-    "the workers read different examples: look for a shuffle or a generator without a seed, or for files "
-    "that depend on the worker, which belong in strategy.distribute_datasets_from_function"
+    "the workers read different examples: look for a shuffle or a generator without a seed, such as "
+    "numpy.random.default_rng(), which is another one in each process (give it a seed: "
+    "numpy.random.default_rng(0)), or for files that depend on the worker, which belong in "
+    "strategy.distribute_datasets_from_function"
 )
 _FILES = (
     "the data files may differ between {} and {}: compare them first, for example with sha256sum; if they "

@@ -51,6 +51,7 @@ from lockstep.worker.script import (
 from lockstep.worker.script_threads import ScriptThreads
 from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
+from lockstep.worker.tf_caches import CacheOwner, divide_caches
 
 if TYPE_CHECKING:
     from lockstep.worker.job import Job
@@ -160,6 +161,9 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
     checkpoints = open_checkpoints(config, events, job.is_chief)
     own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins)
     job.enter(own)
+    leads_host = any(host[0] == config.worker for host in view.hosts)
+    first = CacheOwner(config.worker, own.is_chief, leads_host and not config.joins)
+    own.at_exit(divide_caches(first))
     if config.adopts:
         when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=job.become_alone)

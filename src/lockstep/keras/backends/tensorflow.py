@@ -5,6 +5,7 @@ variables that the step assigns. A second function around it restores them, so t
 one after the other; a third one applies the sum.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import lru_cache
@@ -65,7 +66,12 @@ from lockstep.keras.backends.tf_graphs import (
 )
 from lockstep.keras.nests import structure_of
 from lockstep.keras.private.common import layers_of, stored_value
-from lockstep.keras.private.tensorflow import exempt_from_autograph, register_lookups, wait_for_operations
+from lockstep.keras.private.tensorflow import (
+    exempt_from_autograph,
+    register_lookups,
+    summaries_recorded_if,
+    wait_for_operations,
+)
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
@@ -289,6 +295,8 @@ class TensorFlowProgram(VariableState):
         self._form = StepForm()
         self._global_updates: dict[int, GlobalUpdate] = {}
         self._trace = RoundTrace()
+        self._summarizes = tf.Variable(False, trainable=False)
+        self._writes_summaries = False
         self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
         self.traced = 0
@@ -305,6 +313,10 @@ class TensorFlowProgram(VariableState):
         )
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
+        if self._eager or self._writes_summaries:
+            # Replica 0 writes them, once in a step.
+            last = not earlier if self._eager else self.is_last(len(earlier))
+            self._summarizes.assign(share.replica == 0 and last)
         if self._eager:
             with _computing_eagerly(seed_of_replica(share.seed, share.replica)):
                 partial, outputs = function(replica, weight, totals, *given)
@@ -485,7 +497,7 @@ class TensorFlowProgram(VariableState):
             inner = traced(stateless, self._jit, weight, earlier, *specs)
         tf_random_ops.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.operations.earlier)
-        variables = self._classified(number, assigned(inner.graph))
+        variables = self._classified(number, assigned(inner.graph, may_summarize=True))
         if self.is_last(number):
             self._assigned = variables
 
@@ -571,7 +583,10 @@ class TensorFlowProgram(VariableState):
             return {}, {}, model.predict_step(data)
         gradients: list[Any] = []
         weighed = False
-        with replica_step(model, weight) as (densities, results):
+        with (
+            summaries_recorded_if(self._records_summaries),
+            replica_step(model, weight) as (densities, results),
+        ):
             if self._kind == "test":
                 logs = model.test_step(data)
             else:
@@ -586,6 +601,17 @@ class TensorFlowProgram(VariableState):
         values = {name: tf.cast(value, tf.float32) for name, value in self._log_template.values.items()}
         self._log_template.values.clear()
         return dense, values, None if earlier else [known_here(d) for d in densities]
+
+    def _records_summaries(self) -> Any:
+        """Return whether `tf.summary`, which is called, writes in the computation of this replica."""
+        if not self._writes_summaries:
+            self._writes_summaries = True
+            warnings.warn(
+                f"the {self._kind} step of model {self._model.name!r} writes summaries (tf.summary): in each "
+                "step, those of replica 0, which are of its own examples; a metric is of all",
+                stacklevel=2,
+            )
+        return self._summarizes.read_value()
 
     def _train(self, earlier: list[dict[str, Any]], data: Any) -> tuple[list[Any], dict[str, Any] | None]:
         """Run the model's `train_step` in the round that follows the totals `earlier`.

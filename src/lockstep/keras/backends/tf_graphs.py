@@ -21,6 +21,7 @@ from lockstep.keras.private.tensorflow import (
     autograph_status,
     call_flat,
     converted,
+    is_summary_writer,
     python_function_of,
     read_only_inputs,
     written_by,
@@ -340,8 +341,12 @@ def as_in_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if status is None else converted(function, status)
 
 
-def assigned(graph: Any) -> list[tf.Variable]:
+def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
     """Return the variables that a function's graph assigns, also if only a branch of a condition does.
+
+    Args:
+        graph: of the function.
+        may_summarize: whether it may write summaries, which `summaries_recorded_if` limits to one replica.
 
     Raises:
         ModelError: the graph changes a resource other than a variable, such as a table.
@@ -354,6 +359,13 @@ def assigned(graph: Any) -> list[tf.Variable]:
         if inside.dtype != tf.resource or i in reads or id(inside) not in captured:
             continue
         handle = captured[id(inside)]
+        if is_summary_writer(handle):
+            if may_summarize:
+                continue
+            raise ModelError(
+                "the function passed to strategy.run writes summaries (tf.summary), which each replica would "
+                "write: return the values from it, and write the results of strategy.reduce after it"
+            )
         if id(handle) not in known:
             raise ModelError(
                 f"the step changes {handle}, which is no variable; its changes cannot be combined"

@@ -237,8 +237,8 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
 
     Replicas start a step from zero, and their states are added to that of the metric, which may be that of
     earlier epochs, if `reset_state` keeps it. Keras's own metrics are additive. A user's metric is tested:
-    updating it with some rows and then with others must give the sum of the separate updates, and a state
-    that it keeps must not affect an update.
+    updating it with some rows and then with others must give the sum of the separate updates, and an update
+    must not depend on a state that it keeps.
 
     Args:
         model: built, with its metrics.

@@ -29,7 +29,7 @@ from lockstep.collectives.contract import Bytes, Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, owned_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.held_state import held_generator, held_variable
+from lockstep.keras.input.held_state import held_generator, held_iterator, held_variable
 from lockstep.keras.input.item_draws import ItemDraws
 from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
 from lockstep.keras.input.streams import on_host
@@ -74,6 +74,8 @@ def division(
             f"{place}, whose numbers depend on the batches that were read before: draw from numpy.random in "
             "__getitem__, or from numpy.random.default_rng((seed, index))"
         )
+    if place := held_iterator(("dataset", inner)):
+        return f"{place}, which yields its elements once and in order: read by the index"
     if place := held_variable(("dataset", inner)):
         return f"{place}, whose values may change between two steps: compute with it in a callback"
 

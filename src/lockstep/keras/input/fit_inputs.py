@@ -1,12 +1,14 @@
 """The inputs of `fit`, `evaluate` and `predict` as global batches, in adapters like Keras's own."""
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
+from functools import cached_property, partial
 from itertools import chain
 from math import inf
 from types import GeneratorType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -62,6 +64,9 @@ from lockstep.keras.private.common import (
 
 ARRAYS = Way.by_rows("arrays")
 """How workers read arrays."""
+
+_sampled: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
+"""A batch of each `PyDataset` that is not divided: reading it once more may change the following ones."""
 
 AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
 """The reason for joint reading of a generator."""
@@ -266,6 +271,7 @@ class DatasetInput(GlobalInput):
         self._division = found if isinstance(found, BatchDivision) else None
         self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
         self._numbers = PassNumbers(reader)
+        self._sampled: list[Any] = []
 
     @property
     def way(self) -> Way:
@@ -302,17 +308,46 @@ class DatasetInput(GlobalInput):
     def first(self) -> Any:
         """Return the first batch of a pass."""
         draw_as_a_loader()
-        return self._standardize(self._dataset.first())
+        self._sampled = [self._standardize(self._dataset.first())]
+        self._keep_sample()
+        return self._sampled[0]
 
     def peek(self) -> Any:
-        """Return the first batch in the dataset's own order."""
-        return self._standardize(self._dataset.inner[0])
+        """Return a sample batch: one that was read before, or the first in the dataset's own order."""
+        if self._sampled:
+            return self._sampled[0]
+        if self._division is not None:
+            return self._standardize(self._dataset.inner[0])
+        if keras.backend.backend() == "tensorflow":
+            return self._samples()[0]
+        dataset = self._dataset.inner
+        known = _sampled.get(dataset) if isinstance(dataset, Hashable) else None
+        if known is not None:
+            return known
+        self._sampled = [self._standardize(dataset[0])]
+        self._keep_sample()
+        return self._sampled[0]
+
+    def _keep_sample(self) -> None:
+        if self._division is None and isinstance(self._dataset.inner, Hashable):
+            _sampled[self._dataset.inner] = self._sampled[0]
+
+    def get_tf_dataset(self) -> Any:
+        """Return the input of the train function; read the samples that Keras reads, unless they are divided.
+
+        A dataset that is not divided may yield other batches after each read.
+        """
+        if self._division is None:
+            self._samples()
+        return super().get_tf_dataset()
 
     def _samples(self) -> list[Any]:
-        batches = NUM_BATCHES_FOR_TENSOR_SPEC
-        if self.num_batches is not None:
-            batches = min(batches, self.num_batches)
-        return [self._standardize(self._dataset.inner[number]) for number in range(batches)]
+        if not self._sampled:
+            batches = NUM_BATCHES_FOR_TENSOR_SPEC
+            if self.num_batches is not None:
+                batches = min(batches, self.num_batches)
+            self._sampled = [self._standardize(self._dataset.inner[number]) for number in range(batches)]
+        return self._sampled
 
     def on_epoch_begin(self) -> None:
         """Notify the user's dataset that an epoch begins."""
@@ -357,6 +392,41 @@ class JointReading:
             yield joint_batch(data, self._reader, number, step)
 
 
+class LateAdapter(DataAdapter):  # type: ignore[misc]
+    """Keras's adapter of a generator, made when Keras asks for the number of batches: it reads two batches.
+
+    Until then, another input may take batches from the same generator, as when one feeds both the training
+    and the validation.
+
+    Args:
+        make: makes the adapter.
+    """
+
+    def __init__(self, make: Callable[[], DataAdapter]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> DataAdapter:
+        return self._make()
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches in a pass, which is unknown."""
+        batches: int | None = self._made.num_batches
+        return batches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of examples in a batch, which is unknown."""
+        size: int | None = self._made.batch_size
+        return size
+
+    def get_numpy_iterator(self) -> Iterator[Any]:
+        """Begin a pass."""
+        batches: Iterator[Any] = self._made.get_numpy_iterator()
+        return batches
+
+
 class StreamInput(GlobalInput):
     """An input that can only be read in its own order: `tf.data`, a PyTorch `DataLoader`, a generator.
 
@@ -396,7 +466,8 @@ class StreamInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
-        return super().facts() | {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
+        number = None if isinstance(self._inner, LateAdapter) else self.num_batches
+        return super().facts() | {"data": f"{self._kind} of {number or 'some'} batches"}
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.
@@ -598,7 +669,8 @@ def global_input(
             raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, reader, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
-        inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
+        adapter = partial(get_data_adapter, x, y, sample_weight, class_weight=class_weight)
+        inner = LateAdapter(adapter) if isinstance(x, GeneratorType) and not unsplit else adapter()
         if reader is not None and not (unsplit or in_order or reader.joint):
 
             def weighted(shard: Any) -> Any:
@@ -697,8 +769,19 @@ def _elements(stream: DataAdapter) -> Iterator[Any]:
     dataset = stream.get_tf_dataset()
     kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}
     if kinds <= {"TensorSpec", "NoneTensorSpec"}:
-        return map(host_nest, iter(_read_ahead(dataset)))
+        return _to_the_end(map(host_nest, iter(_read_ahead(dataset))), stream.num_batches)
     return iter(stream.get_numpy_iterator())
+
+
+def _to_the_end(batches: Iterator[Any], count: int | None) -> Iterator[Any]:
+    """Yield batches; find their end before the last of `count`: only then is a cache of the dataset complete.
+
+    Keras takes no more than `count`.
+    """
+    for number, batch in enumerate(batches, 1):
+        if number == count:
+            next(batches, None)
+        yield batch
 
 
 def _read_ahead(dataset: Any) -> Any:

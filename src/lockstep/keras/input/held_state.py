@@ -6,7 +6,8 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import islice
+from io import IOBase
+from itertools import count, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -61,6 +62,19 @@ def held_variable(*roots: tuple[str, Any]) -> str | None:
         if isinstance(found, keras.Model | keras.Variable):
             kind = "model" if isinstance(found, keras.Model) else "variable"
             return f"{place} is the {kind} {found.name!r}"
+    return None
+
+
+def held_iterator(*roots: tuple[str, Any]) -> str | None:
+    """Return the place of an iterator, such as a generator, that one of some objects holds; None without one.
+
+    Whoever reads an item takes the next element from it. Files, which can be read at any place, do not count,
+    nor do counters within other objects.
+    """
+    for place, found in _objects(roots):
+        counts = isinstance(found, count) and place.count(".") > 1
+        if isinstance(found, Iterator) and not (counts or isinstance(found, IOBase)):
+            return f"{place} is a {type(found).__qualname__}"
     return None
 
 

@@ -25,7 +25,7 @@ import xxhash
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.held_state import changed_place, held_generator, refers_to
+from lockstep.keras.input.held_state import changed_place, held_generator, held_iterator, refers_to
 from lockstep.keras.input.item_draws import ItemDraws, states_kept
 from lockstep.keras.input.readings import (
     PassNumbers,
@@ -98,6 +98,8 @@ def loader_reading(
             f"{place}, whose numbers depend on the items that were read before; draw from the global states "
             "of numpy.random, random or torch, which depend on the item here"
         )
+    if (place := held_iterator(*code)) is not None:
+        return f"{place}, which yields its elements once and in order: read by the index"
     if loader.num_workers:
         start = ("worker_init_fn", loader.worker_init_fn)
         if (place := refers_to("get_worker_info", *code, start)) is not None:

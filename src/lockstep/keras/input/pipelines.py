@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from lockstep.keras.randomness import RandomNumbers
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Job
+from lockstep.worker.tf_caches import caches_of_replica
 
 _UNKNOWN = -1
 _ENDLESS = -2
@@ -84,7 +86,8 @@ class Pipelines:
         if replica not in self._pipelines:
             replicas, numbers = self.job.view.replicas, RandomNumbers(self._seed)
             context = InputContext(replicas, replica, replicas)
-            dataset = numbers.make(lambda: self._dataset_fn(context))
+            with caches_of_replica(replica) if replicas > 1 else nullcontext():
+                dataset = numbers.make(lambda: self._dataset_fn(context))
             # Batches of a fixed shape that replicas take in turn end together: none has no rows instead.
             whole = self._in_turn and is_tensorflow(dataset) and has_fixed_shapes(dataset)
             stream = Stream(dataset, numbers.drawn, parts=1 if whole else None)

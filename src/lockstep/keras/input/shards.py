@@ -49,7 +49,7 @@ class Shards:
 
     def shard(self, context: InputContext) -> Any:
         """Return the `tf.data.Dataset` of a replica, with its own state; it is the same on any worker."""
-        from lockstep.keras.input.tf_order import drawn_in_order
+        from lockstep.keras.input.tf_order import in_order
         from lockstep.keras.private.tensorflow import dataset_of, divided_batches, shard_of
 
         replica, replicas = context.input_pipeline_id, self.replicas
@@ -57,7 +57,7 @@ class Shards:
         parts = divided_batches(copy, replicas, replica)
         # Behind `prefetch`, Python functions of the dataset would draw random numbers in no fixed order.
         parts = parts if _runs_python(self._graph) else parts.prefetch(1)
-        return drawn_in_order(shard_of(parts, replicas, replica), self._dataset)
+        return in_order(shard_of(parts, replicas, replica), self._dataset)
 
 
 def shard_pipelines(

@@ -183,9 +183,9 @@ def easily_freed(dataset: Any) -> Any:
 
 def readable(dataset: Any) -> Any:
     """Return a `tf.data.Dataset` as several workers read it: with equal elements, and easily freed."""
-    from lockstep.keras.input.tf_order import drawn_in_order
+    from lockstep.keras.input.tf_order import in_order
 
-    return easily_freed(drawn_in_order(dataset))
+    return easily_freed(in_order(dataset))
 
 
 def read(dataset: Any) -> Iterator[Any]:

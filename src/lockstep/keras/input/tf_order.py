@@ -1,9 +1,11 @@
-"""The order in which the functions of a `tf.data` pipeline draw random numbers.
+"""The order of a `tf.data` pipeline's elements, and in which its functions draw random numbers.
 
-Calls of a function that run in parallel (`num_parallel_calls`) draw in no fixed order, so workers that read
-the same pipeline would get different numbers.
+With `deterministic=False`, a pipeline yields elements in the order in which they are ready. Calls of a
+function that run in parallel (`num_parallel_calls`) draw in no fixed order. In either case, workers that read
+the same pipeline would get different elements.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ from lockstep.keras.private.tensorflow import (
     functions_of,
     inputs_of,
     is_traced,
+    is_unordered,
+    without_order,
 )
 from lockstep.keras.tf_random_ops import counts_its_runs
 
@@ -26,18 +30,28 @@ _GENERATORS = frozenset(
 """Operations that advance a generator, TensorFlow's or Keras's."""
 
 
-def drawn_in_order(dataset: Any, origin: Any = None) -> Any:
-    """Return a `tf.data.Dataset` whose functions draw random numbers in the order of its elements.
+def in_order(dataset: Any, origin: Any = None) -> Any:
+    """Return a `tf.data.Dataset` that yields equal elements in each process, in their order.
 
-    Functions that draw in parallel run one call after another, in part: operations that only use the numbers
-    remain parallel where TensorFlow can separate them. The numbers are those without `num_parallel_calls`.
+    It ignores `deterministic=False`. Functions that draw random numbers in parallel run one call after
+    another, in part: operations that only use the numbers remain parallel where TensorFlow can separate them.
+    The numbers are those without `num_parallel_calls`.
 
     Args:
         dataset: to read.
         origin: the dataset of which it is a copy, whose functions are known; by default itself.
     """
     known = dataset if origin is None else origin
-    return StatefulCallsInOrder(dataset) if _draws_in_parallel(known) else dataset
+    if known.options().deterministic is False:
+        options = sys.modules["tensorflow"].data.Options()
+        options.deterministic = True
+        dataset = dataset.with_options(options)
+    return StatefulCallsInOrder(dataset) if _draws_in_parallel(known) or _is_unordered(known) else dataset
+
+
+def yields_any_order(dataset: Any) -> bool:
+    """Whether a `tf.data.Dataset` may yield its elements in another order in each run."""
+    return dataset.options().deterministic is False or _is_unordered(dataset)
 
 
 def operations(function: Any, chosen: Callable[[Any], bool]) -> list[str]:
@@ -59,6 +73,15 @@ def _draws_in_parallel(dataset: Any) -> bool:
         (isinstance(dataset, PARALLEL) or operations(function, _is_parallel)) and operations(function, _draws)
         for function in functions
     ) or any(map(_draws_in_parallel, inputs_of(dataset)))
+
+
+def _is_unordered(dataset: Any) -> bool:
+    """Whether an operation of a pipeline, or of a dataset within, was created with `deterministic=False`."""
+    return (
+        is_unordered(dataset)
+        or any(operations(function, without_order) for function in filter(is_traced, functions_of(dataset)))
+        or any(map(_is_unordered, inputs_of(dataset)))
+    )
 
 
 def _is_parallel(node: Any) -> bool:

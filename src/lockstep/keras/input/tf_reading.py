@@ -28,7 +28,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way, joint_batch
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable
-from lockstep.keras.input.tf_order import operations
+from lockstep.keras.input.tf_order import operations, yields_any_order
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
 from lockstep.keras.private.common import KERAS_SEED
@@ -59,7 +59,6 @@ from lockstep.keras.private.tensorflow import (
     inputs_of,
     is_dense,
     is_traced,
-    is_unordered,
     not_converted,
     plain_map,
     tensor_specs,
@@ -155,8 +154,11 @@ class _Parts:
 
 def _cut(dataset: Any) -> _Parts | str:
     """Cut a pipeline below its last maps before `batch`; return why that cannot be done."""
-    if dataset.options().deterministic is False or _any_order(dataset):
-        return "the pipeline does not keep the order of its elements: remove deterministic=False"
+    if yields_any_order(dataset):
+        return (
+            "all workers must read the same order, so deterministic=False is ignored: "
+            "remove deterministic=False, and they can divide the maps"
+        )
     above: list[Any] = []
     batch_maps: list[Any] = []
     operation = dataset
@@ -204,11 +206,6 @@ def _rebuilt(dataset: Any, operations: Sequence[Any]) -> Any:
         elif isinstance(operation, SKIP):
             dataset = dataset.skip(count_of(operation))
     return dataset
-
-
-def _any_order(dataset: Any) -> bool:
-    """Whether an operation of a pipeline may yield elements in another order in each run."""
-    return is_unordered(dataset) or any(map(_any_order, inputs_of(dataset)))
 
 
 def _fixed(spec: Any) -> bool:

@@ -5,8 +5,8 @@ underscore. Docstrings say what Lockstep relies on, in all versions of `docs/ver
 eager operations, which programs on other backends use too, is in `lockstep.worker.private_modules`.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -44,6 +44,7 @@ from tensorflow.python.ops import (
     gen_nn_ops,
     gen_random_ops,
     nn_impl_distribute,
+    summary_ops_v2,
 )
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph, WhileCondFuncGraph
 from tensorflow.python.ops.parallel_for import control_flow_ops
@@ -207,6 +208,29 @@ def global_seed() -> int | None:
     return seed
 
 
+# Summaries
+
+
+@contextmanager
+def summaries_recorded_if(condition: Callable[[], Any]) -> Iterator[None]:
+    """Within the block, `tf.summary` writes only where `condition()` is also true, a bool or a tensor.
+
+    It is called for each summary that the program writes, in the graph that is being built, if any.
+    """
+    state = summary_ops_v2._summary_state
+    before = state.is_recording_distribution_strategy
+    state.is_recording_distribution_strategy = condition
+    try:
+        yield
+    finally:
+        state.is_recording_distribution_strategy = before
+
+
+def is_summary_writer(handle: Any) -> bool:
+    """Whether a resource that a graph has captured is what `tf.summary` writes with."""
+    return "SummaryWriter" in str(handle)
+
+
 # Losses and checkpoints
 
 DISTRIBUTION_OF_LOSSES: Part = nn_impl_distribute, "distribute_lib"
@@ -254,7 +278,19 @@ def functions_of(dataset: Any) -> Sequence[Any]:
 
 def is_unordered(dataset: Any) -> bool:
     """Whether an operation was created with `deterministic=False`."""
+    if isinstance(dataset, interleave_op._ParallelInterleaveDataset):
+        # It keeps the argument in the graph only; its source usually has no more than names of files.
+        try:
+            nodes = graph_of(dataset).node
+        except tf.errors.OpError:
+            return False
+        return any(without_order(node) for node in nodes if node.op.startswith("ParallelInterleave"))
     return getattr(dataset, "_deterministic", "") == "false"
+
+
+def without_order(node: Any) -> bool:
+    """Whether an operation in a graph was created with `deterministic=False`."""
+    return "deterministic" in node.attr and bool(node.attr["deterministic"].s == b"false")
 
 
 def count_of(operation: Any) -> Any:
