@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def test_state_may_change_only_later(through: str) -> None:
 
     class Late(keras.Layer):
         def build(self, shape: Any) -> None:
-            self.kept = self.add_weight(shape=(), trainable=False, name="kept")
+            self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept")
             self.changes = False
 
         def call(self, inputs: Any) -> Any:
@@ -508,3 +509,32 @@ def test_a_worker_computes_deterministically_before_it_prepares_a_step(
     torch.use_deterministic_algorithms(False)
     TorchBackend()
     assert torch.are_deterministic_algorithms_enabled() == is_worker
+
+
+@here
+@pytest.mark.parametrize(
+    "clears", ["before", "before_to_zero", "after", "after_to_zero", "never", "sometimes"]
+)
+def test_a_step_that_adds_to_the_gradients_of_the_step_before_is_refused(clears: str) -> None:
+    class Adding(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            if clears.startswith("before") or (clears == "sometimes" and int(self.optimizer.iterations) > 1):
+                torch.nn.Module.zero_grad(self, set_to_none=clears == "before")
+            loss = self.compute_loss(data[0], data[1], self(data[0]))
+            loss.backward()
+            weights = self.trainable_variables
+            with torch.no_grad():
+                self.optimizer.apply([one.value.grad for one in weights], weights)
+            if clears.startswith("after"):
+                torch.nn.Module.zero_grad(self, set_to_none=clears == "after")
+            return {"loss": loss}
+
+    prepared = program(layers(cls=Adding))
+    refused = pytest.raises(ModelError, match=r"adds to the gradient of 'wanted/dense.*/bias' that the step")
+    for number in range(3):
+        with refused if number == 1 and clears in ("never", "sometimes") else nullcontext():
+            # Each replica begins with what the step before has left.
+            partials = [prepared.compute(None, share(replica), []) for replica in (0, 1)]
+        if number == 1 and clears in ("never", "sometimes"):
+            return
+        prepared.apply(None, [as_total(partials[0])])

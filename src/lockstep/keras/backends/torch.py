@@ -8,8 +8,9 @@ The total is applied to the same variables.
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +212,45 @@ class _Copier:
             self.copies[i] = tensor.detach().clone()
 
 
+def _is_nonzero(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return True
+    # Mostly, a few elements show it.
+    return bool(tensor.reshape(-1)[:16].any()) or bool(tensor.any())
+
+
+@contextmanager
+def _refused_additions(model: Any) -> Iterator[None]:
+    """Within the block, raise ModelError if a backward pass adds to gradients from before it."""
+    found: list[str] = []
+    handles = []
+    for variable in model.trainable_variables:
+        tensor = variable.value
+        if tensor.grad is None:
+            continue
+        before, version = weakref.ref(tensor.grad), versions([tensor.grad])[0]
+
+        def note(
+            tensor: torch.Tensor, before: Any = before, version: int = version, path: str = variable.path
+        ) -> None:
+            # Setting them to zero counts as a write, too.
+            if tensor.grad is before() and versions([tensor.grad]) == [version + 1]:
+                found.append(path)
+
+        handles.append(tensor.register_post_accumulate_grad_hook(note))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if found:
+        raise ModelError(
+            f"the step adds to the gradient of {min(found)!r} that the step before has left, as PyTorch does "
+            "until zero_grad: replicas keep such gradients only within a step; add them up in variables with "
+            "trainable=False, or give the optimizer gradient_accumulation_steps"
+        )
+
+
 class TorchState(VariableState):
     """The state of a model's steps: variables, and the buffers of PyTorch modules."""
 
@@ -261,6 +301,8 @@ class TorchProgram(TorchState):
         self._positions = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         self._known: set[int] | None = None
         self._unseen: set[int] = set()
+        self._gradients_left: list[torch.Tensor | None] = []
+        self._leaves_gradients = False
         self._changing: list[int] = []
         # Finding them takes longer than computing a small layer.
         self._optimizers = optimizers_of(model)
@@ -301,6 +343,7 @@ class TorchProgram(TorchState):
         with torch.no_grad():
             totals = [divided(self._model, total) for total in totals]
             last = totals[-1]
+            self._note_gradients()
             for update, total in zip(self._form.updates(len(totals)), totals, strict=False):
                 self._update(update, total)
             for i in self._changing:
@@ -458,10 +501,15 @@ class TorchProgram(TorchState):
                 self._tensors[i][0] ^= int32(share.replica * GOLDEN)
             for metric in self._metrics:
                 metric.zero_()
-        self._forget_gradients()
+        left, self._leaves_gradients = self._leaves_gradients, False
+        if not left:
+            self._forget_gradients()
         try:
             before = VariablesBefore(copies, versions(self._tensors), versions(self._trainable), {})
-            with assignments.observed_by(_Copier(self._positions, copies)):
+            with (
+                assignments.observed_by(_Copier(self._positions, copies)),
+                _refused_additions(self._model) if left else nullcontext(),
+            ):
                 yield before
         finally:
             with torch.no_grad():
@@ -471,11 +519,22 @@ class TorchProgram(TorchState):
                     self._tensors[i].copy_(value)
                 for metric, value in zip(self._metrics, metrics, strict=True):
                     metric.copy_(value)
+            self._gradients_left = [tensor.grad for tensor in self._trainable]
             self._forget_gradients()
 
     def _forget_gradients(self) -> None:
         for tensor in self._trainable:
             tensor.grad = None
+
+    def _note_gradients(self) -> None:
+        """Keep the gradients that a step of the program leaves, to which the next one might add."""
+        self._leaves_gradients = False
+        if self._kind == "train" and has_own(self._model, "train_step"):
+            for tensor, gradient in zip(self._trainable, self._gradients_left, strict=False):
+                if gradient is not None and _is_nonzero(gradient):
+                    tensor.grad = gradient
+                    self._leaves_gradients = True
+        self._gradients_left = []
 
     def _refuse_own_updates(self, before: VariablesBefore) -> None:
         for i, version in enumerate(versions(self._trainable)):
