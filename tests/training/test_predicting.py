@@ -142,6 +142,48 @@ def test_each_call_has_its_own_outputs(strategy: lockstep.MultiWorkerMirroredStr
         assert_close(model.predict_on_batch(x), joined([model(x)]))
 
 
+class Varied(keras.Model):
+    """Draws random numbers, changes its state and reports figures, depending on its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.generator = layers.Dense(1), keras.random.SeedGenerator(4)
+
+    def build(self, shape: Any) -> None:
+        self.dense.build((None, 4))
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x: dict[str, Any]) -> Any:
+        rows = self.dense(x["a"])
+        if "b" in x:
+            rows = rows + 0 * keras.random.normal(ops.shape(rows), seed=self.generator)
+        if "c" in x:
+            self.seen.assign(self.seen + ops.mean(x["c"]))
+        return rows
+
+    def test_step(self, *given: Any) -> Any:
+        x, y = given[-1][:2]
+        logs = {"mean": ops.mean(y)} | {f"mean of {name}": ops.mean(x[name]) for name in x}
+        return logs if len(given) == 1 else (logs, given[0])
+
+
+def test_what_a_step_does_may_depend_on_its_inputs(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    with strategy.scope():
+        model = Varied()
+        model.compile("sgd", "mse")
+    seen = 0.0
+    for names in ("a", "ab", "a", "ac", "abc", "ab", "ac"):
+        x = {name: X[:9] + number for number, name in enumerate(names)}
+        before = np.array(model.generator.state)
+        figures = model.evaluate(x, X[:9, :1], batch_size=9, verbose=0, return_dict=True)
+        expected = {"mean": X[:9, 0].mean()} | {f"mean of {name}": rows.mean() for name, rows in x.items()}
+        assert figures == pytest.approx(expected, abs=1e-5)
+        assert model.predict(x, batch_size=9, verbose=0).shape == (9, 1)
+        seen += x["c"].mean() if "c" in x else 0
+        assert float(ops.convert_to_numpy(model.seen)) == pytest.approx(seen, abs=1e-5)
+        assert np.array_equal(before, np.array(model.generator.state)) == ("b" not in x)
+
+
 def test_a_layer_that_the_model_never_calls_hides_no_rows(
     strategy: lockstep.MultiWorkerMirroredStrategy,
 ) -> None:

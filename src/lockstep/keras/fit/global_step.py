@@ -18,10 +18,10 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
-from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import Backend, Kind, Partial, Program, Total, TrainFunctionCall
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import whole_batch
-from lockstep.keras.nests import repeated
+from lockstep.keras.nests import repeated, structure_of
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
@@ -79,6 +79,7 @@ class GlobalStep:
         self._job = job
         self._backend = backend
         self._program = backend.program(model, kind)
+        self._programs: dict[str, Program] = {}
         self._describe = variable_names(model)
         self._verifications = verifications_of(job)
         self._synchronization: Synchronization = VerifiedReduce(
@@ -119,7 +120,7 @@ class GlobalStep:
         trains = self._kind == "train"
         record = self._digests.begin(self._calls.taken + trains, call.name, number, trains=trains)
         self._verifications.begin(self._calls.taken + 1 if trains else 0, first=call.steps == 0)
-        traced = self._program.traced
+        traced = self._traced
         logs, state = self._step(state, data, record)
         self._digests.after_update(record, self._program, state, self._describe)
         state = self._next_step(logs, state)
@@ -131,7 +132,7 @@ class GlobalStep:
             trained=trained,
             examples=data.examples,
             replicas=owned,
-            compiled=self._program.traced != traced,
+            compiled=self._traced != traced,
         )
         if self._digests.ends_after(trained):
             sys.exit(0)
@@ -176,8 +177,6 @@ class GlobalStep:
         self._program.outputs()  # Drops those of a step that failed.
         shares: dict[int, Share] = {}
         only = self._round(state, batch, (), shares=shares)
-        # The outputs, and the state that they change, may depend on the form of a batch.
-        only.layout = None
         outputs: dict[int, Any] = {}
 
         def join(view: View, communicator: Communicator) -> Any:
@@ -246,6 +245,7 @@ class GlobalStep:
         """
         replicas, seed, number = self._job.view.replicas, self._seed(), len(earlier)
         program, layouts = self._program, self._layouts.setdefault(number, {})
+        varies = program.varies or self._kind != "train"
 
         def computed(share: Share) -> Partial:
             read = self._timer.charging("input", share.data) if self._timer.running else share.data
@@ -257,7 +257,7 @@ class GlobalStep:
             if shares is not None:
                 shares[share.replica] = share
             try:
-                return program.compute(state, share, earlier)
+                return self._program_for(data).compute(state, share, earlier)
             except LockstepError:
                 raise
             except Exception as error:
@@ -280,13 +280,34 @@ class GlobalStep:
             advice=_ADVICE,
             sample=lambda: computed(batch.share(0, replicas, seed)),
             form=partial(program.form, number) if program.varies else None,
-            layout=None if program.varies else next(iter(layouts.values()), None),
+            layout=None if varies else next(iter(layouts.values()), None),
             layouts=layouts,
             entered=lambda: self._timer.lap("wait"),
             settle=self._settle,
             catching_up=partial(program.published, state),
-            parts=partial(program.parts, number),
+            parts=lambda arrays: self._program.parts(number, arrays),
         )
+
+    @property
+    def _traced(self) -> int:
+        """How many times the backend has traced a replica's computation."""
+        return sum(program.traced for program in self._programs.values() or [self._program])
+
+    def _program_for(self, data: Any) -> Program:
+        """Return the program for examples like these: what it does may depend on which inputs they have.
+
+        A program that trains has the same inputs in each step, and keeps what it has learned of its updates.
+        """
+        if self._kind == "train" or self._program.varies:
+            return self._program
+        structure = structure_of(data)
+        if structure not in self._programs:
+            first = not self._programs
+            self._programs[structure] = (
+                self._program if first else self._backend.program(self._model, self._kind)
+            )
+        self._program = self._programs[structure]
+        return self._program
 
     def _explain(
         self, error: Exception, share: Share, whole: int, state: Any, earlier: Sequence[Total]
