@@ -14,7 +14,13 @@ import keras
 import msgspec
 
 from lockstep.errors import ModelError
-from lockstep.keras.private.common import BackupWriter, CheckpointWriter, ProgressBar
+from lockstep.keras.private.common import (
+    ORBAX_CHECKPOINT,
+    BackupWriter,
+    CheckpointWriter,
+    OrbaxWriter,
+    ProgressBar,
+)
 from lockstep.keras.state.callback_states import listed
 from lockstep.keras.worker_exchange import agree
 from lockstep.system.mounts import is_shared
@@ -29,6 +35,18 @@ class HostCheckpoint(CheckpointWriter):
     def save_to(self, path: str, write: Callable[[], None]) -> None:
         """Write on each host."""
         _once_per_disk(path, write)
+
+
+class HostOrbaxCheckpoint(OrbaxWriter):
+    """Decides on every worker, and writes on each host, in the background as Keras's does."""
+
+    directory: str
+
+    def save_to(self, step: int, write: Callable[[], None]) -> None:
+        """Write on each host; not again what another process has completed before it was lost."""
+        folder = Path(self.directory) / str(step)
+        existed = folder.exists()
+        _once_per_disk(self.directory, lambda: None if folder.exists() and not existed else write())
 
 
 class HostBackup(BackupWriter):
@@ -196,10 +214,11 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
             getattr(self._inner, method)(*arguments)
 
 
-_PATHS = ("filepath", "filename", "log_dir", "backup_dir")
+_PATHS = ("filepath", "filename", "log_dir", "backup_dir", "directory")
 _ON_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _WRITERS = {
     keras.callbacks.ModelCheckpoint: HostCheckpoint,
+    ORBAX_CHECKPOINT: HostOrbaxCheckpoint,
     keras.callbacks.BackupAndRestore: HostBackup,
     keras.callbacks.CSVLogger: ChiefCSVLogger,
     keras.callbacks.ProgbarLogger: ChiefProgbar,

@@ -382,6 +382,14 @@ def tensorflow_not_imported() -> Iterator[None]:
 
 # Callbacks
 
+
+class _NoOrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
+    """Stands for the `OrbaxCheckpoint` of a version of Keras that has none."""
+
+
+ORBAX_CHECKPOINT: Any = getattr(keras.callbacks, "OrbaxCheckpoint", _NoOrbaxCheckpoint)
+"""The class `keras.callbacks.OrbaxCheckpoint`, which earlier versions of Keras lack."""
+
 CHANGED_BY_TRAINING: Mapping[type, tuple[str, ...]] = {
     keras.callbacks.BackupAndRestore: (
         "_batches_seen_since_last_saving",
@@ -396,6 +404,7 @@ CHANGED_BY_TRAINING: Mapping[type, tuple[str, ...]] = {
         "_last_batch_seen",
         "best",
     ),
+    ORBAX_CHECKPOINT: ("_batches_seen_since_last_saving", "_last_batch_seen", "_total_batches_seen", "best"),
     keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.TensorBoard: (
@@ -454,6 +463,22 @@ class BackupWriter(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
 
     def save_to(self, path: str, write: Callable[[], None]) -> None:
         """Write a backup below a path: call `write`, or do not."""
+        raise NotImplementedError
+
+
+class OrbaxWriter(ORBAX_CHECKPOINT):  # type: ignore[misc]
+    """An `OrbaxCheckpoint` whose subclass decides where a checkpoint is written.
+
+    Keras calls `_save_checkpoint` with the number of the checkpoint to write one, when it has counted the
+    batches and kept the best value.
+    """
+
+    def _save_checkpoint(self, step: int, logs: Any = None) -> None:
+        write = super()._save_checkpoint
+        self.save_to(step, lambda: write(step, logs))
+
+    def save_to(self, step: int, write: Callable[[], None]) -> None:
+        """Write a checkpoint with a number: call `write`, or do not."""
         raise NotImplementedError
 
 
