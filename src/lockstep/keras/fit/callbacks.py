@@ -262,8 +262,8 @@ def chief_files(callbacks: Any) -> tuple[str, ...]:
         inner = getattr(callback, "_inner", callback)
         names = [vars(inner).get(name) for name in ("filename", "log_dir")]
         if isinstance(callback, (ChiefCSVLogger, OnChief)):
-            found += [str(Path(name).absolute()) for name in names if isinstance(name, str)]
-    return tuple(path for path in found if not _shared(path))
+            found += [name for name in names if isinstance(name, str)]
+    return tuple(str(Path(path).absolute()) for path in found if not _shared(path))
 
 
 def note_different_paths(own: job.Job, callbacks: Any, what: str, told: set[str]) -> None:
