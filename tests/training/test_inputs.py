@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from lockstep.errors import DataError
 from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input
 from lockstep.keras.input.readings import whole_batch
+from lockstep.keras.private.common import is_grain_dataset
 
 SEED = (0, 0, 1)
 OPTIONS: dict[str, Any] = {
@@ -162,3 +164,49 @@ def test_one_generator_feeds_two_inputs_in_the_order_of_keras() -> None:
     batches = validation.batches()
     read = [int(next(batches).read(slice(0, 1))[0][0, 0]) for _ in range(2)]
     assert (read, taken) == ([3, 4], [0, 1, 2, 3, 4])
+
+
+class Sequences:
+    """A source of rows for Grain."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(2, index, "float32"), np.full(1, index, "float32")
+
+
+def test_a_grain_dataset_has_the_batches_of_keras() -> None:
+    grain = pytest.importorskip("grain")
+    if not is_grain_dataset(grain.MapDataset.source([1])):
+        pytest.skip("this version of Keras does not read datasets of Grain")
+    shuffled = grain.MapDataset.source(Sequences()).seed(4).shuffle()
+    for dataset in (shuffled.batch(4), shuffled.to_iter_dataset().batch(4)):
+        expected = [x[:, 0].tolist() for x, _ in dataset]
+        source = global_input(dataset, **OPTIONS)
+        for _ in range(2):
+            batches = [batch.read(slice(0, batch.examples))[0][:, 0].tolist() for batch in source.batches()]
+            assert batches == expected
+
+
+@pytest.mark.parametrize("kind", ["scipy", "jax"])
+def test_sparse_batches_are_whole_or_refused(kind: str) -> None:
+    dense = np.eye(4, dtype="float32")
+
+    def sparse() -> Any:
+        if kind == "scipy":
+            return pytest.importorskip("scipy.sparse").coo_matrix(dense)
+        return pytest.importorskip("jax.experimental.sparse").BCOO.fromdense(dense)
+
+    if kind == "jax" and keras.backend.backend() != "jax":
+        pytest.skip("an array of JAX")
+    batches = ((sparse(), np.ones((4, 1))) for _ in range(3))
+    source = global_input(batches, **OPTIONS)
+    for read in (lambda: next(source.batches()), source.first):
+        with pytest.raises(DataError, match="cannot be split into the rows"):
+            read()
+    if keras.backend.backend() == "jax":
+        alone = global_input(((sparse(), np.ones((4, 1))) for _ in range(3)), **{**OPTIONS, "unsplit": True})
+        read_whole = [np.asarray(x.todense()) for x, _ in alone.get_jax_iterator()]
+        assert len(read_whole) == 3
+        np.testing.assert_array_equal(read_whole[2], dense)

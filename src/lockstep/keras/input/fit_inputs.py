@@ -33,7 +33,7 @@ from lockstep.keras.input.readings import (
 from lockstep.keras.input.shards import shard_pipelines
 from lockstep.keras.input.sources import DividedSource, Element, GlobalBatchPass, GlobalBatchSource, Source
 from lockstep.keras.input.stored_arrays import StoredArray, stored
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable, refuse_rows_of_their_own
 from lockstep.keras.input.visits import (
     OrderSeed,
     ReorderedDataset,
@@ -54,6 +54,7 @@ from lockstep.keras.private.common import (
     can_convert_arrays,
     get_data_adapter,
     get_tensor_spec,
+    is_grain_dataset,
     is_tf_dataset,
     is_torch_dataloader,
     sliceable,
@@ -70,6 +71,9 @@ _sampled: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
 """The reason for joint reading of a generator."""
+
+GRAIN = "a grain dataset; a keras.utils.PyDataset of the same batches is divided"
+"""The reason for joint reading of a dataset or a loader of Grain."""
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -456,6 +460,16 @@ class StreamInput(GlobalInput):
         self.before_pass()
         return self._reading.begin()
 
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """Yield the input of the train function: if nothing is split, as Keras does, sparse batches too."""
+        adapter = type(self._inner).__name__
+        own = self._unsplit and adapter in ("GeneratorDataAdapter", "GrainDatasetAdapter")
+        if not own or self.plain_first or self._begun is not None:
+            yield from super().get_jax_iterator()
+            return
+        self.before_pass()
+        yield from self._inner.get_jax_iterator()
+
     def get_tf_dataset(self) -> Any:
         """Return Keras's own dataset if nothing is split."""
         return self._inner.get_tf_dataset() if self._unsplit else self
@@ -476,7 +490,11 @@ class StreamInput(GlobalInput):
         """
         if self._unsplit and keras.backend.backend() == "tensorflow":
             return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
-        return first_of_pass(_begin(self._inner))
+        batch = first_of_pass(_begin(self._inner))
+        if not self._unsplit:
+            for leaf in parts_of(batch)[0]:
+                refuse_rows_of_their_own(leaf)
+        return batch
 
     def peek(self) -> Any:
         """Return the first batch of the next pass, which still yields it."""
@@ -668,7 +686,7 @@ def global_input(
         if y is not None or sample_weight is not None:
             raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, reader, unsplit=unsplit)
-    if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
+    if is_tf_dataset(x) or is_torch_dataloader(x) or is_grain_dataset(x) or isinstance(x, GeneratorType):
         adapter = partial(get_data_adapter, x, y, sample_weight, class_weight=class_weight)
         inner = LateAdapter(adapter) if isinstance(x, GeneratorType) and not unsplit else adapter()
         if reader is not None and not (unsplit or in_order or reader.joint):
@@ -685,7 +703,8 @@ def global_input(
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
-        "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
+        "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader, a grain "
+        "dataset or a generator"
     )
 
 
@@ -696,6 +715,8 @@ def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, class_weig
         divided = JOINT_INPUT
     elif isinstance(dataset, GeneratorType):
         divided = AN_ITERATOR
+    elif is_grain_dataset(dataset):
+        divided = GRAIN
     elif is_loader(dataset):
         divided = loader_reading(dataset, reader)
     else:

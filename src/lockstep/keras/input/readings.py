@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, owned_rows, replica_rows
 from lockstep.data.digest import SpotChecks, digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.streams import on_host
+from lockstep.keras.input.streams import on_host, refuse_rows_of_their_own
 from lockstep.keras.nests import leaves_of, parts_of
 from lockstep.keras.seeds import GOLDEN
 from lockstep.system.notes import note
@@ -194,6 +194,8 @@ def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | Non
         DataError: it has no rows.
     """
     leaves, pack = parts_of(data)
+    for leaf in leaves:
+        refuse_rows_of_their_own(leaf)
     leaves = [None if leaf is None else on_host(leaf) for leaf in leaves]
     known = [leaf for leaf in leaves if leaf is not None]
     if not known or not known[0].shape or not known[0].shape[0]:

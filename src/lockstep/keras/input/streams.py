@@ -211,7 +211,7 @@ def array_of(leaf: Any) -> npt.NDArray[Any]:
     Raises:
         DataError: it is not a dense array.
     """
-    _refuse_rows_of_their_own(leaf)
+    refuse_rows_of_their_own(leaf)
     array = on_host(leaf)
     if (
         array is not leaf
@@ -238,7 +238,7 @@ def _declared(element_spec: Any, parts: int | None) -> Form:
 
 
 def _share_of(spec: Any, parts: int | None) -> Spec:
-    _refuse_rows_of_their_own(spec)
+    refuse_rows_of_their_own(spec)
     if spec.shape.rank == 0:
         raise DataError(
             "the dataset has elements without an axis of examples, so it cannot be split over the "
@@ -254,11 +254,18 @@ def _share_of(spec: Any, parts: int | None) -> Spec:
     return Spec(spec.dtype.name, (rows // parts if even else None, *others))
 
 
-def _refuse_rows_of_their_own(leaf: Any) -> None:
-    kind = type(leaf).__name__
-    if "Ragged" in kind or "Sparse" in kind or getattr(leaf, "is_sparse", False):
+def refuse_rows_of_their_own(leaf: Any) -> None:
+    """Refuse a ragged or a sparse array.
+
+    Raises:
+        DataError: it is one.
+    """
+    kind, module = type(leaf).__name__, type(leaf).__module__
+    sparse = module.startswith(("scipy.sparse", "jax.experimental.sparse"))
+    if sparse or "Ragged" in kind or "Sparse" in kind or getattr(leaf, "is_sparse", False):
         raise DataError(
             f"the dataset has a {kind.removesuffix('Spec')}, which cannot be split into the rows of "
             "replicas; make it dense in the dataset: `.map(lambda x: x.to_tensor())` for ragged tensors, "
-            "`.map(tf.sparse.to_dense)` for sparse ones"
+            "`.map(tf.sparse.to_dense)` for sparse ones, `.toarray()` for those of SciPy; or train with one "
+            "replica, which splits nothing"
         )

@@ -322,6 +322,9 @@ is_tf_dataset = data_adapters.is_tf_dataset
 is_torch_dataloader = data_adapters.is_torch_dataloader
 """Whether `get_data_adapter` takes an object for a `DataLoader`."""
 
+is_grain_dataset: Callable[[Any], bool] = getattr(data_adapters, "is_grain_dataset", lambda dataset: False)
+"""Whether `get_data_adapter` takes an object for a dataset or a loader of Grain; earlier Keras takes none."""
+
 NUM_BATCHES_FOR_TENSOR_SPEC = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
 """The number of batches that Keras reads on TensorFlow to know the form of the batches of a `PyDataset`."""
 
