@@ -175,11 +175,12 @@ class Round:
         assert self.layout is not None
         if self.form is None:
             return
-        own = msgspec.msgpack.encode([*self.layout.names, *self._forms])
-        given = communicator.gather(own)
-        found: list[set[str]] = [set(msgspec.msgpack.decode(blob, type=list[str])) for blob in given]
-        if differing := set[str]().union(*found) - found[0].intersection(*found[1:]):
-            self._refuse(sorted(differing))
+        own = msgspec.msgpack.encode([self.layout.names, sorted(self._forms)])
+        found = [msgspec.msgpack.decode(blob, type=list[list[str]]) for blob in communicator.gather(own)]
+        for part in zip(*found, strict=True):
+            sets = [set(texts) for texts in part]
+            if differing := sets[0].union(*sets[1:]) - sets[0].intersection(*sets[1:]):
+                self._refuse(sorted(differing))
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
         """Wait for the partials of replicas, which have begun or contribute nothing.
