@@ -1,0 +1,534 @@
+"""The state that a program keeps in Python: attributes of its model, and of the objects that it reaches.
+
+A graph of objects is a list of nodes, the objects that can change: holders of attributes, containers, arrays,
+tensors and generators of random numbers. The contents of a node are shallow: what it refers to, not what that
+contains. So comparing them takes a look at each reference, and restoring them keeps every object's identity.
+"""
+
+import argparse
+import copy
+import importlib.util
+import random
+import site
+import struct
+import sys
+import sysconfig
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from operator import is_
+from typing import Any
+
+import keras
+import numpy as np
+import xxhash
+
+from lockstep.keras.backends.losses import flat_metrics
+from lockstep.keras.private.common import KERAS_HOLDERS, OWN_ATTRIBUTES, layers_of
+from lockstep.keras.variables import optimizers_of
+
+_MANY = 1000
+"""The most elements of a container among which nodes are searched."""
+_LARGE = 1 << 20
+"""Bytes of an array above which it is compared only if it has changed in the first steps."""
+_LIBRARIES = tuple(
+    {*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+)
+_PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
+_LEAVES = (bool, int, float, complex, str, bytes)
+_ABSENT: Any = object()
+
+Contents = Any
+Key = tuple[int, str]
+"""A node, by its position in the graph, and an attribute of it; "" for its whole contents."""
+
+
+class _Node:
+    """An object that can change.
+
+    Attributes:
+        path: names it in messages.
+        known: its contents when it was last looked at.
+    """
+
+    __slots__ = ("known", "path", "value")
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.path = path
+        self.value = value
+        self.known = self.read()
+
+    def read(self) -> Contents:
+        """Return a copy of its contents."""
+        raise NotImplementedError
+
+    def write(self, contents: Contents) -> None:
+        """Replace its contents."""
+        raise NotImplementedError
+
+    def differs(self) -> bool:
+        """Whether its contents are not the known ones."""
+        raise NotImplementedError
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        """Yield what its known contents refer to, by paths."""
+        yield from ()
+
+
+class _Holder(_Node):
+    """An object with attributes; those that Keras and its backend keep themselves do not count."""
+
+    __slots__ = ("attributes", "ignored", "keys", "values")
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.attributes: dict[str, Any] = vars(value)
+        self.ignored = OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) else frozenset()
+        self.keys: list[str] = []
+        self.values: list[Any] = []
+        super().__init__(path, value)
+
+    def read(self) -> dict[str, Any]:
+        ignored = self.ignored
+        return {name: value for name, value in self.attributes.items() if name not in ignored}
+
+    def write(self, contents: Mapping[str, Any]) -> None:
+        # Not by `__setattr__`, which may track or convert the values.
+        for name in [name for name in self.attributes if name not in contents and name not in self.ignored]:
+            del self.attributes[name]
+        for name, value in contents.items():
+            if self.attributes.get(name, _ABSENT) is not value:
+                self.attributes[name] = value
+
+    def differs(self) -> bool:
+        attributes, known = self.attributes, self.known
+        if (
+            len(attributes) == len(self.values)
+            and all(map(is_, attributes.values(), self.values))
+            and all(map(is_, attributes, self.keys))
+        ):
+            return False
+        now = self.read()
+        if now.keys() != known.keys() or not all(_same(value, known[name]) for name, value in now.items()):
+            self.keys, self.values = [], []
+            return True
+        self.keys, self.values = list(attributes), list(attributes.values())
+        return False
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self.known.items():
+            yield f"{self.path}.{name}", value
+
+
+class _List(_Node):
+    __slots__ = ()
+
+    def read(self) -> list[Any]:
+        return list(self.value)
+
+    def write(self, contents: Sequence[Any]) -> None:
+        value = self.value
+        if isinstance(value, deque):
+            value.clear()
+            value.extend(contents)
+        elif type(value).__setitem__ is list.__setitem__ or type(value).__module__.startswith("keras."):
+            # Keras's lists would search the values for layers.
+            list.__setitem__(value, slice(None), contents)
+        else:
+            value[:] = contents
+
+    def differs(self) -> bool:
+        value, known = self.value, self.known
+        return len(value) != len(known) or not (all(map(is_, value, known)) or all(map(_same, value, known)))
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        if len(self.known) <= _MANY:
+            for i, value in enumerate(self.known):
+                yield f"{self.path}[{i}]", value
+
+
+class _Dict(_Node):
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return dict(self.value)
+
+    def write(self, contents: Mapping[Any, Any]) -> None:
+        value = self.value
+        # A class of TensorFlow only behaves like a dict.
+        own: Any = dict if issubclass(type(value), dict) else type(value)
+        own = OrderedDict if isinstance(value, OrderedDict) else own
+        own.clear(value)
+        own.update(value, contents)
+
+    def differs(self) -> bool:
+        value, known = self.value, self.known
+        return (
+            len(value) != len(known)
+            or not all(map(_same, value.values(), known.values()))
+            or list(value) != list(known)
+        )
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        if len(self.known) <= _MANY:
+            for key, value in self.known.items():
+                yield f"{self.path}[{key!r}]", value
+
+
+class _Set(_Node):
+    __slots__ = ()
+
+    def read(self) -> set[Any]:
+        return set(self.value)
+
+    def write(self, contents: set[Any]) -> None:
+        set.clear(self.value)
+        set.update(self.value, contents)
+
+    def differs(self) -> bool:
+        return bool(self.value != self.known)
+
+
+class _Array(_Node):
+    """An array of NumPy. A large one is compared only while `watched`, which is cleared if it stays equal."""
+
+    __slots__ = ("watched",)
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.watched = True
+        super().__init__(path, value)
+
+    def read(self) -> Any:
+        return self.value.copy()
+
+    def write(self, contents: Any) -> None:
+        self.value[...] = contents
+
+    def differs(self) -> bool:
+        return self.watched and not _same_array(self.value, self.known)
+
+
+class _Tensor(_Node):
+    """A tensor of PyTorch that is no variable."""
+
+    __slots__ = ("version",)
+
+    def read(self) -> Any:
+        self.version = self.value._version
+        return self.value.detach().clone()
+
+    def write(self, contents: Any) -> None:
+        with sys.modules["torch"].no_grad():
+            self.value.copy_(contents)
+        self.version = self.value._version
+
+    def differs(self) -> bool:
+        return bool(self.value._version != self.version) and not _same_tensor(self.value, self.known)
+
+
+class _Generator(_Node):
+    """A generator of random numbers of Python, NumPy or PyTorch."""
+
+    __slots__ = ()
+
+    def differs(self) -> bool:
+        return _text(self.read()) != _text(self.known)
+
+    def read(self) -> Any:
+        value = self.value
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if isinstance(value, np.random.Generator):
+            return copy.deepcopy(value.bit_generator.state)
+        return value.get_state()
+
+    def write(self, contents: Any) -> None:
+        value = self.value
+        if isinstance(value, random.Random):
+            value.setstate(contents)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = contents
+        else:
+            value.set_state(contents)
+
+
+class Changes:
+    """What has changed in a graph: new contents, and for holders the attributes that differ.
+
+    Attributes:
+        contents: by the positions of the nodes.
+        before: the contents before.
+    """
+
+    def __init__(
+        self, graph: "ObjectGraph", contents: dict[int, Contents], before: dict[int, Contents]
+    ) -> None:
+        self._graph = graph
+        self.contents = contents
+        self.before = before
+
+    def __bool__(self) -> bool:
+        return bool(self.contents)
+
+    @property
+    def leaves(self) -> list[Key]:
+        """The attributes that have another plain value, array or tensor."""
+        return [
+            (position, name)
+            for position, name, new in self._attributes()
+            if new is not _ABSENT and (new is None or is_value(new))
+        ]
+
+    def _attributes(self) -> Iterator[tuple[int, str, Any]]:
+        for position, after in self.contents.items():
+            if isinstance(self._graph.nodes[position], _Holder):
+                before = self.before[position]
+                for name in sorted({**before, **after}):
+                    if not _same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
+                        yield position, name, after.get(name, _ABSENT)
+
+    def texts(self, without: Iterable[Key] = ()) -> list[str]:
+        """Return one text for each change, equal for equal values in all processes, sorted.
+
+        Args:
+            without: attributes to leave out.
+        """
+        known, found = frozenset(without), []
+        for position, name, new in self._attributes():
+            if (position, name) not in known:
+                found.append(f"{self._graph.nodes[position].path}.{name} = {_text(new)}")
+        for position, after in self.contents.items():
+            node = self._graph.nodes[position]
+            if not isinstance(node, _Holder):
+                found.append(f"{node.path} = {_text(after)}")
+        return sorted(found)
+
+
+class ObjectGraph:
+    """The nodes that are reachable from some objects.
+
+    Args:
+        roots: by their names for messages.
+
+    Attributes:
+        nodes: in the order in which they were found.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.nodes: list[_Node] = []
+        self._positions: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._walk(list(roots.items()))
+
+    def refresh(self) -> list[int]:
+        """Take the present contents as the known ones; return the nodes that had others."""
+        changed = [position for position, node in enumerate(self.nodes) if node.differs()]
+        for position in changed:
+            node = self.nodes[position]
+            node.known = node.read()
+            self._walk(list(node.children()))
+        return changed
+
+    def changes(self) -> Changes:
+        """Return what differs from the known contents."""
+        found = [position for position, node in enumerate(self.nodes) if node.differs()]
+        after = {position: self.nodes[position].read() for position in found}
+        return Changes(self, after, {position: self.nodes[position].known for position in found})
+
+    def restore(self) -> Changes:
+        """Restore the known contents; return what has differed."""
+        changes = self.changes()
+        for position in changes.contents:
+            self.nodes[position].write(self.nodes[position].known)
+        return changes
+
+    def adopt(self, changes: Changes) -> None:
+        """Make changes that were restored, and take the contents as the known ones."""
+        for position, contents in changes.contents.items():
+            node = self.nodes[position]
+            node.write(contents)
+            node.known = contents
+        for position in changes.contents:
+            self._walk(list(self.nodes[position].children()))
+
+    def stop_watching(self) -> None:
+        """Compare large arrays, which have not changed since they were found, no longer."""
+        for node in self.nodes:
+            if isinstance(node, _Array) and node.value.nbytes > _LARGE:
+                node.watched = node.watched and node.differs()
+
+    @contextmanager
+    def with_value(self, key: Key, value: Any) -> Iterator[None]:
+        """Within the block, an attribute has another value."""
+        attributes = vars(self.nodes[key[0]].value)
+        before = attributes[key[1]]
+        attributes[key[1]] = value
+        try:
+            yield
+        finally:
+            attributes[key[1]] = before
+
+    def known_value(self, key: Key) -> Any:
+        """Return the known value of an attribute; None if it has none."""
+        return self.nodes[key[0]].known.get(key[1])
+
+    def _walk(self, waiting: list[tuple[str, Any]]) -> None:
+        """Add the nodes among objects, and those that they refer to."""
+        waiting.reverse()
+        while waiting:
+            path, value = waiting.pop()
+            if type(value) in _LEAVES or value is None or id(value) in self._positions:
+                continue
+            if isinstance(value, tuple):
+                if len(value) <= _MANY:
+                    waiting.extend((f"{path}[{i}]", one) for i, one in enumerate(value))
+                continue
+            if (kind := _kind_of(value)) is not None:
+                node = kind(path, value)
+                # The node keeps the object, so that its id remains unique.
+                self._positions[id(value)] = len(self.nodes)
+                self.nodes.append(node)
+                waiting.extend(reversed(list(node.children())))
+
+
+def graph_of(model: Any) -> ObjectGraph:
+    """Return the objects of a model whose attributes its steps may change."""
+    roots = {"the model": model}
+    roots |= {f"layer {layer.path!r}": layer for layer in layers_of(model, include_self=False)}
+    roots |= {f"metric {metric.name!r}": metric for metric in flat_metrics(model.metrics)}
+    optimizers = optimizers_of(model)
+    for i, one in enumerate([*optimizers, *(getattr(one, "inner_optimizer", None) for one in optimizers)]):
+        roots[f"optimizer {i}"] = one
+    if not isinstance(loss := getattr(model, "loss", None), str):
+        roots["the loss"] = loss
+    return ObjectGraph(roots)
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value is plain, an array or a tensor: it has no attributes of its own that change."""
+    return type(value) in _LEAVES or isinstance(value, np.ndarray | np.generic) or _is_tensor(value)
+
+
+def disturbed(value: Any) -> Any:
+    """Return another value of the same type, dtype and shape; None if there is none."""
+    if type(value) is bool:
+        return not value
+    if type(value) in (int, float, complex):
+        return value + 1
+    if type(value) is str:
+        return f"{value}?"
+    if type(value) is bytes:
+        return value + b"?"
+    if (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc") or _is_tensor(value):
+        try:
+            return ~value if "bool" in str(value.dtype) else value + 1
+        except Exception:
+            return None
+    return None
+
+
+def _kind_of(value: Any) -> Callable[[str, Any], _Node] | None:
+    """Return the class of the node for an object; None for objects that are looked at as a whole."""
+    if isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType | keras.Variable):
+        return None
+    if isinstance(value, dict):
+        return _Dict
+    if isinstance(value, list | deque):
+        return _List
+    if isinstance(value, set):
+        return _Set
+    if isinstance(value, np.ndarray):
+        return _Array if value.dtype.kind in "biufcSUV" and value.flags.writeable else None
+    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+        return _Generator
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if isinstance(value, torch.nn.Parameter):
+            return None
+        if isinstance(value, torch.Tensor):
+            return _Tensor if value.layout == torch.strided and not value.is_meta else None
+        if isinstance(value, torch.Generator):
+            return _Generator
+    if not hasattr(value, "__dict__"):
+        return None
+    kind: Any = type(value)
+    holds = isinstance(value, KERAS_HOLDERS + _PLAIN_HOLDERS) or _is_of_program(kind)
+    return _Holder if holds else None
+
+
+@cache
+def _is_of_program(cls: Any) -> bool:
+    """Whether a class is the program's own, and not of a library."""
+    module = sys.modules.get(cls.__module__)
+    if cls.__module__ in ("builtins", "lockstep") or cls.__module__.startswith("lockstep."):
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return cls.__module__ == "__main__" or importlib.util.find_spec(cls.__module__) is None
+    return not file.startswith(_LIBRARIES)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return not isinstance(value, torch.nn.Parameter)
+    return not isinstance(value, keras.Variable | keras.KerasTensor) and bool(keras.ops.is_tensor(value))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two references are to the same object, or to equal values that cannot change."""
+    if one is other:
+        return True
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind is float:
+        return struct.pack("d", one) == struct.pack("d", other)
+    if kind in _LEAVES:
+        return repr(one) == repr(other) if kind is complex else bool(one == other)
+    if kind is tuple:
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, np.generic) and one.tobytes() == other.tobytes()
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+def _same_tensor(one: Any, other: Any) -> bool:
+    equal = one.shape == other.shape and one.dtype == other.dtype
+    return equal and _same_array(*(np.asarray(keras.ops.convert_to_numpy(each)) for each in (one, other)))
+
+
+_SHOWN = 60
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """Return a text that shows a value, and is equal only for equal values as far as it can tell."""
+    if value is _ABSENT:
+        return "nothing"
+    if value is None or type(value) in _LEAVES:
+        text = repr(value)
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{_hash(text.encode())}"
+    if isinstance(value, np.ndarray | np.generic) or _is_tensor(value):
+        array = keras.ops.convert_to_numpy(value)
+        if array.ndim == 0:
+            return f"{array.dtype} {array.item()!r}"
+        return f"{array.dtype}{list(array.shape)} #{_hash(np.ascontiguousarray(array).tobytes())}"
+    if depth > 20:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        parts = [f"{_text(key, depth + 1)}: {_text(one, depth + 1)}" for key, one in value.items()]
+    elif isinstance(value, set | frozenset):
+        parts = sorted(_text(one, depth + 1) for one in value)
+    elif isinstance(value, list | tuple | deque):
+        parts = [_text(one, depth + 1) for one in value]
+    else:
+        return type(value).__name__
+    text = f"{type(value).__name__}({', '.join(parts)})"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{_hash(text.encode())}"
+
+
+def _hash(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)

@@ -1,0 +1,170 @@
+"""The state in Python attributes: what a step changes is found, undone, and made again."""
+
+import collections
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.keras.python_state import ObjectGraph, disturbed, graph_of
+
+_PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
+_VALUES = st.recursive(
+    st.one_of(_PLAIN, st.lists(st.integers(0, 9), max_size=3).map(lambda some: np.array(some, "int64"))),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.lists(inner, max_size=3).map(collections.deque),
+        st.lists(inner, max_size=2).map(tuple),
+        st.frozensets(st.integers(0, 9), max_size=3).map(set),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(lambda some: SimpleNamespace(**some)),
+    ),
+    max_leaves=8,
+)
+
+
+def shown(value: Any) -> Any:
+    """The value as nested tuples, with types and bits."""
+    if isinstance(value, np.ndarray):
+        return "array", str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return type(value).__name__, [(key, shown(one)) for key, one in value.items()]
+    if isinstance(value, SimpleNamespace):
+        return "namespace", sorted((key, shown(one)) for key, one in vars(value).items())
+    if isinstance(value, set):
+        return "set", sorted(value)
+    if isinstance(value, list | tuple | collections.deque):
+        return type(value).__name__, [shown(one) for one in value]
+    return type(value).__name__, repr(value)
+
+
+def mutables(value: Any) -> list[Any]:
+    """The objects within a value that can change, each once."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found:
+            continue
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, SimpleNamespace):
+            waiting += vars(one).values()
+        elif isinstance(one, list | tuple | collections.deque):
+            waiting += one
+        if isinstance(one, dict | list | set | SimpleNamespace | collections.deque | np.ndarray):
+            found[id(one)] = one
+    return list(found.values())
+
+
+def mutate(one: Any, value: Any) -> None:
+    """Change an object in place."""
+    if isinstance(one, dict):
+        one["new"] = value
+    elif isinstance(one, SimpleNamespace):
+        if "a" in vars(one):
+            del one.a
+        one.b = value
+    elif isinstance(one, set):
+        one.symmetric_difference_update({1, 77})
+    elif isinstance(one, np.ndarray):
+        one += 1
+    else:
+        if len(one) > 1:
+            one[0] = one[-1]
+        one.append(value)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abcd"), _VALUES, min_size=1), st.data())
+def test_changes_are_undone_and_made_again_like_in_a_deep_copy(state: dict[str, Any], data: Any) -> None:
+    root = SimpleNamespace(**state)
+    twin_before = copy.deepcopy(root)
+    graph = ObjectGraph({"root": root})
+    targets = mutables(root)
+    for _ in range(data.draw(st.integers(0, 3))):
+        mutate(data.draw(st.sampled_from(targets)), data.draw(_VALUES))
+    twin_after = copy.deepcopy(root)
+
+    changes = graph.restore()
+    assert shown(root) == shown(twin_before)
+    assert changes or shown(twin_before) == shown(twin_after)
+    assert not graph.changes()
+    graph.adopt(changes)
+    assert shown(root) == shown(twin_after)
+    assert not graph.changes()
+    # Objects that the changes have brought belong to the graph.
+    for one in mutables(root):
+        mutate(one, 5)
+    graph.restore()
+    assert shown(root) == shown(twin_after)
+
+
+@pytest.mark.parametrize(
+    "generator", [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)], ids=str
+)
+def test_generators_of_random_numbers_begin_again(generator: Any) -> None:
+    graph = ObjectGraph({"root": SimpleNamespace(generator=generator)})
+    draw = generator.random
+    first = draw()
+    changes = graph.restore()
+    assert draw() == first
+    second = draw()
+    graph.restore()
+    graph.adopt(changes)
+    assert draw() == second
+
+
+def test_equal_changes_have_equal_texts() -> None:
+    def texts(seen: list[int]) -> list[str]:
+        root = SimpleNamespace(steps=0, seen=[], rate=0.5, same=1)
+        graph = ObjectGraph({"root": root})
+        root.steps, root.rate, root.same = 1, 0.25, int("1")
+        root.seen += seen
+        changes = graph.restore()
+        assert {name for _, name in changes.leaves} == {"steps", "rate"}
+        return changes.texts([key for key in changes.leaves if key[1] == "rate"])
+
+    assert texts([8]) == ["root.seen = list(8)", "root.steps = 1"]
+    assert texts([8]) != texts([7])
+
+
+def test_what_keras_keeps_itself_is_no_state_of_the_program() -> None:
+    class Counting(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.layers.Dense(2)
+            self.steps, self.seen = 0, [SimpleNamespace(last=None)]
+
+        def call(self, x: Any) -> Any:
+            self.steps += 1
+            self.seen[0].last = self.steps
+            self.add_loss(keras.ops.sum(x))
+            return self.inner(x)
+
+    layer = Counting()
+    model = keras.Sequential([keras.layers.Input((3,)), layer, keras.layers.Dropout(0.5)])
+    model.compile("adam", keras.losses.MeanSquaredError(), metrics=["mae"])
+    graph = graph_of(model)
+    graph.refresh()
+    model(np.zeros((2, 3), "float32"), training=True)
+    changes = graph.restore()
+    path = f"layer {layer.path!r}"
+    assert changes.texts() == [
+        f"{path}.seen[0].last = {layer.steps + 1}",
+        f"{path}.steps = {layer.steps + 1}",
+    ]
+
+
+@pytest.mark.parametrize("value", [True, 3, 0.5, "text", b"bytes", np.ones(2), np.float32(2), np.array(True)])
+def test_a_disturbed_value_is_another_of_the_same_kind(value: Any) -> None:
+    other = disturbed(value)
+    assert type(other) is type(value) or isinstance(other, np.generic)
+    assert np.any(np.asarray(other != value))
+    assert disturbed(None) is None
