@@ -288,6 +288,20 @@ class Changes:
                     if not _same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
                         yield position, name, after.get(name, _ABSENT)
 
+    def places(self, without: Iterable[Key] = ()) -> list[tuple[str, str]]:
+        """Return the path of each node that has changed, with each attribute of a holder, or with ""."""
+        known, nodes = frozenset(without), self._graph.nodes
+        found = [
+            (nodes[position].path, name)
+            for position, name, _ in self._attributes()
+            if (position, name) not in known
+        ]
+        return found + [
+            (nodes[position].path, "")
+            for position in self.contents
+            if not isinstance(nodes[position], _Holder)
+        ]
+
     def texts(self, without: Iterable[Key] = ()) -> list[str]:
         """Return one text for each change, equal for equal values in all processes, sorted.
 
@@ -321,14 +335,14 @@ class ObjectGraph:
         self._kept: list[Any] = []
         self._walk(list(roots.items()))
 
-    def refresh(self) -> list[int]:
-        """Take the present contents as the known ones; return the nodes that had others."""
-        changed = [position for position, node in enumerate(self.nodes) if node.differs()]
-        for position in changed:
-            node = self.nodes[position]
-            node.known = node.read()
-            self._walk(list(node.children()))
-        return changed
+    def refresh(self) -> Changes:
+        """Take the present contents as the known ones; return what has differed."""
+        changes = self.changes()
+        for position, contents in changes.contents.items():
+            self.nodes[position].known = contents
+        for position in changes.contents:
+            self._walk(list(self.nodes[position].children()))
+        return changes
 
     def changes(self) -> Changes:
         """Return what differs from the known contents."""
@@ -373,6 +387,24 @@ class ObjectGraph:
         """Return the known value of an attribute; None if it has none."""
         return self.nodes[key[0]].known.get(key[1])
 
+    def values_at(self, places: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+        """Return the known values at some of `Changes.places`, without those that do not exist any more."""
+        nodes = {node.path: node for node in self.nodes}
+        found = {}
+        for path, name in places:
+            if path in nodes and (not name or name in nodes[path].known):
+                found[path, name] = nodes[path].known[name] if name else nodes[path].known
+        return found
+
+    def set_at(self, path: str, name: str, value: Any) -> bool:
+        """Set a value of `values_at`; return whether its node exists."""
+        node = next((node for node in self.nodes if node.path == path), None)
+        if node is None:
+            return False
+        node.write({**node.known, name: value} if name else value)
+        self.refresh()
+        return True
+
     def _walk(self, waiting: list[tuple[str, Any]]) -> None:
         """Add the nodes among objects, and those that they refer to."""
         waiting.reverse()
@@ -403,6 +435,43 @@ def graph_of(model: Any) -> ObjectGraph:
     if not isinstance(loss := getattr(model, "loss", None), str):
         roots["the loss"] = loss
     return ObjectGraph(roots)
+
+
+def encoded(value: Any) -> Any:
+    """Return a value in a form that a checkpoint can hold, for `decoded`.
+
+    Raises:
+        TypeError: it contains an object that a checkpoint cannot hold.
+    """
+    if value is None or type(value) in (*_LEAVES, np.ndarray) or isinstance(value, np.generic):
+        return value
+    if _is_tensor(value):
+        return {"kind": "tensor", "items": keras.ops.convert_to_numpy(value)}
+    if isinstance(value, dict):
+        return {"kind": "dict", "items": [[encoded(key), encoded(one)] for key, one in value.items()]}
+    for kind in (tuple, set, deque, list):
+        if isinstance(value, kind):
+            items = sorted(value, key=repr) if kind is set else value
+            return {"kind": kind.__name__, "items": [encoded(one) for one in items]}
+    raise TypeError(f"a {type(value).__name__} cannot be saved in a checkpoint")
+
+
+def decoded(value: Any) -> Any:
+    """Return a value of `encoded`, perhaps of another process."""
+    if not isinstance(value, dict):
+        return value
+    kind, items = value["kind"], value["items"]
+    if kind == "tensor":
+        return keras.ops.convert_to_tensor(items)
+    if kind == "dict":
+        return {decoded(key): decoded(one) for key, one in items}
+    kinds: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "set": set, "deque": deque}
+    return kinds.get(kind, list)(decoded(one) for one in items)
+
+
+def text_of(value: Any) -> str:
+    """Return a text that shows a value, and is equal only for equal values as far as it can tell."""
+    return _text(value)
 
 
 def is_value(value: Any) -> bool:

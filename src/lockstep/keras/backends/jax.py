@@ -7,7 +7,7 @@ two, the gradients are in Python.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -35,7 +35,7 @@ from lockstep.keras.backends.packing import Packings, is_packable
 from lockstep.keras.private.common import stored_value, trained_by
 from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
-from lockstep.keras.seeds import GOLDEN_32
+from lockstep.keras.seeds import GOLDEN_32, seed_of_replica
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
 from lockstep.system.notes import note
 from lockstep.worker import job
@@ -250,7 +250,11 @@ class JaxProgram(JaxState):
         replica, weight = np.uint32(share.replica), np.float64(share.weight)
         earlier = [self.parts(number, total) for number, total in enumerate(earlier)]
         partial: Partial
-        partial, outputs = self._compute(state, share.data(), replica, weight, earlier)
+        drawn = (
+            nullcontext() if self._compiled else random_numbers(seed_of_replica(share.seed, share.replica))
+        )
+        with drawn:
+            partial, outputs = self._compute(state, share.data(), replica, weight, earlier)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial

@@ -23,6 +23,7 @@ from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, lea
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.nests import repeated, structure_of
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
+from lockstep.keras.python_replicas import PythonOfReplicas, python_facts
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
@@ -47,7 +48,8 @@ from lockstep.worker.job import Job
 _ADVICE = (
     "a condition in the step must have the same outcome on all replicas: it may depend on the optimizer's "
     "iterations, on weights and on what a callback has set, but not on a replica's examples or its random "
-    "numbers"
+    "numbers; and a step must leave equal values in Python attributes on all replicas: keep what depends on "
+    "the examples in a metric or in a variable of a layer (add_weight), or return it from train_step as a log"
 )
 
 
@@ -80,6 +82,7 @@ class GlobalStep:
         self._backend = backend
         self._program = backend.program(model, kind)
         self._programs: dict[str, Program] = {}
+        self._python = PythonOfReplicas(model, backend.to_numpy, trains=kind == "train")
         self._describe = variable_names(model)
         self._verifications = verifications_of(job)
         self._synchronization: Synchronization = VerifiedReduce(
@@ -154,6 +157,8 @@ class GlobalStep:
 
     def _step(self, state: Any, batch: GlobalBatch, record: RecordedStep | None = None) -> tuple[Any, Any]:
         totals: list[Total] = []
+        if self._program.varies:
+            self._python.begin()
         complete = False
         while not complete:
             this = self._round(state, batch, totals, record)
@@ -166,6 +171,8 @@ class GlobalStep:
                 record.add_round(this, totals[-1])
         self._digests.before_update(record, self._program, state)
         result = self._program.apply(state, totals)
+        if self._program.varies and not self._job.joins:
+            self._python.end()
         self._timer.lap("update")
         return result
 
@@ -175,6 +182,8 @@ class GlobalStep:
         batch = self._read(state, given)
         self._verifications.begin(0)
         self._program.outputs()  # Drops those of a step that failed.
+        if self._program.varies:
+            self._python.begin()
         shares: dict[int, Share] = {}
         only = self._round(state, batch, (), shares=shares)
         outputs: dict[int, Any] = {}
@@ -196,6 +205,8 @@ class GlobalStep:
         if only.layout is not None and only.layout.leaves:
             self._digests.settle()
             _, state = self._program.apply(state, [self._synchronization.synchronize(only)])
+        if self._program.varies:
+            self._python.undo()
         self._calls.current.steps += 1
         return rows, state
 
@@ -244,6 +255,7 @@ class GlobalStep:
         replica 0 to learn the layout of a partial: in the first step, and where steps vary, in each.
         """
         replicas, seed, number = self._job.view.replicas, self._seed(), len(earlier)
+        python, what = self._python, self._calls.where()
         program, layouts = self._program, self._layouts.setdefault(number, {})
         varies = program.varies or self._kind != "train"
 
@@ -256,8 +268,16 @@ class GlobalStep:
             share = share._replace(data=lambda: data)
             if shares is not None:
                 shares[share.replica] = share
+
+            def run(rows: int) -> Partial:
+                given = data if rows == share.examples else _first_rows(data, rows)
+                own = share._replace(data=lambda: given, examples=rows)
+                return self._program_for(data).compute(state, own, earlier)
+
             try:
-                return self._program_for(data).compute(state, share, earlier)
+                if not program.varies:
+                    return run(share.examples)
+                return python.compute(run, share.replica, share.examples, what, first_round=number == 0)
             except LockstepError:
                 raise
             except Exception as error:
@@ -268,18 +288,22 @@ class GlobalStep:
             share = batch.share(replica, replicas, seed)
             return computed(share) if share.examples else None
 
+        def form_of_last() -> str:
+            changed = python.form() if self._kind != "predict" and program.is_last(number) else ""
+            return f"{changed}; {program.form(number)}" if changed else program.form(number)
+
         def check(names: Sequence[str]) -> bytes:
-            form = program.form(number).encode() if program.varies else b""
+            form = form_of_last().encode() if program.varies else b""
             return xxhash.xxh3_128_digest(batch.check() + _names_digest(names) + form)
 
         return Round(
-            self._calls.where(),
+            what,
             compute,
             self._backend.to_numpy,
             check=check,
             advice=_ADVICE,
             sample=lambda: computed(batch.share(0, replicas, seed)),
-            form=partial(program.form, number) if program.varies else None,
+            form=form_of_last if program.varies else None,
             layout=None if varies else next(iter(layouts.values()), None),
             layouts=layouts,
             entered=lambda: self._timer.lap("wait"),
@@ -348,7 +372,8 @@ class GlobalStep:
         if number % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
             arrays, what = self._program.named_state(state), f"after step {call.steps} of {call.name}"
             if not self._job.context.allow_unlike:
-                agree(self._job, what, state_facts(self._backend.to_numpy, arrays))
+                facts = state_facts(self._backend.to_numpy, arrays)
+                agree(self._job, what, {**facts, **python_facts(self._model)})
             elif (given := chiefs_state(self._job, what, self._backend.to_numpy, arrays)) is not None:
                 state = self._program.load(state, given)
         if trains and not call.at_end:
@@ -356,6 +381,10 @@ class GlobalStep:
                 lambda whole: self._snapshots.take(whole, self._model, logs, self._program, state)
             )
         return state
+
+
+def _first_rows(data: Any, rows: int) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:rows], data)
 
 
 class TrackedTrainFunction:

@@ -59,6 +59,7 @@ from lockstep.keras.parameter_server.server_embedding import (
 )
 from lockstep.keras.parameter_server.server_tables import rows_read_together
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
+from lockstep.keras.python_replicas import python_facts
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.seeds import seed_of
@@ -759,7 +760,8 @@ class ModelMethods:
             return
         arrays = model_state(model)
         if not self._job.context.allow_unlike:
-            agree(self._job, what, state_facts(self._backend.to_numpy, arrays))
+            facts = state_facts(self._backend.to_numpy, arrays)
+            agree(self._job, what, {**facts, **python_facts(model)})
         elif given := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
             assign(model, given)
 

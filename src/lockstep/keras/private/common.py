@@ -130,8 +130,12 @@ KERAS_HOLDERS: tuple[type, ...] = (
 )
 """The classes whose instances a step may change."""
 
+CHANGED_PLACES = "_lockstep_changed_places"
+"""An attribute of models of Lockstep's own, set past Keras's tracking of attributes."""
+
 OWN_ATTRIBUTES: frozenset[str] = frozenset(
     {
+        CHANGED_PLACES,
         # Of layers, models, metrics, losses and optimizers: variables, parts, settings, and what calls cache.
         "_allow_non_tensor_positional_args",
         "_auto_config",

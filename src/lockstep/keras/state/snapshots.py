@@ -18,6 +18,7 @@ from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.host_report import libraries, report_for_joiners
 from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.python_replicas import saved_python, set_python
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import (
     callback_states,
@@ -167,6 +168,7 @@ class Snapshots:
             "stops": callbacks_done and bool(model.stop_training),
             "verified": verifications_of(self._job).packed,
             "built": self.models.built,
+            "python": saved_python(model),
         }
         packed, values = pack(facts, "training")
         converted = {
@@ -311,6 +313,7 @@ class Snapshots:
             if program is not None:
                 call.inner = dict(facts["inner"])
                 set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
+            set_python(model, facts.get("python", ()))
             set_random_states(facts["random"])
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -1,0 +1,243 @@
+"""Python attributes that steps change, where Python runs in each step: R replicas change them once.
+
+Each replica begins with the values before the step, and the values after it are those that every replica
+leaves. They are part of the round's form, which all replicas must have in common. A plain value that a step
+only writes, such as the last loss, is no state: it may differ. Whether a step reads it is measured: a replica
+computes again with another value in its place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from lockstep.checkpoint.values import pack
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import ModelError
+from lockstep.keras.backends.contract import Partial
+from lockstep.keras.private.common import CHANGED_PLACES
+from lockstep.keras.python_state import (
+    Changes,
+    Key,
+    ObjectGraph,
+    decoded,
+    disturbed,
+    encoded,
+    graph_of,
+    text_of,
+)
+
+_TRIED_STEPS = 2
+"""The first steps of a program in which replica 0 is computed twice."""
+_TESTS = 8
+"""The most attributes that a step tests."""
+
+_ADVICE = (
+    "look for a global variable, a variable of an enclosing function, the clock, or random numbers of a "
+    "generator that is no attribute; what changes from step to step belongs in an attribute of the model or "
+    "of a layer"
+)
+
+
+class PythonOfReplicas:
+    """The Python state of the steps of one model, in one program.
+
+    Args:
+        model: of the program.
+        to_numpy: returns an array of the backend as NumPy sees it.
+        trains: whether the program trains; otherwise, nothing is computed twice.
+    """
+
+    def __init__(self, model: Any, to_numpy: Callable[[Any], npt.NDArray[Any]], *, trains: bool) -> None:
+        self._model = model
+        self._graph = graph_of(model)
+        self._to_numpy = to_numpy
+        self._trains = trains
+        self._steps = 0
+        self._changes = Changes(self._graph, {}, {})
+        self._outputs: set[Key] = set()
+        self._state: set[Key] = set()
+        self._new: set[Key] = set()
+        self._due: list[Key] = []
+
+    def begin(self) -> None:
+        """Begin a step: what the program has changed since the last one is known."""
+        for place in self._graph.refresh().places():
+            _places(self._model).setdefault(place, False)
+        self._steps += 1
+        self._due += sorted(self._new)
+        self._new.clear()
+
+    def compute(
+        self, run: Callable[[int], Partial], replica: int, rows: int, what: str, *, first_round: bool
+    ) -> Partial:
+        """Compute a replica with the values before the step, which it leaves unchanged.
+
+        Args:
+            run: computes the replica with so many of its examples.
+            replica: that computes.
+            rows: the number of its examples.
+            what: names the step.
+            first_round: whether this is the first round of the step.
+
+        Raises:
+            ModelError: the replica depends on what no replica can begin again, or changes attributes in a
+                way that depends on the number of its examples.
+        """
+        tested = self._due[:_TESTS] if first_round else []
+        others = {key: self._disturbed(run, rows, key) for key in tested}
+        twice = self._trains and replica == 0 and self._steps <= _TRIED_STEPS and first_round
+        before = self._once(run, rows) if twice else None
+        partial, changes = self._once(run, rows)
+        self._changes = changes
+        if before is not None and (differing := self._differing(before, (partial, changes))):
+            raise ModelError(
+                f"{what}: computed twice from the same state and examples, replica 0 gives different bits "
+                f"({', '.join(differing[:3])}): {_ADVICE}"
+            )
+        for key, other in others.items():
+            written = other is not None and not self._differing(other, (partial, changes))
+            (self._outputs if written else self._state).add(key)
+            self._due.remove(key)
+        self._new.update(key for key in changes.leaves if key not in self._state and key not in self._untold)
+        if twice and self._steps == _TRIED_STEPS and rows > 1 and self._texts(changes):
+            self._refuse_counts(run, rows, changes, what)
+        return partial
+
+    def form(self) -> str:
+        """Return what the last computation has changed, which must be equal for all replicas."""
+        return "; ".join(self._texts(self._changes))
+
+    def end(self) -> None:
+        """End a step: make the changes of its replicas once."""
+        self._graph.adopt(self._changes)
+        for place in self._changes.places(without=self._untold):
+            _places(self._model)[place] = True
+        if self._steps == _TRIED_STEPS:
+            self._graph.stop_watching()
+        self._changes = Changes(self._graph, {}, {})
+
+    def undo(self) -> None:
+        """End a step that changes nothing, such as one that predicts."""
+        self._graph.restore()
+        self._changes = Changes(self._graph, {}, {})
+
+    @property
+    def _untold(self) -> set[Key]:
+        """The attributes whose values may differ, as far as is known."""
+        return {*self._outputs, *self._new, *self._due}
+
+    def _texts(self, changes: Changes) -> list[str]:
+        return changes.texts(without=self._untold)
+
+    def _once(self, run: Callable[[int], Partial], rows: int) -> tuple[Partial, Changes]:
+        try:
+            partial = run(rows)
+        finally:
+            changes = self._graph.restore()
+        return partial, changes
+
+    def _disturbed(
+        self, run: Callable[[int], Partial], rows: int, key: Key
+    ) -> tuple[Partial, Changes] | None:
+        """Compute with another value of an attribute; None if that is not possible."""
+        value = disturbed(self._graph.known_value(key))
+        if value is None:
+            return None
+        try:
+            with self._graph.with_value(key, value):
+                return self._once(run, rows)
+        except Exception:
+            return None
+
+    def _differing(self, one: tuple[Partial, Changes], other: tuple[Partial, Changes]) -> list[str]:
+        """Return the names of the arrays and changes that differ."""
+        (first, changed), (second, changed_too) = one, other
+        names = sorted({*first, *second})
+        found = [
+            name
+            for name in names
+            if name not in first or name not in second or self._bits(first[name]) != self._bits(second[name])
+        ]
+        ours, theirs = (set(each.texts(without=self._outputs)) for each in (changed, changed_too))
+        return found + sorted(ours ^ theirs)
+
+    def _bits(self, array: Any) -> bytes:
+        return digest_arrays([self._to_numpy(array)])
+
+    def _refuse_counts(self, run: Callable[[int], Partial], rows: int, changes: Changes, what: str) -> None:
+        """Raise ModelError if changes depend on the number of a replica's examples."""
+        try:
+            _, fewer = self._once(run, rows - 1)
+        except Exception:
+            return
+        if differing := sorted(set(self._texts(changes)) - set(self._texts(fewer))):
+            raise ModelError(
+                f"{what}: the step leaves {differing[0]} after {rows} examples of a replica, and another "
+                "value after fewer: it depends on the examples, which replicas divide; keep it in a metric "
+                "or in a variable of a layer (add_weight), or return it from train_step as a log"
+            )
+
+
+def _places(model: Any) -> dict[tuple[str, str], bool]:
+    """Return the places of a model's Python state that have changed; whether a step has changed them."""
+    found: dict[tuple[str, str], bool] = vars(model).setdefault(CHANGED_PLACES, {})
+    return found
+
+
+def python_facts(model: Any) -> dict[str, str]:
+    """Return a text for each value that steps of a model have changed, by name; equal on all workers."""
+    places = [place for place, by_step in _places(model).items() if by_step]
+    if not places:
+        return {}
+    found = graph_of(model).values_at(sorted(places))
+    return {
+        f"attribute {path}.{name}" if name else f"attribute {path}": text_of(value)
+        for (path, name), value in found.items()
+    }
+
+
+def saved_python(model: Any) -> list[list[Any]]:
+    """Return the changed values of a model's Python state for `set_python`: path, attribute, value.
+
+    Values that a checkpoint cannot hold are left out.
+    """
+    found = []
+    if model is not None and _places(model):
+        places = _places(model)
+        for (path, name), value in graph_of(model).values_at(sorted(places)).items():
+            try:
+                plain = encoded(value)
+                pack(plain, path)
+            except TypeError:
+                continue
+            found.append([path, name, places[path, name], plain])
+    return found
+
+
+def set_python(model: Any, saved: Sequence[Sequence[Any]]) -> None:
+    """Restore the result of `saved_python`, perhaps of another process."""
+    if model is None or not saved:
+        return
+    graph = graph_of(model)
+    for path, name, by_step, value in saved:
+        if graph.set_at(path, name, decoded(value)):
+            _places(model)[path, name] = by_step
+
+
+def unchanged(model: Any) -> "Kept":
+    """Within a block, what the program changes in Python attributes of a model is undone."""
+    return Kept(graph_of(model))
+
+
+class Kept:
+    """A context in which nothing lasts that changes a graph."""
+
+    def __init__(self, graph: ObjectGraph) -> None:
+        self._graph = graph
+
+    def __enter__(self) -> None:
+        self._graph.refresh()
+
+    def __exit__(self, *error: Sequence[Any]) -> None:
+        self._graph.restore()
