@@ -8,8 +8,9 @@ plain Keras first. With --adopted there is no strategy.
 
 import argparse
 import contextlib
+from collections import deque
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import keras
@@ -379,10 +380,48 @@ def phased() -> tuple[keras.Model, list[float]]:
     return model, [float(value) for logs in logged for value in logs.values()]
 
 
+class Remembering(layers.Layer):
+    """Depends on what it keeps in Python: numbers, containers, an object, an array, a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.warm = 0, 0.0
+        self.seen, self.recent = [], deque(maxlen=3)
+        self.notes = SimpleNamespace(counts={"calls": 0}, last=None)
+        self.held, self.random = np.zeros(2), np.random.default_rng(3)
+        # A replica's own values, which nothing reads.
+        self.rows, self.mean, self.outputs = 0, 0.0, None
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        self.steps += 1
+        self.warm = 0.9 * self.warm + 0.1
+        self.seen.append(self.steps)
+        self.recent.append(len(self.seen))
+        self.notes.counts["calls"] += 1
+        self.held[0] += self.notes.counts["calls"]
+        scale = self.warm + sum(self.recent) / 100 + self.held[0] / 100 + self.random.uniform(0, 0.1)
+        self.rows, self.outputs = int(inputs.shape[0]), inputs * float(scale)
+        self.mean = float(ops.convert_to_numpy(ops.mean(inputs)))
+        return self.outputs
+
+
+def remembering() -> tuple[keras.Model, list[float]]:
+    """See `Remembering`; the last batch of an epoch has one example."""
+    layer = Remembering()
+    model = keras.Sequential([layers.Input((6,)), layers.Dense(4), layer, layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    history = model.fit(X, Y, batch_size=9, epochs=2, verbose=0)
+    assert (layer.steps, len(layer.seen), [*layer.recent]) == (10, 10, [8, 9, 10])
+    assert layer.notes.counts == {"calls": 10}
+    return model, [*figures(history), layer.warm, layer.held[0], layer.random.uniform()]
+
+
 TRAININGS = [nested, unweighted, averaged, distilled, endpoint, adapted]
 ON_BACKEND = {
-    "tensorflow": [parts, eager_parts, triplet, texts, cleared, given_step, phased],
-    "torch": [cleared, given_step, cleared_tensors, phased],
+    "tensorflow": [parts, eager_parts, triplet, texts, cleared, given_step, phased, remembering],
+    "torch": [cleared, given_step, cleared_tensors, phased, remembering],
 }
 
 

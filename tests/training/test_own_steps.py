@@ -18,8 +18,9 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step", "phased")
-"""Trainings on TensorFlow only, but for the last three."""
+IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step", "phased", "remembering")
+"""Trainings on TensorFlow only, but for the last four."""
+ON_TORCH = ("cleared", "given_step", "cleared_tensors", "phased", "remembering")
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
@@ -32,7 +33,7 @@ TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapt
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
         pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
         pytest.param("tensorflow", TRAININGS, marks=pytest.mark.slow, id="tensorflow-rest"),
-        pytest.param("torch", (*TRAININGS, "cleared", "given_step", "cleared_tensors", "phased"), id="torch"),
+        pytest.param("torch", (*TRAININGS, *ON_TORCH), id="torch"),
     ],
     indirect=["backend"],
 )

@@ -86,7 +86,7 @@ def mutate(one: Any, value: Any) -> None:
 def test_changes_are_undone_and_made_again_like_in_a_deep_copy(state: dict[str, Any], data: Any) -> None:
     root = SimpleNamespace(**state)
     twin_before = copy.deepcopy(root)
-    graph = ObjectGraph({"root": root})
+    graph = ObjectGraph([("root", root)])
     targets = mutables(root)
     for _ in range(data.draw(st.integers(0, 3))):
         mutate(data.draw(st.sampled_from(targets)), data.draw(_VALUES))
@@ -110,7 +110,7 @@ def test_changes_are_undone_and_made_again_like_in_a_deep_copy(state: dict[str, 
     "generator", [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)], ids=str
 )
 def test_generators_of_random_numbers_begin_again(generator: Any) -> None:
-    graph = ObjectGraph({"root": SimpleNamespace(generator=generator)})
+    graph = ObjectGraph([("root", SimpleNamespace(generator=generator))])
     draw = generator.random
     first = draw()
     changes = graph.restore()
@@ -124,7 +124,7 @@ def test_generators_of_random_numbers_begin_again(generator: Any) -> None:
 def test_equal_changes_have_equal_texts() -> None:
     def texts(seen: list[int]) -> list[str]:
         root = SimpleNamespace(steps=0, seen=[], rate=0.5, same=1)
-        graph = ObjectGraph({"root": root})
+        graph = ObjectGraph([("root", root)])
         root.steps, root.rate, root.same = 1, 0.25, int("1")
         root.seen += seen
         changes = graph.restore()
@@ -160,6 +160,32 @@ def test_what_keras_keeps_itself_is_no_state_of_the_program() -> None:
         f"{path}.seen[0].last = {layer.steps + 1}",
         f"{path}.steps = {layer.steps + 1}",
     ]
+
+
+def test_parts_that_keras_creates_once_are_kept() -> None:
+    class Lazy(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.inner, self.grown = 0, keras.layers.Dense(2), None
+
+        def call(self, x: Any) -> Any:
+            self.steps += 1
+            self.grown = self.grown or keras.layers.Dense(2)
+            return self.grown(self.inner(x))
+
+    layer = Lazy()
+    model = keras.Sequential([layer])
+    graph = graph_of(model)
+    first = model(np.ones((2, 3), "float32"))
+    graph.restore()
+    assert layer.steps == 0
+    weights = [id(weight) for weight in model.weights]
+    assert len(weights) == 4
+    assert np.array_equal(model(np.ones((2, 3), "float32")), first)
+    graph.refresh()
+    assert [id(weight) for weight in model.weights] == weights
+    layer.grown.steps = 1
+    assert graph.changes().texts() == [f"layer {layer.name!r}.grown.steps = 1"]
 
 
 @pytest.mark.parametrize("value", [True, 3, 0.5, "text", b"bytes", np.ones(2), np.float32(2), np.array(True)])

@@ -37,6 +37,9 @@ _ADVICE = (
     "generator that is no attribute; what changes from step to step belongs in an attribute of the model or "
     "of a layer"
 )
+_REMEDY = (
+    "keep it in a metric or in a variable of a layer (add_weight), or return it from train_step as a log"
+)
 
 
 class PythonOfReplicas:
@@ -59,6 +62,9 @@ class PythonOfReplicas:
         self._state: set[Key] = set()
         self._new: set[Key] = set()
         self._due: list[Key] = []
+        self._divided: set[Key] = set()
+        self._by_replica: dict[int, Changes] = {}
+        self._began: list[str] = []
 
     def begin(self) -> None:
         """Begin a step: what the program has changed since the last one is known."""
@@ -67,6 +73,8 @@ class PythonOfReplicas:
         self._steps += 1
         self._due += sorted(self._new)
         self._new.clear()
+        self._by_replica.clear()
+        self._began.clear()
 
     def compute(
         self, run: Callable[[int], Partial], replica: int, rows: int, what: str, *, first_round: bool
@@ -89,7 +97,7 @@ class PythonOfReplicas:
         twice = self._trains and replica == 0 and self._steps <= _TRIED_STEPS and first_round
         before = self._once(run, rows) if twice else None
         partial, changes = self._once(run, rows)
-        self._changes = changes
+        self._changes = self._by_replica[replica] = changes
         if before is not None and (differing := self._differing(before, (partial, changes))):
             raise ModelError(
                 f"{what}: computed twice from the same state and examples, replica 0 gives different bits "
@@ -99,6 +107,8 @@ class PythonOfReplicas:
             written = other is not None and not self._differing(other, (partial, changes))
             (self._outputs if written else self._state).add(key)
             self._due.remove(key)
+            if not written:
+                self._begin_with(key, what)
         self._new.update(key for key in changes.leaves if key not in self._state and key not in self._untold)
         if twice and self._steps == _TRIED_STEPS and rows > 1 and self._texts(changes):
             self._refuse_counts(run, rows, changes, what)
@@ -106,10 +116,13 @@ class PythonOfReplicas:
 
     def form(self) -> str:
         """Return what the last computation has changed, which must be equal for all replicas."""
-        return "; ".join(self._texts(self._changes))
+        return "; ".join([*self._began, *self._texts(self._changes)])
 
     def end(self) -> None:
         """End a step: make the changes of its replicas once."""
+        for key in self._new:
+            values = {text_of(changes.value(key)) for changes in self._by_replica.values()}
+            self._divided.update([key] if len(values) > 1 else ())
         self._graph.adopt(self._changes)
         for place in self._changes.places(without=self._untold):
             _places(self._model)[place] = True
@@ -121,6 +134,15 @@ class PythonOfReplicas:
         """End a step that changes nothing, such as one that predicts."""
         self._graph.restore()
         self._changes = Changes(self._graph, {}, {})
+
+    def _begin_with(self, key: Key, what: str) -> None:
+        """Take a value that the step has turned out to read as state: all replicas must begin with it."""
+        name = self._graph.name_of(key)
+        if key in self._divided:
+            raise ModelError(
+                f"{what}: the step reads {name}, and replicas have left different values there: {_REMEDY}"
+            )
+        self._began.append(f"{name} was {text_of(self._graph.known_value(key))}")
 
     @property
     def _untold(self) -> set[Key]:
@@ -174,8 +196,7 @@ class PythonOfReplicas:
         if differing := sorted(set(self._texts(changes)) - set(self._texts(fewer))):
             raise ModelError(
                 f"{what}: the step leaves {differing[0]} after {rows} examples of a replica, and another "
-                "value after fewer: it depends on the examples, which replicas divide; keep it in a metric "
-                "or in a variable of a layer (add_weight), or return it from train_step as a log"
+                f"value after fewer: it depends on the examples, which replicas divide; {_REMEDY}"
             )
 
 

@@ -78,15 +78,24 @@ class _Node:
 
 
 class _Holder(_Node):
-    """An object with attributes; those that Keras and its backend keep themselves do not count."""
+    """An object with attributes; those that Keras and its backend keep themselves do not count.
 
-    __slots__ = ("attributes", "ignored", "keys", "values")
+    Parts that it gets, such as the variables that a layer creates when it is built, are no changes: Keras
+    creates them once.
+
+    Attributes:
+        grown: whether it has got parts among which nodes are still to be searched.
+    """
+
+    __slots__ = ("attributes", "built", "grown", "ignored", "keys", "values")
 
     def __init__(self, path: str, value: Any) -> None:
         self.attributes: dict[str, Any] = vars(value)
         self.ignored = OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) else frozenset()
         self.keys: list[str] = []
         self.values: list[Any] = []
+        self.built = self.attributes.get("built")
+        self.grown = False
         super().__init__(path, value)
 
     def read(self) -> dict[str, Any]:
@@ -110,11 +119,25 @@ class _Holder(_Node):
         ):
             return False
         now = self.read()
+        self._grow(now)
         if now.keys() != known.keys() or not all(_same(value, known[name]) for name, value in now.items()):
             self.keys, self.values = [], []
             return True
         self.keys, self.values = list(attributes), list(attributes.values())
         return False
+
+    def _grow(self, now: Mapping[str, Any]) -> None:
+        """Take parts that the object has got into its known contents."""
+        known, was_built = self.known, self.built
+        self.built = self.attributes.get("built")
+        for name, value in now.items():
+            before = known.get(name)
+            if self.built is not was_built:
+                part = before is None or not (type(before) in _LEAVES and type(value) in _LEAVES)
+            else:
+                part = before is None and isinstance(value, (keras.Variable, *KERAS_HOLDERS))
+            if part and value is not before:
+                self.grown, known[name] = True, value
 
     def children(self) -> Iterator[tuple[str, Any]]:
         for name, value in self.known.items():
@@ -288,6 +311,12 @@ class Changes:
                     if not _same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
                         yield position, name, after.get(name, _ABSENT)
 
+    def value(self, key: Key) -> Any:
+        """Return the new value of an attribute; the known one if it has not changed."""
+        position, name = key
+        contents = self.contents[position] if position in self.contents else self._graph.nodes[position].known
+        return contents.get(name)
+
     def places(self, without: Iterable[Key] = ()) -> list[tuple[str, str]]:
         """Return the path of each node that has changed, with each attribute of a holder, or with ""."""
         known, nodes = frozenset(without), self._graph.nodes
@@ -323,25 +352,29 @@ class ObjectGraph:
     """The nodes that are reachable from some objects.
 
     Args:
-        roots: by their names for messages.
+        roots: with their names for messages.
 
     Attributes:
         nodes: in the order in which they were found.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.nodes: list[_Node] = []
         self._positions: dict[int, int] = {}
         self._kept: list[Any] = []
-        self._walk(list(roots.items()))
+        self._walk(list(roots))
 
     def refresh(self) -> Changes:
         """Take the present contents as the known ones; return what has differed."""
         changes = self.changes()
         for position, contents in changes.contents.items():
             self.nodes[position].known = contents
-        for position in changes.contents:
-            self._walk(list(self.nodes[position].children()))
+        for position, node in enumerate(self.nodes):
+            if isinstance(node, _Holder) and node.grown:
+                node.grown = False
+                self._walk(list(node.children()))
+            elif position in changes.contents:
+                self._walk(list(node.children()))
         return changes
 
     def changes(self) -> Changes:
@@ -382,6 +415,10 @@ class ObjectGraph:
             yield
         finally:
             attributes[key[1]] = before
+
+    def name_of(self, key: Key) -> str:
+        """Name an attribute for messages."""
+        return f"{self.nodes[key[0]].path}.{key[1]}"
 
     def known_value(self, key: Key) -> Any:
         """Return the known value of an attribute; None if it has none."""
@@ -426,14 +463,17 @@ class ObjectGraph:
 
 def graph_of(model: Any) -> ObjectGraph:
     """Return the objects of a model whose attributes its steps may change."""
-    roots = {"the model": model}
-    roots |= {f"layer {layer.path!r}": layer for layer in layers_of(model, include_self=False)}
-    roots |= {f"metric {metric.name!r}": metric for metric in flat_metrics(model.metrics)}
     optimizers = optimizers_of(model)
-    for i, one in enumerate([*optimizers, *(getattr(one, "inner_optimizer", None) for one in optimizers)]):
-        roots[f"optimizer {i}"] = one
-    if not isinstance(loss := getattr(model, "loss", None), str):
-        roots["the loss"] = loss
+    inner = [getattr(one, "inner_optimizer", None) for one in optimizers]
+    loss = getattr(model, "loss", None)
+    roots = [("the model", model)]
+    # A layer has its path once it is built.
+    roots += [
+        (f"layer {layer.path or layer.name!r}", layer) for layer in layers_of(model, include_self=False)
+    ]
+    roots += [(f"metric {metric.name!r}", metric) for metric in flat_metrics(model.metrics)]
+    roots += [(f"optimizer {i}", one) for i, one in enumerate([*optimizers, *inner])]
+    roots += [] if isinstance(loss, str) else [("the loss", loss)]
     return ObjectGraph(roots)
 
 
@@ -587,15 +627,19 @@ def _text(value: Any, depth: int = 0) -> str:
         return f"{array.dtype}{list(array.shape)} #{_hash(np.ascontiguousarray(array).tobytes())}"
     if depth > 20:
         return type(value).__name__
+    # Not the names of the classes by which Keras and TensorFlow replace containers.
     if isinstance(value, Mapping):
+        kind = "dict"
         parts = [f"{_text(key, depth + 1)}: {_text(one, depth + 1)}" for key, one in value.items()]
     elif isinstance(value, set | frozenset):
+        kind = "set"
         parts = sorted(_text(one, depth + 1) for one in value)
     elif isinstance(value, list | tuple | deque):
+        kind = next(kind.__name__ for kind in (list, tuple, deque) if isinstance(value, kind))
         parts = [_text(one, depth + 1) for one in value]
     else:
         return type(value).__name__
-    text = f"{type(value).__name__}({', '.join(parts)})"
+    text = f"{kind}({', '.join(parts)})"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{_hash(text.encode())}"
 
 

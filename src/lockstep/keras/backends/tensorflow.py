@@ -72,6 +72,7 @@ from lockstep.keras.private.tensorflow import (
     summaries_recorded_if,
     wait_for_operations,
 )
+from lockstep.keras.python_replicas import unchanged
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
@@ -701,7 +702,7 @@ def try_step(model: Any, kind: Kind, data: Any) -> None:
     step = getattr(model, f"{kind}_step")
     tensors = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
     if model.run_eagerly:
-        with without_effects(model):
+        with unchanged(model), without_effects(model):
             step(keras.tree.pack_sequence_as(data, tensors))
         return
 
@@ -710,7 +711,8 @@ def try_step(model: Any, kind: Kind, data: Any) -> None:
         packed = [None if tensor is None else next(rest) for tensor in tensors]
         step(keras.tree.pack_sequence_as(data, packed))
 
-    traced(traced_step, False, *open_specs(tensors))
+    with unchanged(model):
+        traced(traced_step, False, *open_specs(tensors))
 
 
 def open_specs(tensors: Sequence[Any]) -> list[Any]:

@@ -59,7 +59,7 @@ from lockstep.keras.parameter_server.server_embedding import (
 )
 from lockstep.keras.parameter_server.server_tables import rows_read_together
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
-from lockstep.keras.python_replicas import python_facts
+from lockstep.keras.python_replicas import python_facts, unchanged
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.seeds import seed_of
@@ -663,8 +663,9 @@ class ModelMethods:
         if kind != "predict" and (not self._alone or self._models.awaits(model)):
             self._models.build(model, kind, batch)
             if not self._alone:
-                refuse_metrics_that_do_not_add(model, batch)
-                self._introduce(call, model, batch)
+                with unchanged(model):
+                    refuse_metrics_that_do_not_add(model, batch)
+                    self._introduce(call, model, batch)
         self._models.load_waiting(model)
         if self._models.is_built(model):
             first = self._calls.outermost == 1
@@ -833,8 +834,9 @@ class ModelMethods:
         self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model, kind)))
         if self._alone:
             return
-        refuse_metrics_that_do_not_add(model, data.peek)
-        self._introduce(call, model, data.peek)
+        with unchanged(model):
+            refuse_metrics_that_do_not_add(model, data.peek)
+            self._introduce(call, model, data.peek)
         self._compare(call, model, facts, settings)
 
     def _introduce(self, call: NumberedCall, model: Any, rows: Callable[[], Any]) -> None:
