@@ -6,9 +6,11 @@ only writes, such as the last loss, is no state: it may differ. Whether a step r
 computes again with another value in its place.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy.typing as npt
 
 from lockstep.checkpoint.values import pack
@@ -94,7 +96,7 @@ class PythonOfReplicas:
         """
         tested = self._due[:_TESTS] if first_round else []
         others = {key: self._disturbed(run, rows, key) for key in tested}
-        twice = self._trains and replica == 0 and self._steps <= _TRIED_STEPS and first_round
+        twice = replica == 0 and self._steps <= _TRIED_STEPS and first_round and self._repeats()
         before = self._once(run, rows) if twice else None
         partial, changes = self._once(run, rows)
         self._changes = self._by_replica[replica] = changes
@@ -134,6 +136,14 @@ class PythonOfReplicas:
         """End a step that changes nothing, such as one that predicts."""
         self._graph.restore()
         self._changes = Changes(self._graph, {}, {})
+
+    def _repeats(self) -> bool:
+        """Whether a step that is computed twice should have equal bits."""
+        torch = sys.modules.get("torch")
+        if not self._trains or torch is None or keras.backend.backend() != "torch":
+            return self._trains
+        warns = torch.is_deterministic_algorithms_warn_only_enabled() and torch.cuda.is_available()
+        return bool(torch.are_deterministic_algorithms_enabled()) and not warns
 
     def _begin_with(self, key: Key, what: str) -> None:
         """Take a value that the step has turned out to read as state: all replicas must begin with it."""
