@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ModelError
-from lockstep.keras.python_replicas import PythonOfReplicas, python_facts, saved_python, set_python, unchanged
+from lockstep.keras.python_replicas import PythonOfReplicas, python_facts, saved_python, set_python
+from lockstep.keras.python_state import unchanged
 
 Step = Callable[[Any, int], float]
 

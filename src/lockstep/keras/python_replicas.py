@@ -21,7 +21,6 @@ from lockstep.keras.private.common import CHANGED_PLACES
 from lockstep.keras.python_state import (
     Changes,
     Key,
-    ObjectGraph,
     decoded,
     disturbed,
     encoded,
@@ -254,21 +253,3 @@ def set_python(model: Any, saved: Sequence[Sequence[Any]]) -> None:
     for path, name, by_step, value in saved:
         if graph.set_at(path, name, decoded(value)):
             _places(model)[path, name] = by_step
-
-
-def unchanged(model: Any) -> "Kept":
-    """Within a block, what the program changes in Python attributes of a model is undone."""
-    return Kept(graph_of(model))
-
-
-class Kept:
-    """A context in which nothing lasts that changes a graph."""
-
-    def __init__(self, graph: ObjectGraph) -> None:
-        self._graph = graph
-
-    def __enter__(self) -> None:
-        self._graph.refresh()
-
-    def __exit__(self, *error: Sequence[Any]) -> None:
-        self._graph.restore()

@@ -25,9 +25,8 @@ import keras
 import numpy as np
 import xxhash
 
-from lockstep.keras.backends.losses import flat_metrics
 from lockstep.keras.private.common import KERAS_HOLDERS, OWN_ATTRIBUTES, layers_of
-from lockstep.keras.variables import optimizers_of
+from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _MANY = 1000
 """The most elements of a container among which nodes are searched."""
@@ -45,7 +44,7 @@ Key = tuple[int, str]
 """A node, by its position in the graph, and an attribute of it; "" for its whole contents."""
 
 
-class _Node:
+class _Changeable:
     """An object that can change.
 
     Attributes:
@@ -77,7 +76,7 @@ class _Node:
         yield from ()
 
 
-class _Holder(_Node):
+class _Holder(_Changeable):
     """An object with attributes; those that Keras and its backend keep themselves do not count.
 
     Parts that it gets, such as the variables that a layer creates when it is built, are no changes: Keras
@@ -144,7 +143,7 @@ class _Holder(_Node):
             yield f"{self.path}.{name}", value
 
 
-class _List(_Node):
+class _List(_Changeable):
     __slots__ = ()
 
     def read(self) -> list[Any]:
@@ -171,7 +170,7 @@ class _List(_Node):
                 yield f"{self.path}[{i}]", value
 
 
-class _Dict(_Node):
+class _Dict(_Changeable):
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
@@ -199,7 +198,7 @@ class _Dict(_Node):
                 yield f"{self.path}[{key!r}]", value
 
 
-class _Set(_Node):
+class _Set(_Changeable):
     __slots__ = ()
 
     def read(self) -> set[Any]:
@@ -213,7 +212,7 @@ class _Set(_Node):
         return bool(self.value != self.known)
 
 
-class _Array(_Node):
+class _Array(_Changeable):
     """An array of NumPy. A large one is compared only while `watched`, which is cleared if it stays equal."""
 
     __slots__ = ("watched",)
@@ -232,25 +231,25 @@ class _Array(_Node):
         return self.watched and not _same_array(self.value, self.known)
 
 
-class _Tensor(_Node):
+class _Tensor(_Changeable):
     """A tensor of PyTorch that is no variable."""
 
     __slots__ = ("version",)
 
     def read(self) -> Any:
-        self.version = self.value._version
+        self.version = _version(self.value)
         return self.value.detach().clone()
 
     def write(self, contents: Any) -> None:
         with sys.modules["torch"].no_grad():
             self.value.copy_(contents)
-        self.version = self.value._version
+        self.version = _version(self.value)
 
     def differs(self) -> bool:
-        return bool(self.value._version != self.version) and not _same_tensor(self.value, self.known)
+        return bool(_version(self.value) != self.version) and not _same_tensor(self.value, self.known)
 
 
-class _Generator(_Node):
+class _Generator(_Changeable):
     """A generator of random numbers of Python, NumPy or PyTorch."""
 
     __slots__ = ()
@@ -359,7 +358,7 @@ class ObjectGraph:
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self.nodes: list[_Node] = []
+        self.nodes: list[_Changeable] = []
         self._positions: dict[int, int] = {}
         self._kept: list[Any] = []
         self._walk(list(roots))
@@ -477,6 +476,24 @@ def graph_of(model: Any) -> ObjectGraph:
     return ObjectGraph(roots)
 
 
+def unchanged(model: Any) -> "Kept":
+    """Within a block, what the program changes in Python attributes of a model is undone."""
+    return Kept(graph_of(model))
+
+
+class Kept:
+    """A context in which nothing lasts that changes a graph."""
+
+    def __init__(self, graph: ObjectGraph) -> None:
+        self._graph = graph
+
+    def __enter__(self) -> None:
+        self._graph.refresh()
+
+    def __exit__(self, *error: Sequence[Any]) -> None:
+        self._graph.restore()
+
+
 def encoded(value: Any) -> Any:
     """Return a value in a form that a checkpoint can hold, for `decoded`.
 
@@ -537,7 +554,7 @@ def disturbed(value: Any) -> Any:
     return None
 
 
-def _kind_of(value: Any) -> Callable[[str, Any], _Node] | None:
+def _kind_of(value: Any) -> Callable[[str, Any], _Changeable] | None:
     """Return the class of the node for an object; None for objects that are looked at as a whole."""
     if isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType | keras.Variable):
         return None
@@ -603,6 +620,12 @@ def _same(one: Any, other: Any) -> bool:
 
 def _same_array(one: Any, other: Any) -> bool:
     return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+def _version(tensor: Any) -> int:
+    from lockstep.keras.private.torch import versions
+
+    return versions([tensor])[0]
 
 
 def _same_tensor(one: Any, other: Any) -> bool:

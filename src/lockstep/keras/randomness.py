@@ -104,7 +104,7 @@ class RandomNumbers:
         before, own = current_states(), self._states or {}
         restore_states(own if own.keys() >= before.keys() else _seeded(self._seed) | own)
         try:
-            with self._operations():
+            with self._operations_drawn():
                 yield
         finally:
             self._states = current_states()
@@ -124,7 +124,7 @@ class RandomNumbers:
             if imported_frameworks() == known:
                 return made
 
-    def _operations(self) -> AbstractContextManager[None]:
+    def _operations_drawn(self) -> AbstractContextManager[None]:
         """Return a context in which TensorFlow's operations draw numbers derived from the seed."""
         if TENSORFLOW_CONTEXT not in sys.modules:
             return nullcontext()
@@ -147,7 +147,7 @@ def random_numbers(seed: int, generator: Any = None) -> Iterator[None]:
     before, known = current_states(), imported_frameworks()
     _set_seeds(seed, generator)
     try:
-        with RandomNumbers(seed)._operations():
+        with RandomNumbers(seed)._operations_drawn():
             yield
     finally:
         if imported_frameworks() != known:

@@ -146,6 +146,15 @@ def seed_positions(model: Any) -> frozenset[int]:
     return frozenset(i for i, v in enumerate(model.non_trainable_variables) if id(v) in states)
 
 
+def flat_metrics(metrics: Iterable[Any]) -> list[Any]:
+    """Return the metrics, with the elements of containers of metrics instead of the containers."""
+    found = []
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        found.extend(flat_metrics(inner) if inner else [metric])
+    return found
+
+
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer of `model`, and the optimizers that it and its layers have as attributes."""
     found = [getattr(model, "optimizer", None)]

@@ -1,6 +1,6 @@
 """Combines replicas' losses into the loss of the global batch, also if they are not means over examples."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from lockstep.keras.private.common import (
     compiled_loss,
     loss_total,
 )
+from lockstep.keras.variables import flat_metrics
 
 _MEANS = ("mean", "sum_over_batch_size")
 _WEIGHTED_MEAN = "mean_with_sample_weight"
@@ -203,15 +204,6 @@ def weighted_means(model: Any, weight: Any) -> Iterator[None]:
 
             stack.enter_context(replaced(mean, "update_state", update))
         yield
-
-
-def flat_metrics(metrics: Iterable[Any]) -> list[Any]:
-    """Return the metrics, with the elements of containers of metrics instead of the containers."""
-    found = []
-    for metric in metrics:
-        inner = getattr(metric, "metrics", None)
-        found.extend(flat_metrics(inner) if inner else [metric])
-    return found
 
 
 def _takes_plain_means(metric: Any) -> bool:

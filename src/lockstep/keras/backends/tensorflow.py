@@ -73,6 +73,7 @@ from lockstep.keras.private.tensorflow import (
     wait_for_operations,
 )
 from lockstep.keras.python_replicas import unchanged
+from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of

@@ -13,9 +13,10 @@ import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own
-from lockstep.keras.backends.losses import flat_metrics, observed_denominators
+from lockstep.keras.backends.losses import observed_denominators
 from lockstep.keras.private.common import compiled_loss, layers_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
+from lockstep.keras.variables import flat_metrics
 from lockstep.system.prose import count
 from lockstep.topology import View
 

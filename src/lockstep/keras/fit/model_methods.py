@@ -59,7 +59,8 @@ from lockstep.keras.parameter_server.server_embedding import (
 )
 from lockstep.keras.parameter_server.server_tables import rows_read_together
 from lockstep.keras.private.common import CACHED_VALIDATION, layers_of
-from lockstep.keras.python_replicas import python_facts, unchanged
+from lockstep.keras.python_replicas import python_facts
+from lockstep.keras.python_state import unchanged
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.seeds import seed_of
