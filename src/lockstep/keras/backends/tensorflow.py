@@ -72,7 +72,6 @@ from lockstep.keras.private.tensorflow import (
     summaries_recorded_if,
     wait_for_operations,
 )
-from lockstep.keras.python_replicas import unchanged
 from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import seed_of_replica
