@@ -60,9 +60,6 @@ def one_model(*layers: Any) -> Callable[[], keras.Model]:
 
 KINDS = {
     "two masks": two_masks,
-    "a sum that a layer adds": one_model(
-        lambda: keras.layers.Dense(2), lambda: Added(lambda rows: ops.sum(rows**2))
-    ),
     "examples compared with each other": one_model(
         lambda: keras.layers.Dense(2), lambda: Added(lambda rows: ops.mean(ops.std(rows, axis=0)))
     ),
@@ -84,7 +81,7 @@ def after_a_step(model: keras.Model, rows: slice, fit: Any) -> list[Any]:
     return [np.asarray(variable.value) for variable in model.trainable_variables]
 
 
-@pytest.mark.ci("two masks", "BatchNormalization", "a sum that a layer adds")
+@pytest.mark.ci("two masks", "BatchNormalization")
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_listed_as_per_replica_are_the_mean_of_the_replicas(kind: str) -> None:
     """With SGD, that is the mean of the weights after each replica's examples, weighted by their numbers."""

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +132,7 @@ def test_a_process_that_resumes_reads_no_other_batch_for_a_model_that_skipped_ca
         own = Job(JobContext(0, 7, 1, events), (view, job.by_itself(view)), checkpoints=checkpoints)
         methods = ModelMethods(own, JaxBackend())
         models = []
-        with methods.scope():
+        with methods.scope(nullcontext):
             for _ in range(2):
                 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
                 methods.compile(plain("compile"), model, "sgd", "mse", metrics=["mae"])

@@ -141,18 +141,6 @@ def test_a_metric_that_starts_from_zero_but_does_not_add_up_is_refused_by_name(
         model.fit(X, Y, verbose=0)
 
 
-def test_a_loss_that_is_a_sum_adds_up_and_does_not_mix_with_means(
-    strategy: lockstep.MultiWorkerMirroredStrategy,
-) -> None:
-    inputs = keras.Input((4,))
-    outputs = [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)]
-    with strategy.scope():
-        model = keras.Model(inputs, outputs)
-        model.compile("sgd", [keras.losses.MeanSquaredError(reduction="sum"), "mse"])
-    with pytest.raises(ModelError, match="some of the model's losses have reduction='sum'"):
-        model.fit(X, [Y, Y], verbose=0)
-
-
 def test_a_loss_that_is_a_vector_is_refused(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     with strategy.scope():
         model = build()

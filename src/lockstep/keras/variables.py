@@ -23,6 +23,9 @@ class VariableState:
         """Do nothing: the variables are the state."""
         return nullcontext()
 
+    def present(self) -> Any:
+        """Return None: the state is in variables."""
+
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the variables that steps read and write, by path."""
         return {name: variable.value for name, variable in step_state(self._model).items()}

@@ -156,6 +156,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
         config.verify_all,
         config.allow_unlike,
         Tasks(config.replicas, config.parameter_servers) if config.parameter_servers else None,
+        config.tf_distribute,
         config.order,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)

@@ -100,7 +100,7 @@ class ParameterServerStrategy(Strategy):
     def scope(self) -> Iterator[Strategy]:
         """Let the job train the models that are compiled within the block."""
         created = observed_by(self._variables) if self.has_servers else nullcontext()
-        with self._methods.scope(self._options), self._entered(), created:
+        with self._methods.scope(self._entered, self._options), self._entered(), created:
             yield self
 
     @property

@@ -64,7 +64,7 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """R, the number of replicas; fixed for the job."""
-        return self._job.view.replicas
+        return self._job.replicas_in_sync
 
     @property
     def cluster_resolver(self) -> Any:
@@ -90,7 +90,7 @@ class Strategy:
             ...     model = keras.Sequential([keras.layers.Dense(1)])
             ...     model.compile("sgd", "mse")
         """
-        with self._methods.scope(), self._entered(), self._runner.scope():
+        with self._methods.scope(self._entered), self._entered(), self._runner.scope():
             yield self
 
     def run(

@@ -208,6 +208,7 @@ class JobContext:
         verify_all: whether a verified step verifies all replicas.
         allow_unlike: whether hosts may compute different bits.
         tasks: of the processes of a job with parameter servers; None for other jobs.
+        tf_distribute: whether names under `tf.distribute` are Lockstep's.
         order: the folder of the run whose order of arrivals this job follows; None for none.
     """
 
@@ -225,6 +226,7 @@ class JobContext:
     verify_all: bool = False
     allow_unlike: bool = False
     tasks: Tasks | None = None
+    tf_distribute: bool = False
     order: Path | None = None
 
     @property
@@ -293,6 +295,7 @@ class Job:
         self._refused_in: int | None = None
         self._closed_to_joiners = ""
         self._gave_position_at = -math.inf
+        self._tried_replicas = 0
         self._undone: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._published: set[Event] = set()
         self._at_end: list[Callable[[], object]] = []
@@ -321,6 +324,20 @@ class Job:
         Of a worker that has joined with `join_apart`, it has the workers of the view that it enters next.
         """
         return self._place[0] if self._pending is None or self._is_apart else self._pending
+
+    @property
+    def replicas_in_sync(self) -> int:
+        """R, as the script sees it."""
+        return self._tried_replicas or self.view.replicas
+
+    @contextmanager
+    def trying(self, replicas: int) -> Iterator[None]:
+        """Within the block, which tries a part of the program, the script sees this number of replicas."""
+        self._tried_replicas = replicas
+        try:
+            yield
+        finally:
+            self._tried_replicas = 0
 
     @property
     def communicator(self) -> Communicator:

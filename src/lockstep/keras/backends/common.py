@@ -21,7 +21,15 @@ from lockstep.worker.script import program_line
 
 @contextmanager
 def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
-    """Within the block `owner.method` is `replacement`."""
+    """Within the block `owner.method` is `replacement`; the owner is an object, a module or a class."""
+    if isinstance(owner, type):
+        original = vars(owner)[method]
+        setattr(owner, method, replacement)
+        try:
+            yield
+        finally:
+            setattr(owner, method, original)
+        return
     # Not by the owner's __setattr__, which tracks its values.
     attributes = vars(owner)
     before = {method: attributes[method]} if method in attributes else {}

@@ -81,6 +81,9 @@ class Program(TrainingState, Protocol):
     traced: int
     varies: bool
 
+    def present(self) -> Any:
+        """Return the state with the values of the variables; None if the state is in the variables."""
+
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return the partial of one replica that has examples, without changing `state`.
 

@@ -28,6 +28,7 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import EQUAL, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
+from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
@@ -200,6 +201,11 @@ class JaxState:
             lambda new, old: jax.device_put(new, old.sharding), loaded, tuple(state)
         )
 
+    def present(self) -> Any:
+        """Return Keras's tuple with the values of the variables."""
+        values = iter([variable.value for variable in self._variables()])
+        return tuple([next(values) for _ in group] for group in self._groups())
+
     def lasting_variables(self) -> Mapping[str, Any]:
         """Return the variables of the model and of the optimizer that it trains with, by path."""
         model = self._model
@@ -215,14 +221,17 @@ class JaxState:
         metrics = 0 if self._kind == "predict" else 1
         return [value for group in state[: len(state) - metrics] for value in group]
 
-    def _variables(self) -> list[Any]:
+    def _groups(self) -> list[list[Any]]:
         model = self._model
         groups = [model.trainable_variables, model.non_trainable_variables]
         if self._kind == "train":
             groups.append(model.optimizer.variables)
         if self._kind != "predict":
             groups.append(model.metrics_variables)
-        return [variable for group in groups for variable in group]
+        return groups
+
+    def _variables(self) -> list[Any]:
+        return [variable for group in self._groups() for variable in group]
 
 
 class JaxProgram(JaxState):
@@ -352,7 +361,7 @@ class JaxProgram(JaxState):
             outputs, after = self._model.predict_step((trainable, mixed), data)
             return self._changes(mixed, after, replica, weight), outputs
         gradients: list[Any] = []
-        with replica_step(self._model, weight) as (densities, results):
+        with replica_step(self._model, self._kind, weight) as (densities, results):
             if self._kind == "train":
                 given = [trainable, mixed, rest[0], _zeros(rest[1])]
                 with weighted_gradients(self._model, weight) as weighed:
@@ -363,13 +372,16 @@ class JaxProgram(JaxState):
                 logs, (_, *state) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
                 result = logs, state
         partial = {f"gradient/{i}": g for i, g in enumerate(gradients)}
+        number = len(earlier)
         if result is None:
-            return partial, None
+            return combinable(self._model, self._kind, number, partial, weight), None
         logs, (after, metrics) = result
         partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
         partial |= self._changes(mixed, after, replica, weight)
         partial |= self._logged_values(logs, results, weight)
-        return partial if earlier else by_density(self._model, partial, densities, weight), None
+        if not earlier:
+            partial = by_density(self._model, partial, densities, weight)
+        return combinable(self._model, self._kind, number, partial, weight), None
 
     def _train(self, state: Any, data: Any, earlier: Sequence[Any]) -> tuple[list[Any], Any]:
         """Run the model's `train_step` in the round that follows the totals `earlier`.

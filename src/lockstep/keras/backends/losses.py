@@ -1,7 +1,7 @@
 """Combines replicas' losses into the loss of the global batch, also if they are not means over examples."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,31 +9,33 @@ import keras
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own, replaced
+from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.growth import growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.private.common import (
     REDUCE_VALUES,
     REDUCE_WEIGHTED_VALUES,
     SCALE_LOSS,
-    added_losses,
+    UNSCALE_LOSS,
     apply_mask,
-    compiled_loss,
     loss_total,
 )
-from lockstep.keras.variables import flat_metrics
 
 _MEANS = ("mean", "sum_over_batch_size")
 _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
 @contextmanager
-def replica_step(model: Any, weight: Any) -> Iterator[tuple[list[Any], MetricResults]]:
+def replica_step(model: Any, kind: Kind, weight: Any) -> Iterator[tuple[list[Any], MetricResults]]:
     """Within the block, a replica's step computes losses and metrics that can be combined over replicas.
 
     Yields (the densities of its losses, the results of its metrics).
     """
+    divisor = growths_of(model).divisor if kind == "train" else 1
     with (
+        scaled_losses(divisor) if divisor > 1 else nullcontext(),
         replica_losses(model, weight) as densities,
-        weighted_means(model, weight),
+        weighted_means(weight),
         recorded_results(model) as results,
     ):
         yield densities, results
@@ -47,10 +49,11 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
     of unmasked elements or a sum of weights; None if it is the number of elements.
 
     Raises:
-        ModelError: some of the model's losses are sums and others means.
+        ModelError: one of the model's losses is a vector.
     """
+    refuse_vectors(model)
     densities: list[Any] = []
-    with _observed(lambda *given: densities.append(_density(*given))), whole_sums(model, weight):
+    with _observed(lambda *given: densities.append(_density(*given))), means(model, weight):
         yield densities
 
 
@@ -147,67 +150,31 @@ def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
     return keras.ops.stop_gradient(keras.ops.mean(keras.ops.cast(weights, "float32")))
 
 
-@contextmanager
-def whole_sums(model: Any, weight: Any) -> Iterator[None]:
-    """Within the block, divide a loss that is a sum over examples by `weight`.
-
-    `weight` is the replica's share of the examples, by which gradients are weighted; so the result is a sum.
-    Losses that are added to the model, such as those of regularizers, are means.
-
-    Raises:
-        ModelError: some of the model's losses are sums and others means, or one is neither.
-    """
-    given = {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(model.loss)}
-    if given & {None, "none"}:
+def refuse_vectors(model: Any) -> None:
+    """Raise ModelError if a loss is a vector, of which backends take gradients in different ways."""
+    if {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(model.loss)} & {None, "none"}:
         raise ModelError(
             "a loss has reduction=None: it is a vector, and the meaning of its gradient differs between "
             'backends; give it reduction="sum" or a mean'
         )
-    reductions = {reduction == "sum" for reduction in given}
-    if True not in reductions:
-        yield
-        return
-    if False in reductions:
-        raise ModelError(
-            "some of the model's losses have reduction='sum' and others are means over the examples: "
-            "replicas cannot weight both; give all of them the same reduction"
-        )
-    # Keras's steps and custom ones call it by this name.
-    compute = model.compute_loss
-
-    def compute_whole(*args: Any, **kwargs: Any) -> Any:
-        total = compute(*args, **kwargs)
-        added = added_losses(model)
-        return (total - added) / keras.ops.cast(weight, total.dtype) + added
-
-    with replaced(model, "compute_loss", compute_whole):
-        yield
 
 
 @contextmanager
-def weighted_means(model: Any, weight: Any) -> Iterator[None]:
+def weighted_means(weight: Any) -> Iterator[None]:
     """Within the block, a `Mean` that gets a single number weights it by the replica's weight.
 
-    Keras gives each such number the weight 1, also the losses of single outputs, for any number of examples.
-    So the numbers of all replicas together have the weight 1.
+    Keras gives each such number the weight 1, also the losses of single outputs and the results of functions
+    that return one number for a batch, for any number of examples. So the numbers of all replicas together
+    have the weight 1.
     """
-    losses = getattr(compiled_loss(model), "metrics", ())
-    means = {id(m): m for m in [*flat_metrics(model.metrics), *losses] if _takes_plain_means(m)}
-    with ExitStack() as stack:
-        for mean in means.values():
+    update = keras.metrics.Mean.update_state
 
-            def update(
-                values: Any, sample_weight: Any = None, original: Callable[..., Any] = mean.update_state
-            ) -> Any:
-                single = sample_weight is None and keras.ops.ndim(values) == 0
-                return original(values, sample_weight=weight if single else sample_weight)
+    def weighted(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        single = sample_weight is None and keras.ops.ndim(values) == 0
+        return update(self, values, sample_weight=weight if single else sample_weight)
 
-            stack.enter_context(replaced(mean, "update_state", update))
+    with replaced(keras.metrics.Mean, "update_state", weighted):
         yield
-
-
-def _takes_plain_means(metric: Any) -> bool:
-    return getattr(type(metric), "update_state", None) is keras.metrics.Mean.update_state
 
 
 @contextmanager
@@ -252,6 +219,7 @@ def scaled_losses(replicas: int) -> Iterator[None]:
     with (
         replaced(*REDUCE_VALUES, reduced),
         replaced(*SCALE_LOSS, scaled),
+        replaced(*UNSCALE_LOSS, lambda value: value * keras.ops.cast(replicas, value.dtype)),
         _scaled_by_tensorflow(replicas) if keras.backend.backend() == "tensorflow" else nullcontext(),
     ):
         yield

@@ -29,6 +29,7 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
+from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate
 from lockstep.keras.backends.losses import (
     by_density,
@@ -586,7 +587,7 @@ class TensorFlowProgram(VariableState):
         weighed = False
         with (
             summaries_recorded_if(self._records_summaries),
-            replica_step(model, weight) as (densities, results),
+            replica_step(model, self._kind, weight) as (densities, results),
         ):
             if self._kind == "test":
                 logs = model.test_step(data)
@@ -671,7 +672,8 @@ class TensorFlowProgram(VariableState):
                 partial |= changes(weight)
         if self._kind == "predict":
             return partial, rest
-        return by_density(self._model, partial, rest or [], weight), None
+        partial = by_density(self._model, partial, rest or [], weight)
+        return combinable(self._model, self._kind, len(earlier), partial, weight), None
 
     def _finished(self, one: Any, total: Mapping[str, Any]) -> dict[str, Any] | None:
         """Apply the rest of a total; return the logs."""

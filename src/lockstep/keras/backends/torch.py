@@ -30,6 +30,7 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
+from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import (
@@ -319,7 +320,8 @@ class TorchProgram(TorchState):
             if self._form.is_last(len(earlier)):
                 with torch.no_grad():
                     partial |= self._changes(before, share)
-        return partial
+        with torch.no_grad():
+            return combinable(self._model, self._kind, len(earlier), partial, share.weight)
 
     def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
         """Return the error, which the program's own line has raised."""
@@ -416,7 +418,7 @@ class TorchProgram(TorchState):
             with torch.no_grad():
                 self._outputs.append((share.replica, model.predict_step(data)))
             return {}
-        with replica_step(model, weight) as (densities, results):
+        with replica_step(model, self._kind, weight) as (densities, results):
             if self._kind == "test":
                 with torch.no_grad():
                     logs = model.test_step(data)

@@ -12,18 +12,15 @@ import keras
 import numpy as np
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.losses import observed_denominators
-from lockstep.keras.private.common import compiled_loss, layers_of, own_trainable_variables
+from lockstep.keras.fit.trials import Trial
+from lockstep.keras.private.common import compiled_loss, layers_of, modules_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.variables import flat_metrics
 from lockstep.system.prose import count
 from lockstep.topology import View
 
 Result = TypeVar("Result")
-
-_ACROSS_EXAMPLES = ("circle", "dice", "tversky")
-"""Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 """Attributes of Keras's layers that draw no random numbers if all of these are zero."""
@@ -46,31 +43,33 @@ def per_replica_note(parts: Sequence[str]) -> str:
     return f"computed per replica: {', '.join(parts)}"
 
 
-def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
+def per_replica_parts(model: Any, trial: Trial) -> list[str]:
     """Name the parts of a model's training that differ from one process by more than rounding.
 
     These use several examples at once: the statistics of BatchNormalization, the state of a layer that is no
-    mean over examples, a loss or a metric that compares examples, losses with different denominators, a sum
-    that a layer adds to the loss, and perhaps a custom step. Random layers draw different numbers in each
-    replica.
+    mean over examples, losses with different denominators, and what `trial` has found. Random layers draw
+    different numbers in each replica.
 
     Args:
         model: built.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a part must be tested.
+        trial: of the model, after its measurement.
     """
-    counted = Counter(
-        type(layer).__name__
-        for layer in layers_of(model)
-        if (isinstance(layer, keras.layers.BatchNormalization) and layer.trainable) or _draws(layer)
-    )
+    counted = Counter(name for layer in layers_of(model) for name in _statistics_and_draws(layer))
     parts = [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
-    parts += [
-        f"{name} of {type(model).__name__}" for name in ("train_step", "compute_loss") if has_own(model, name)
-    ]
-    parts += _states_across_examples(model, rows)
-    parts += _losses_across_examples(model, rows) + _different_denominators(model, rows)
-    parts += _sums_of_layers(model, rows)
-    return parts + [f"the metric {name}" for name in metrics_across_examples(model, rows)]
+    parts += _states_across_examples(model, trial.read) + _different_denominators(model, trial.read)
+    return parts + trial.names
+
+
+def _statistics_and_draws(layer: Any) -> list[str]:
+    """Return the kinds of a layer, or of the modules in it, that normalize over the batch or draw numbers."""
+    if (isinstance(layer, keras.layers.BatchNormalization) and layer.trainable) or _draws(layer):
+        return [type(layer).__name__]
+    modules = modules_of(layer)
+    if not modules:
+        return []
+    from lockstep.keras.private.torch import normalizes_or_drops
+
+    return [type(module).__name__ for module in modules if normalizes_or_drops(module)]
 
 
 def _draws(layer: Any) -> bool:
@@ -79,22 +78,6 @@ def _draws(layer: Any) -> bool:
     rates = [own[name] for name in _RATES if isinstance(own.get(name), (int, float))]
     holds = any(isinstance(value, keras.random.SeedGenerator) for value in own.values())
     return holds and (any(rates) or not rates)
-
-
-def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the losses that are not means over examples; test those for which this is unknown."""
-    given = [loss for loss in keras.tree.flatten(model.loss) if loss is not None]
-    doubtful = [loss for loss in given if _may_compare_examples(loss)]
-    if not doubtful:
-        return []
-    names = [
-        f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}" for loss in doubtful
-    ]
-    try:
-        whole, first, second = _in_parts(rows(), lambda x, y: _compiled_loss(model, x, y))
-    except Exception:  # A custom step may pass anything to losses.
-        return [f"{name} (possibly: it could not be tested)" for name in names]
-    return [] if _near(whole, (first + second) / 2) or _near(whole, first + second) else names
 
 
 def _different_denominators(model: Any, rows: Callable[[], Any]) -> list[str]:
@@ -167,53 +150,6 @@ def _own_states(model: Any) -> list[Any]:
     ]
 
 
-def _sums_of_layers(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the program's own layers if the loss that they add is not a mean over examples."""
-    layers = [layer for layer in layers_of(model) if _adds_losses(type(layer))]
-    if not layers:
-        return []
-    names = list(dict.fromkeys(f"add_loss of {type(layer).__name__}" for layer in layers))
-    try:
-        whole, first, second = _in_parts(rows(), lambda x, _: _added_losses(model, x))
-    except Exception:
-        return [f"{name} (possibly: it could not be tested)" for name in names]
-    return [] if _near(whole, (first + second) / 2) else names
-
-
-def _adds_losses(cls: type) -> bool:
-    own = [one for one in cls.__mro__ if not one.__module__.startswith(("keras.", "builtins"))]
-    codes = [getattr(member, "__code__", None) for one in own for member in vars(one).values()]
-    return any(code is not None and "add_loss" in code.co_names for code in codes)
-
-
-def _may_compare_examples(loss: Any) -> bool:
-    found = keras.losses.get(loss)
-    function = getattr(found, "fn", found)
-    name = getattr(function, "__name__", type(function).__name__).lower()
-    modules = {type(found).__module__} if not callable(getattr(found, "fn", None)) else set()
-    modules.add(getattr(function, "__module__", None) or "")
-    return name in _ACROSS_EXAMPLES or not all(one.startswith(("keras.", "builtins")) for one in modules)
-
-
-def _compiled_loss(model: Any, x: Any, y: Any) -> Any:
-    with keras.StatelessScope():
-        # The sum is a new tensor without a mask, which would change the examples in the mean.
-        outputs = keras.tree.map_structure(lambda leaf: leaf + 0, model(x, training=False))
-        return compiled_loss(model)(y, outputs)
-
-
-def _added_losses(model: Any, x: Any) -> Any:
-    with keras.StatelessScope(collect_losses=True) as scope:
-        model(x, training=False)
-        return sum(keras.ops.sum(loss) for loss in scope.losses)
-
-
-def _in_parts(data: Any, compute: Callable[[Any, Any], Any]) -> tuple[float, ...]:
-    """Return the number `compute(x, y)` as `_each_part` does; zeros if there is no part."""
-    found = _each_part(data, lambda x, y: float(keras.ops.convert_to_numpy(compute(x, y))))
-    return tuple(found) or (0.0, 0.0, 0.0)
-
-
 def _each_part(data: Any, compute: Callable[[Any, Any], Result]) -> list[Result]:
     """Return `compute(x, y)` of some rows of `data` and of each half of them; none for fewer than two."""
     half = tried_rows(data)
@@ -227,10 +163,6 @@ def _each_part(data: Any, compute: Callable[[Any, Any], Result]) -> list[Result]
             return compute(x, y)
 
     return [of(slice(0, 2 * half)), of(slice(0, half)), of(slice(half, 2 * half))]
-
-
-def _near(one: float, other: float) -> bool:
-    return bool(np.isclose(one, other, 1e-4))
 
 
 def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
@@ -266,36 +198,6 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
             "sums and counts, and computes the rest in result()",
             stacklevel=2,
         )
-
-
-def metrics_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the user's metrics that compare the examples of a batch.
-
-    After one update with some rows, the state of such a metric is not the sum of updates with either half.
-
-    Args:
-        model: built, with its metrics.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tested.
-    """
-    own = _own_metrics(model)
-    if not own:
-        return []
-    try:
-        data = rows()
-        half = tried_rows(data)
-        if half == 0:
-            return []
-        parts = (slice(0, 2 * half), slice(0, half), slice(half, 2 * half))
-        with random_numbers(0):
-            states = [_state(model, [_updates(model, data, part)]) for part in parts]
-    except Exception:  # A custom step may pass anything to metrics.
-        return []
-    differing = {
-        id(variable)
-        for variable, whole, first, second in zip(model.metrics_variables, *states, strict=True)
-        if not np.allclose(whole, first + second, rtol=1e-4, atol=1e-5, equal_nan=True)
-    }
-    return [one.name for one in own if any(id(variable) in differing for variable in one.variables)]
 
 
 def _own_metrics(model: Any) -> list[Any]:

@@ -7,6 +7,7 @@ function takes the step; if checkpoints are saved, a wrapper counts its steps.
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Program, Total, TrainFunctionCall
+from lockstep.keras.backends.growth import growths_of
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.nests import repeated, structure_of
@@ -77,9 +79,11 @@ class GlobalStep:
         kind: Kind,
         calls: NumberedCalls,
         snapshots: Snapshots,
+        context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._job = job
         self._backend = backend
+        self._context = context
         self._program = backend.program(model, kind)
         self._programs: dict[str, Program] = {}
         self._python = PythonOfReplicas(model, backend.to_numpy, trains=kind == "train")
@@ -275,9 +279,10 @@ class GlobalStep:
                 return self._program_for(data).compute(state, own, earlier)
 
             try:
-                if not program.varies:
-                    return run(share.examples)
-                return python.compute(run, share.replica, share.examples, what, first_round=number == 0)
+                with self._context():
+                    if not program.varies:
+                        return run(share.examples)
+                    return python.compute(run, share.replica, share.examples, what, first_round=number == 0)
             except LockstepError:
                 raise
             except Exception as error:
@@ -294,7 +299,8 @@ class GlobalStep:
 
         def check(names: Sequence[str]) -> bytes:
             form = form_of_last().encode() if program.varies else b""
-            return xxhash.xxh3_128_digest(batch.check() + _names_digest(names) + form)
+            growths = growths_of(self._model).digest(self._kind)
+            return xxhash.xxh3_128_digest(batch.check() + growths + _names_digest(names) + form)
 
         return Round(
             what,
@@ -343,7 +349,8 @@ class GlobalStep:
         if share.examples == whole:
             return
         try:
-            self._program.compute(state, _repeated(share, whole), earlier)
+            with self._context():
+                self._program.compute(state, _repeated(share, whole), earlier)
         except Exception:
             return
         located = self._program.located(error, state, share, earlier)

@@ -11,7 +11,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -19,11 +19,13 @@ import keras
 from lockstep.errors import ModelError, ScopeError
 from lockstep.keras import assignments
 from lockstep.keras.backends.common import (
+    has_own,
     refuse_other_weights,
     refuse_stateful_layers,
     refuse_synchronized_normalization,
 )
 from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.growth import forget_growths
 from lockstep.keras.call_turns import CallTurns, key_of
 from lockstep.keras.fit.callbacks import (
     chief_files,
@@ -40,6 +42,7 @@ from lockstep.keras.fit.exactness import (
     refuse_metrics_that_do_not_add,
 )
 from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
+from lockstep.keras.fit.trials import Trial
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
@@ -132,7 +135,7 @@ class ModelMethods:
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._served: weakref.WeakKeyDictionary[Any, ServerOptions] = weakref.WeakKeyDictionary()
         self._built_with: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._servers: list[ServerOptions | None] = []
+        self._scopes: list[tuple[Callable[[], AbstractContextManager[None]], ServerOptions | None]] = []
         self._iterators = UsedIterators()
         # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
         # checkpoints are saved.
@@ -148,6 +151,10 @@ class ModelMethods:
         self._joins_functions: list[Callable[[], object]] = []
         self._ends_functions: list[Callable[[], object]] = []
         self._adopts_all = False
+        self._measured: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
+        self._entered: weakref.WeakKeyDictionary[Any, Callable[[], AbstractContextManager[None]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._introduced: list[str] | None = None
         self._plain_steps = 0
         self._trained_by_batch: tuple[Any, int] | None = None
@@ -318,17 +325,20 @@ class ModelMethods:
             self._job.events.publish(CallEnded(name))
 
     @contextmanager
-    def scope(self, servers: ServerOptions | None = None) -> Iterator[None]:
+    def scope(
+        self, entered: Callable[[], AbstractContextManager[None]], servers: ServerOptions | None = None
+    ) -> Iterator[None]:
         """Adopt models that are compiled within the block, the scope of a strategy.
 
         Args:
+            entered: returns a context in which the strategy is the current one.
             servers: the options of a strategy with parameter servers; None for other strategies.
         """
-        self._servers.append(servers)
+        self._scopes.append((entered, servers))
         try:
             yield
         finally:
-            self._servers.pop()
+            self._scopes.pop()
 
     def adopt_all(self) -> None:
         """Also adopt models outside of all scopes: the script has no strategy."""
@@ -343,16 +353,18 @@ class ModelMethods:
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
+        self._measured.pop(model, None)
+        forget_growths(model)
         self.adopt(model)
         return result
 
     def adopt(self, model: Any) -> None:
         """Adopt a model that was just compiled, if it is in a strategy's scope, or the script has none."""
-        if self._servers or self._adopts_all:
+        if self._scopes or self._adopts_all:
             self._adopted.add(model)
             self._note_subject(model)
             self._snapshots.adopt(model)
-            options = self._servers[-1] if self._servers else None
+            self._entered[model], options = self._scopes[-1] if self._scopes else (nullcontext, None)
             self._served.pop(model, None)
             if options is not None:
                 self._served[model] = options
@@ -666,7 +678,7 @@ class ModelMethods:
             if not self._alone:
                 with unchanged(model):
                     refuse_metrics_that_do_not_add(model, batch)
-                    self._introduce(call, model, batch)
+                    self._introduce(call, model, kind, batch)
         self._models.load_waiting(model)
         if self._models.is_built(model):
             first = self._calls.outermost == 1
@@ -711,7 +723,8 @@ class ModelMethods:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            step = GlobalStep(self._job, self._backend, model, kind, self._calls, self._snapshots)
+            context = self._step_context(model) if kind == "train" else nullcontext
+            step = GlobalStep(self._job, self._backend, model, kind, self._calls, self._snapshots, context)
             setattr(model, attribute, self._backend.function(model, step.take, kind))
         return getattr(model, attribute)
 
@@ -837,23 +850,37 @@ class ModelMethods:
             return
         with unchanged(model):
             refuse_metrics_that_do_not_add(model, data.peek)
-            self._introduce(call, model, data.peek)
+            self._introduce(call, model, kind, data.peek)
         self._compare(call, model, facts, settings)
 
-    def _introduce(self, call: NumberedCall, model: Any, rows: Callable[[], Any]) -> None:
-        """Print once that a script without a strategy is distributed, and each part that is per replica."""
-        if not self._adopts_all:
+    def _introduce(self, call: NumberedCall, model: Any, kind: Kind, rows: Callable[[], Any]) -> None:
+        """Measure how replicas combine what a step of a model computes; name each part that is per replica.
+
+        This is done once for a compiled model. The first note says that a script without a strategy is
+        distributed.
+        """
+        measured = self._measured.setdefault(model, set())
+        if kind in measured:
             return
-        parts = per_replica_parts(model, rows)
+        trial = Trial(self._job, self._backend, model, rows, self._step_context(model))
+        trial.measure(["train", "test"] if kind == "train" else [kind])
+        measured.update({"train", "test"} if kind == "train" else {kind})
+        parts = per_replica_parts(model, trial) if self._adopts_all else trial.names
         text = ""
-        if self._introduced is None:
-            self._introduced = []
+        if self._adopts_all and self._introduced is None:
             text = introduction(call.name.partition(" ")[0], self._job.view, parts)
-        elif new := [part for part in parts if part not in self._introduced]:
+        elif new := [part for part in parts if part not in (self._introduced or ())]:
             text = f"model {model.name!r}: {per_replica_note(new)}"
-        self._introduced += parts
+        self._introduced = [*(self._introduced or ()), *parts]
         if text and self._job.is_chief and not self._resumable.catches_up:
             note(text)
+
+    def _step_context(self, model: Any) -> Callable[[], AbstractContextManager[None]]:
+        """Return what returns the context of the program's own `train_step`: its strategy is the current one.
+
+        Keras's own step must not see a strategy, by whose number of replicas it would divide losses.
+        """
+        return self._entered[model] if has_own(model, "train_step") else nullcontext
 
     def _noted(self, model: Any, batch: Any) -> Any:
         """Note the form of the inputs that a model of a strategy with parameter servers is built with."""

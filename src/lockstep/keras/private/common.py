@@ -104,6 +104,15 @@ def with_values(variables: Sequence[Any], values: Iterable[Any]) -> Iterator[Non
             variable._value = value
 
 
+# Random numbers
+
+BACKEND_RANDOM = backend.random
+"""The module of the backend's random operations.
+
+`normal`, `uniform`, `randint` and `truncated_normal` are called as (shape, ...), and `dropout` is called as
+(inputs, rate, noise_shape, seed).
+"""
+
 # Models and layers
 
 SYMBOLIC_BUILD = "_symbolic_build"
@@ -265,6 +274,13 @@ def build_symbolically(model: Any, batch: Callable[[], Any]) -> None:
     model._symbolic_build(iterator=((0, 0, [batch()]) for _ in range(1)))
 
 
+def modules_of(layer: Any) -> list[Any]:
+    """Return the modules of PyTorch that a layer wraps, also inner ones; none for other layers."""
+    if not isinstance(layer, keras.layers.TorchModuleWrapper):
+        return []
+    return list(layer.module.modules())
+
+
 def seed_generators(layer: Any) -> Sequence[Any]:
     """Return the generators that are attributes of a layer, without those of its inner layers."""
     generators: Sequence[Any] = layer._seed_generators
@@ -274,6 +290,17 @@ def seed_generators(layer: Any) -> Sequence[Any]:
 def takes_training(model: Any) -> bool:
     """Whether the `call` of a model has the argument `training`."""
     return bool(model._call_has_training_arg)
+
+
+@contextmanager
+def run_eagerly(model: Any) -> Iterator[None]:
+    """Within the block, the steps of a model that are made run eagerly."""
+    before = model.run_eagerly, model.jit_compile
+    model.run_eagerly, model.jit_compile = True, False
+    try:
+        yield
+    finally:
+        model.run_eagerly, model.jit_compile = before
 
 
 def symbolic_inputs(model: Any) -> Any:
@@ -347,6 +374,9 @@ REDUCE_VALUES: Part = loss_functions, "reduce_values"
 SCALE_LOSS: Part = loss_functions, "scale_loss_for_distribution"
 """Called by the functions above with each mean, to divide it by the number of replicas."""
 
+UNSCALE_LOSS: Part = loss_functions, "unscale_loss_for_distribution"
+"""Called by Keras's steps and compiled losses with each loss that a metric gets, to undo `SCALE_LOSS`."""
+
 apply_mask = loss_functions.apply_mask
 """Combines weights with a mask as `reduce_weighted_values` does: (weights, mask, dtype=, reduction=)."""
 
@@ -356,15 +386,32 @@ def compiled_loss(model: Any) -> Any:
     return model._compile_loss
 
 
+def wrapped_function(loss_or_metric: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Return the function that a loss or metric of Keras wraps, or None, and its options by name.
+
+    A `LossFunctionWrapper` has a public attribute `fn`, and a `MeanMetricWrapper` a private one.
+    """
+    function = getattr(loss_or_metric, "fn", None) or getattr(loss_or_metric, "_fn", None)
+    options = getattr(loss_or_metric, "_fn_kwargs", None)
+    return function, vars(loss_or_metric) if options is None else options
+
+
+FLAT_LOSSES = "_flat_losses"
+"""The attribute of a compiled loss with its losses in the order in which it calls them, once it is built.
+
+They are named tuples with a `loss`, called as (y_true, y_pred, sample_weight).
+"""
+
+
+def flat_losses(model: Any) -> list[Any]:
+    """Return the losses of a compiled model, in the order of `FLAT_LOSSES`; none before it is built."""
+    return [entry.loss for entry in getattr(model._compile_loss, FLAT_LOSSES, None) or ()]
+
+
 def loss_total(model: Any) -> Any:
     """Return the variable in which Keras sums the losses of steps; None if the model was not compiled."""
     tracker = getattr(model, "_loss_tracker", None)
     return None if tracker is None else tracker.total
-
-
-def added_losses(model: Any) -> Any:
-    """Return the sum of the losses added to a model, as `compute_loss` adds them to the compiled loss."""
-    return sum(model._aggregate_additional_loss(loss) for loss in model.losses)
 
 
 # Optimizers

@@ -33,3 +33,13 @@ def iterates_as_defined(kind: type) -> bool:
 def keeps_iterator(loader: Any) -> bool:
     """Whether a loader has begun an iteration that it keeps, as one with persistent workers does."""
     return loader._iterator is not None
+
+
+def normalizes_or_drops(module: torch.nn.Module) -> bool:
+    """Whether a module uses the statistics of a batch, or drops values at random, in training.
+
+    PyTorch's kinds of both have one base class each.
+    """
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        return bool(module.training)
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0

@@ -1,0 +1,217 @@
+"""How replicas combine a value: by its growth, which says how it depends on the number of examples.
+
+Replicas combine values by the mean, weighted by their shares of the examples. For a mean over examples, whose
+growth is 0, that is the value of the whole batch. A sum over examples, also divided by a constant, grows with
+their number: its growth is 1. A mean that is divided by the number of examples once more has the
+growth -1. Each of them, multiplied by `weight ** -growth`, where the weight is the replica's share, has a
+weighted mean that is the value of the whole batch. `lockstep.keras.fit.trials` measures the growth.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from lockstep.keras.backends.common import replaced
+from lockstep.keras.backends.contract import Kind
+from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, flat_losses, layers_of
+
+MEAN, SUM = 0, 1
+
+GROWTHS = (MEAN, SUM, -1)
+"""The growths that a value may have, in the order in which they are tried."""
+
+TOLERANCE = 1e-4
+"""Relative to the largest element; values in single precision differ by less where their formulas agree."""
+
+HALF_TOLERANCE = 5e-2
+"""The tolerance for values that are computed in half precision."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Growths:
+    """The measured growths in the steps of a model.
+
+    Attributes:
+        losses: of the compiled losses, by their positions.
+        layers: of the values that layers pass to `add_loss`, by the layers' ids.
+        steps: of the arrays in the partials of a kind of step, by the number of the round and the array's
+            name; only those that are not `MEAN`.
+        divisor: of the losses in training. It is R if a step of the program adds up the gradients of R
+            replicas, as programs for `tf.distribute` do; 1 otherwise.
+    """
+
+    losses: Mapping[int, int] = field(default_factory=dict)
+    layers: Mapping[int, int] = field(default_factory=dict)
+    steps: Mapping[Kind, Mapping[tuple[int, str], int]] = field(default_factory=dict)
+    divisor: int = 1
+
+    def digest(self, kind: Kind) -> bytes:
+        """Return bytes that are equal on workers that combine the values of a kind of step alike."""
+        facts = [sorted(self.losses.items()), sorted(self.layers.values()), self.divisor]
+        facts.append(sorted(self.steps.get(kind, {}).items()))
+        return xxhash.xxh3_64_digest(repr(facts).encode())
+
+
+_measured: WeakKeyDictionary[Any, Growths] = WeakKeyDictionary()
+
+
+def growths_of(model: Any) -> Growths:
+    """Return what was measured of a model; without a measurement, what its losses declare."""
+    return _measured.get(model) or declared_growths(model)
+
+
+def set_growths(model: Any, growths: Growths) -> None:
+    """Combine the values of replicas by these growths from the next trace of a step on."""
+    _measured[model] = growths
+
+
+def forget_growths(model: Any) -> None:
+    """Forget what was measured of a model, which is compiled anew."""
+    _measured.pop(model, None)
+
+
+def declared_growths(model: Any) -> Growths:
+    """Return the growths of Keras's losses, which follow from their `reduction`."""
+    declared = {
+        i: SUM for i, loss in enumerate(flat_losses(model)) if getattr(loss, "reduction", "") == "sum"
+    }
+    return Growths(declared)
+
+
+@contextmanager
+def means(model: Any, weight: Any) -> Iterator[None]:
+    """Within the block, the compiled losses and what layers add to the loss are means over examples.
+
+    Args:
+        model: whose replica computes in the block.
+        weight: the replica's share of the examples.
+    """
+    growths = growths_of(model)
+    with ExitStack() as stack:
+        if any(growths.losses.values()):
+            stack.enter_context(
+                _replaced_losses(model, lambda i, loss: _Scaled(loss, growths.losses.get(i, MEAN), weight))
+            )
+        for layer in layers_of(model) if any(growths.layers.values()) else ():
+            if growth := growths.layers.get(id(layer), MEAN):
+                stack.enter_context(_scaled_additions(layer, growth, weight))
+        yield
+
+
+def combinable(model: Any, kind: Kind, number: int, partial: dict[str, Any], weight: Any) -> dict[str, Any]:
+    """Return the partial of a replica's round, so that its sum over the replicas is the total.
+
+    Args:
+        model: of the step.
+        kind: of the step.
+        number: of the round, from 0.
+        partial: arrays that are multiplied by `weight` as means are.
+        weight: the replica's share of the examples.
+    """
+    measured = growths_of(model)
+    growths = measured.steps.get(kind, {})
+    if kind == "train" and measured.divisor > 1:
+        gradients = {(number, name): SUM for name in partial if name.startswith("gradient/")}
+        growths = {**growths, **gradients}
+    return {
+        name: scaled(array, growths[number, name], weight) if (number, name) in growths else array
+        for name, array in partial.items()
+    }
+
+
+def scaled(value: Any, growth: int, weight: Any) -> Any:
+    """Return `value * weight ** -growth`."""
+    weight = keras.ops.cast(weight, keras.backend.standardize_dtype(value.dtype))
+    return value / weight if growth == SUM else value * weight
+
+
+class _Scaled:
+    """A compiled loss that is a mean over examples."""
+
+    def __init__(self, loss: Any, growth: int, weight: Any) -> None:
+        self._loss, self._growth, self._weight = loss, growth, weight
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        value = self._loss(y_true, y_pred, sample_weight)
+        return scaled(value, self._growth, self._weight) if self._growth else value
+
+
+@contextmanager
+def _replaced_losses(model: Any, replacement: Any) -> Iterator[None]:
+    compiled = compiled_loss(model)
+    before = getattr(compiled, FLAT_LOSSES)
+    replaced = [entry._replace(loss=replacement(i, entry.loss)) for i, entry in enumerate(before)]
+    vars(compiled)[FLAT_LOSSES] = replaced
+    try:
+        yield
+    finally:
+        vars(compiled)[FLAT_LOSSES] = before
+
+
+@contextmanager
+def observed_losses(model: Any, note: Any) -> Iterator[None]:
+    """Within the block, call `note(position, value)` with the value of each compiled loss."""
+
+    class Observed:
+        def __init__(self, position: int, loss: Any) -> None:
+            self._position, self._loss = position, loss
+
+        def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            value = self._loss(y_true, y_pred, sample_weight)
+            note(self._position, value)
+            return value
+
+    with _replaced_losses(model, Observed):
+        yield
+
+
+@contextmanager
+def _scaled_additions(layer: Any, growth: int, weight: Any) -> Iterator[None]:
+    add = layer.add_loss
+
+    def add_scaled(loss: Any) -> None:
+        add(keras.tree.map_structure(lambda value: scaled(value, growth, weight), loss))
+
+    with replaced(layer, "add_loss", add_scaled):
+        yield
+
+
+def measured_growth(
+    whole: Array, parts: Sequence[Array], weights: Sequence[float], tolerance: float
+) -> int | None:
+    """Return the growth of a value, None if it has none: then it is not a sum or a mean over examples.
+
+    Args:
+        whole: the value for some examples.
+        parts: the values for parts of them.
+        weights: the parts' shares of the examples.
+        tolerance: relative to the largest element.
+    """
+    return next((g for g in GROWTHS if _distance(whole, parts, weights, g) <= tolerance), None)
+
+
+def nearest_growth(whole: Array, parts: Sequence[Array], weights: Sequence[float]) -> int:
+    """Return the growth that is nearest to a value that has none."""
+    return min(GROWTHS, key=lambda g: _distance(whole, parts, weights, g))
+
+
+def _distance(whole: Array, parts: Sequence[Array], weights: Sequence[float], growth: int) -> float:
+    whole = np.asarray(whole, np.float64)
+    combined = sum(
+        np.asarray(part, np.float64) * weight ** (1 - growth)
+        for part, weight in zip(parts, weights, strict=True)
+    )
+    if not np.array_equal(np.isfinite(whole), np.isfinite(combined)):
+        return np.inf
+    finite = np.isfinite(whole)
+    largest = np.max(np.abs(whole), where=finite, initial=0)
+    return float(np.max(np.abs(whole - combined), where=finite, initial=0) / (largest or 1))

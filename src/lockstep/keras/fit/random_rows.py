@@ -1,0 +1,119 @@
+"""Random numbers that are equal for all rows, so that a batch and its parts draw the same ones."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+
+from lockstep.keras.backends.common import replaced
+from lockstep.keras.private.common import BACKEND_RANDOM
+
+Draw = Callable[..., Any]
+
+
+@contextmanager
+def equal_draws() -> Iterator[None]:
+    """Within the block, operations that draw an array draw one row of it and repeat the row.
+
+    These are the operations of Keras, which its layers use, and the usual ones of the backend.
+    """
+    with ExitStack() as stack:
+        for owner, name, wrap in (*_of_keras(), *_of_backend()):
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
+        yield
+
+
+def _of_keras() -> Iterator[tuple[Any, str, Callable[[Draw], Draw]]]:
+    for name in ("normal", "uniform", "randint", "truncated_normal"):
+        yield BACKEND_RANDOM, name, _with_shape_first
+    yield BACKEND_RANDOM, "dropout", _keras_dropout
+
+
+def _of_backend() -> Iterator[tuple[Any, str, Callable[[Draw], Draw]]]:
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        random = sys.modules["tensorflow"].random
+        for name in ("normal", "uniform", "truncated_normal"):
+            yield random, name, _with_shape_first
+    elif backend == "jax":
+        random = sys.modules["jax"].random
+        for name in ("normal", "uniform", "truncated_normal"):
+            yield random, name, _of_jax
+    elif backend == "torch":
+        torch = sys.modules["torch"]
+        for name in ("randn", "rand"):
+            yield torch, name, _of_torch
+        for name in ("randn_like", "rand_like"):
+            yield torch, name, _like
+        yield torch.nn.functional, "dropout", _torch_dropout
+
+
+def _with_shape_first(draw: Draw) -> Draw:
+    def repeated(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes = _sizes(shape)
+        return _repeated(sizes, draw((1, *sizes[1:]) if sizes else shape, *args, **kwargs))
+
+    return repeated
+
+
+def _of_jax(draw: Draw) -> Draw:
+    shape_at = 2 if draw.__name__ == "truncated_normal" else 0
+
+    def repeated(key: Any, *args: Any, **kwargs: Any) -> Any:
+        rest = list(args)
+        given = kwargs if "shape" in kwargs or len(rest) <= shape_at else None
+        shape = kwargs.get("shape", ()) if given is not None else rest[shape_at]
+        sizes = _sizes(shape)
+        if not sizes:
+            return draw(key, *args, **kwargs)
+        if given is not None:
+            kwargs = {**kwargs, "shape": (1, *sizes[1:])}
+        else:
+            rest[shape_at] = (1, *sizes[1:])
+        return _repeated(sizes, draw(key, *rest, **kwargs))
+
+    return repeated
+
+
+def _of_torch(draw: Draw) -> Draw:
+    def repeated(*shape: Any, **kwargs: Any) -> Any:
+        sizes = _sizes(shape[0] if len(shape) == 1 else shape)
+        return _repeated(sizes, draw((1, *sizes[1:]) if sizes else (), **kwargs))
+
+    return repeated
+
+
+def _like(draw: Draw) -> Draw:
+    def repeated(tensor: Any, **kwargs: Any) -> Any:
+        return draw(tensor[:1], **kwargs).expand(tensor.shape) if tensor.ndim else draw(tensor, **kwargs)
+
+    return repeated
+
+
+def _keras_dropout(dropout: Draw) -> Draw:
+    def repeated(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+        return dropout(inputs, rate, (1, *list(noise_shape or inputs.shape)[1:]), seed)
+
+    return repeated
+
+
+def _torch_dropout(dropout: Draw) -> Draw:
+    def repeated(tensor: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        ones = sys.modules["torch"].ones_like(tensor[:1])
+        return tensor * dropout(ones, p, training)
+
+    return repeated
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    return (
+        (int(shape),)
+        if getattr(shape, "ndim", None) == 0 or isinstance(shape, int)
+        else tuple(map(int, shape))
+    )
+
+
+def _repeated(sizes: tuple[int, ...], row: Any) -> Any:
+    return keras.ops.broadcast_to(row, sizes) if sizes else row

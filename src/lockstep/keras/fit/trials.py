@@ -1,0 +1,629 @@
+"""Tries what a program does with its examples: some rows as a whole, against two parts of them.
+
+So a function of the program is never judged by its name. A value of the whole that follows from those of the
+parts is a sum or a mean over examples, which replicas compute exactly (`lockstep.keras.backends.growth`).
+Anything else compares examples: it is computed per replica, and named.
+
+In a trial, BatchNormalization uses its averages, which are constants, and random operations draw equal
+numbers for each row, because parts of a batch would draw other numbers than the whole. Nothing lasts.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.batch import Share
+from lockstep.keras.backends.common import has_own, replaced
+from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.growth import (
+    HALF_TOLERANCE,
+    MEAN,
+    TOLERANCE,
+    declared_growths,
+    growths_of,
+    measured_growth,
+    nearest_growth,
+    observed_losses,
+    set_growths,
+)
+from lockstep.keras.backends.logs import LogTemplate, recorded_results
+from lockstep.keras.backends.losses import divided, weighted_means
+from lockstep.keras.fit.random_rows import equal_draws
+from lockstep.keras.private.common import (
+    compiled_loss,
+    flat_losses,
+    layers_of,
+    modules_of,
+    run_eagerly,
+    wrapped_function,
+)
+from lockstep.keras.python_state import unchanged
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.variables import flat_metrics
+from lockstep.worker.job import Job
+
+_ROWS = 16
+"""The maximum number of rows to try."""
+
+_ACROSS_EXAMPLES = ("circle", "dice", "tversky")
+"""Keras's losses that compare the examples of a batch, or normalize over all of them."""
+
+Array = npt.NDArray[Any]
+Nest = Any
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TriedRows:
+    """Some rows of a batch.
+
+    Attributes:
+        batch: these rows, in the form in which the program's step gets a batch.
+        weight: their number divided by that of all rows of the trial.
+        rows: their places among the rows of the trial.
+    """
+
+    batch: Nest
+    weight: float
+    rows: slice
+
+    @property
+    def data(self) -> tuple[Nest, Nest, Nest]:
+        """The tensors (x, y, sample_weight)."""
+        tensors = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), self.batch
+        )
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(tensors)
+        return x, y, weight
+
+    @property
+    def count(self) -> int:
+        """The number of the rows."""
+        return int(self.rows.stop - self.rows.start)
+
+
+class Trial:
+    """The trials of one model with the rows of one batch.
+
+    Attributes:
+        names: of the parts of the program that compare examples, or could not be tried.
+        growths: what was measured.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        backend: Backend,
+        model: Any,
+        read: Callable[[], Any],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._job = job
+        self._context = context
+        self._backend = backend
+        self._model = model
+        self._read_batch = read
+        self._batch: Any = None
+        self.names: list[str] = []
+        self.growths = growths_of(model)
+
+    def read(self) -> Any:
+        """Return the batch, which is read once."""
+        return self._data
+
+    def measure(self, kinds: Sequence[Kind]) -> None:
+        """Measure the losses, layers, metrics, and some kinds of steps, of the program's own."""
+        self._losses()
+        self._layers()
+        set_growths(self._model, self.growths)
+        self._metrics(kinds)
+        set_growths(self._model, self.growths)
+        for kind in kinds:
+            self._step(kind)
+        set_growths(self._model, self.growths)
+
+    # TriedRows.
+
+    @property
+    def _whole(self) -> TriedRows:
+        return self._rows(slice(0, self._count))
+
+    @property
+    def _parts(self) -> list[TriedRows]:
+        # Parts of unlike sizes tell a sum from a mean that is multiplied by their number.
+        first = max(1, self._count // 3)
+        return [self._rows(slice(0, first)), self._rows(slice(first, self._count))]
+
+    @property
+    def _count(self) -> int:
+        return min(_ROWS, _examples(self._data))
+
+    @property
+    def _data(self) -> Any:
+        if self._batch is None:
+            self._batch = self._read_batch()
+        return self._batch
+
+    def _rows(self, rows: slice) -> TriedRows:
+        # Spread over the batch, whose first rows may all have one label.
+        step = _examples(self._data) // self._count
+        part = slice(rows.start * step, (rows.stop - 1) * step + 1, step)
+        batch = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], self._data)
+        return TriedRows(batch, (rows.stop - rows.start) / self._count, rows)
+
+    # Losses.
+
+    def _losses(self) -> None:
+        """Measure each compiled loss that may be something else than what it declares."""
+        declared = dict(declared_growths(self._model).losses)
+        losses = flat_losses(self._model)
+        doubtful = [i for i, loss in enumerate(losses) if may_compare_examples(loss)]
+        if doubtful:
+            names = {i: f"the loss {getattr(losses[i], 'name', None) or losses[i]}" for i in doubtful}
+            values = self._tried(list(names.values()), self._loss_values)
+            for i in doubtful if values else ():
+                measured = {g for attempt in values if (g := attempt.get(i)) is not _NOTHING}
+                if len(measured) == 1 and None not in measured:
+                    declared[i] = measured.pop()
+                elif measured:
+                    declared[i] = MEAN
+                    self._name(names[i])
+        self.growths = replace(self.growths, losses=declared)
+
+    def _loss_values(self) -> list[dict[int, Any]]:
+        """Return, for some attempts, the growth of each compiled loss, `_NOTHING` where all values are 0."""
+        found = []
+        for outputs, weights in self._outputs():
+            values = self._each(partial(self._losses_of, outputs, weights))
+            found.append({i: self._growth([v[i] for v in values]) for i in values[0]})
+        return found
+
+    def _losses_of(self, outputs: Nest, weights: Nest, part: TriedRows) -> dict[int, Array]:
+        values: dict[int, Array] = {}
+
+        def note(position: int, value: Any) -> None:
+            values[position] = _numpy(value)
+
+        with keras.StatelessScope(), observed_losses(self._model, note):
+            compiled_loss(self._model)(part.data[1], _cut(outputs, part), _cut(weights, part))
+        return values
+
+    def _outputs(self) -> Iterator[tuple[Nest, Nest]]:
+        """Yield the outputs of the model and the sample weights, then changed values of both.
+
+        Equal rows would hide whether a function compares them.
+        """
+        x, _, weight = self._whole.data
+        with keras.StatelessScope():
+            # The sum is a new tensor without a mask, which would change the examples in the mean.
+            outputs = keras.tree.map_structure(lambda leaf: leaf + 0, self._model(x, training=False))
+        yield outputs, weight
+        random = np.random.default_rng(0)
+
+        def changed(leaf: Any) -> Any:
+            # Probabilities remain probabilities.
+            return leaf if leaf is None else _multiplied(leaf, random.uniform(0.3, 1.0, tuple(leaf.shape)))
+
+        yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
+
+    # Layers.
+
+    def _layers(self) -> None:
+        """Measure what layers add to the loss, and name the program's own layers that compare examples."""
+        layers = [
+            one for one in layers_of(self._model) if _is_own(one) or one.activity_regularizer is not None
+        ]
+        inner = [one for one in layers if one is not self._model]
+        if not (inner or _may_add_losses(self._model)):
+            return
+        attempts = self._tried([], lambda: [self._calls(layers, x) for x in self._inputs()])
+        if not attempts:
+            for layer in layers:
+                if _may_add_losses(layer):
+                    self._name(self._addition(layer), tried=False)
+            return
+        measured: dict[int, int] = {}
+        comparing: set[int] = set()
+        # Inner layers come last: a layer that compares examples is not named again with those around it.
+        for layer in reversed(layers):
+            records = [[call[id(layer)] for call in calls] for calls in attempts]
+            if growth := self._growth_of_additions(layer, records):
+                measured[id(layer)] = growth
+            inner_ids = {id(one) for one in layers_of(layer, include_self=False)}
+            if any(map(self._compares, records)) and not inner_ids & comparing:
+                self._name(
+                    f"the call of {type(layer).__name__}"
+                    if layer is self._model
+                    else f"the layer {layer.name}"
+                )
+                comparing.add(id(layer))
+        self.growths = replace(self.growths, layers=measured)
+
+    def _inputs(self) -> Iterator[Nest]:
+        """Yield the inputs of the rows, then changed ones, of which the rows differ more."""
+        x = self._whole.data[0]
+        yield x
+        factors = np.linspace(0.1, 3.0, self._count)
+        yield keras.tree.map_structure(lambda leaf: _multiplied(leaf, factors), x)
+
+    def _calls(self, layers: Sequence[Any], x: Nest) -> list[dict[int, "_Calls"]]:
+        """Return what some layers do with all rows of inputs, and with each part of them."""
+        # Modules of PyTorch would change their state in training.
+        training = not any(map(modules_of, layers))
+
+        def calls(part: TriedRows) -> dict[int, _Calls]:
+            records = {id(layer): _Calls() for layer in layers}
+            with ExitStack() as stack:
+                for layer in layers:
+                    stack.enter_context(records[id(layer)].recording(layer))
+                with keras.StatelessScope(collect_losses=True):
+                    self._model(_cut(x, part), training=training)
+            return records
+
+        return self._each(calls)
+
+    def _growth_of_additions(self, layer: Any, attempts: Sequence[Sequence["_Calls"]]) -> int:
+        """Return the growth of the values that a layer adds to the loss, which is one for all of them."""
+        growths: set[Any] = set()
+        for records in attempts:
+            values = [record.added for record in records]
+            if len({len(added) for added in values}) == 1:
+                growths |= {self._growth(list(added)) for added in zip(*values, strict=True)}
+            else:
+                growths.add(None)
+        growths.discard(_NOTHING)
+        if not growths:
+            return MEAN
+        if len(growths) == 1 and None not in growths:
+            growth: int = growths.pop()
+            return growth
+        self._name(self._addition(layer))
+        whole, *parts = (np.array([np.sum(value) for value in record.added]) for record in attempts[0])
+        if len({len(added) for added in (whole, *parts)}) > 1:
+            return MEAN
+        return nearest_growth(whole, parts, self._weights)
+
+    @staticmethod
+    def _addition(layer: Any) -> str:
+        if _may_add_losses(layer):
+            return f"add_loss of {type(layer).__name__}"
+        return f"the activity_regularizer of {layer.name}"
+
+    def _compares(self, records: Sequence["_Calls"]) -> bool:
+        """Whether a row of a layer's outputs depends on other rows of its inputs."""
+        whole, *parts = (record.calls for record in records)
+        if not all(len(part) == len(whole) for part in parts):
+            return False
+        for i, (inputs, outputs) in enumerate(whole):
+            of_parts = [part[i] for part in parts]
+            if self._equal_rows(inputs, [one for one, _ in of_parts]) and not self._equal_rows(
+                outputs, [other for _, other in of_parts]
+            ):
+                return True
+        return False
+
+    def _equal_rows(self, whole: Sequence[Array], parts: Sequence[Sequence[Array]]) -> bool:
+        for leaf, *pieces in zip(whole, *parts, strict=True):
+            counts = [self._whole.count, *(part.count for part in self._parts)]
+            shapes = [piece.shape for piece in (leaf, *pieces)]
+            if not all(shape[:1] == (count,) for shape, count in zip(shapes, counts, strict=True)):
+                continue
+            joined = np.concatenate(pieces)
+            if leaf.dtype.kind != "f":
+                if not np.array_equal(leaf, joined):
+                    return False
+            elif not np.allclose(leaf, joined, 0, 10 * _tolerance(leaf) * _largest(leaf), equal_nan=True):
+                return False
+        return True
+
+    # Metrics.
+
+    def _metrics(self, kinds: Sequence[Kind]) -> None:
+        """Measure the metrics of the program's own, and what its own `compute_metrics` returns."""
+        model = self._model
+        own = has_own(model, "compute_metrics")
+        doubtful = [metric for metric in flat_metrics(model.metrics) if may_compare_examples(metric)]
+        if not (own or doubtful):
+            return
+        names = [f"the metric {metric.name}" for metric in doubtful]
+        attempts = self._tried(names or ["compute_metrics"], self._metric_states)
+        if not attempts:
+            return
+        measured: dict[tuple[int, str], int] = {}
+        owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
+        for name in {name for attempt in attempts for name in attempt}:
+            growths = {attempt[name] for attempt in attempts if name in attempt} - {_NOTHING}
+            if len(growths) == 1 and None not in growths:
+                if (value := growths.pop()) != MEAN:
+                    measured[0, name] = value
+            elif growths:
+                self._name_array(name, owners, "compute_metrics")
+        steps = {kind: measured for kind in kinds if measured}
+        self.growths = replace(self.growths, steps={**self.growths.steps, **steps})
+
+    def _metric_states(self) -> list[dict[str, Any]]:
+        """Return, for some attempts, the growth of the metrics' variables and of other figures."""
+        found = []
+        for outputs, weights in self._outputs():
+            arrays = self._each(partial(self._metric_arrays, outputs, weights))
+            found.append({name: self._growth([a[name] for a in arrays]) for name in arrays[0]})
+        return found
+
+    def _metric_arrays(self, outputs: Nest, weights: Nest, part: TriedRows) -> dict[str, Array]:
+        model = self._model
+        variables = model.metrics_variables
+        zeros = [(variable, keras.ops.zeros_like(variable.value)) for variable in variables]
+        x, y, _ = part.data
+        with (
+            keras.StatelessScope(state_mapping=zeros) as scope,
+            weighted_means(part.weight),
+            recorded_results(model) as results,
+        ):
+            logs = model.compute_metrics(x, y, _cut(outputs, part), _cut(weights, part))
+            figures = LogTemplate(model, logs, results).values
+        arrays = {
+            f"metric/{i}": _numpy(scope.get_current_value(variable)) / part.weight
+            for i, variable in enumerate(variables)
+        }
+        return arrays | {name: _numpy(value) for name, value in figures.items()}
+
+    # Steps.
+
+    def _step(self, kind: Kind) -> None:
+        """Measure the gradients, metrics and figures of a step of the program's own."""
+        model = self._model
+        methods = [name for name in (f"{kind}_step", "compute_loss") if has_own(model, name)]
+        if not methods:
+            return
+        # As by `tf.distribute`, which divides Keras's losses by the number of replicas and adds gradients up.
+        follows = self._context is not nullcontext and self._job.context.tf_distribute
+        summed = follows and methods[0] == "train_step"
+        names = [f"{name} of {type(model).__name__}" for name in methods]
+        rounds = self._tried(names, lambda: self._rounds(kind, summed))
+        measured = dict(self.growths.steps.get(kind, {}))
+        owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
+        for number, arrays in enumerate(rounds):
+            for group in _groups(arrays[0]):
+                values = [np.concatenate([one[name].ravel() for name in group]) for one in arrays]
+                value = self._growth(values, _HALVES)
+                if summed and group[0].startswith("gradient/"):
+                    # The rule has made them what means are.
+                    if value not in (MEAN, _NOTHING):
+                        self._name(f"{names[0]}, whose gradients are added up as by tf.distribute")
+                    continue
+                if value is None:
+                    self._name_array(group[0], owners, methods[0])
+                    # A step is rather a sum if it is nearly one.
+                    value = nearest_growth(values[0], values[1:], _HALVES)
+                if value is not _NOTHING and value != MEAN:
+                    measured |= {(number, name): value for name in group}
+        self.growths = replace(
+            self.growths,
+            steps={**self.growths.steps, kind: measured},
+            divisor=self._job.view.replicas if summed else self.growths.divisor,
+        )
+
+    def _rounds(self, kind: Kind, summed: bool) -> list[list[dict[str, Array]]]:
+        """Return the arrays of each round of a step, for some rows and for each half of them."""
+        model, growths = self._model, self.growths
+        half = self._count // 2
+        rows = [slice(0, 2 * half), slice(0, half), slice(half, 2 * half)]
+        whole, *halves = [self._rows(part) for part in rows]
+        totals: list[Any] = []
+        rounds = []
+        with run_eagerly(model):
+            program = self._backend.program(model, kind)
+            state = program.present()
+
+            def compute(part: TriedRows, replicas: int) -> dict[str, Array]:
+                set_growths(model, replace(growths, divisor=replicas if summed else 1))
+                share = Share(0, part.count, part.count / whole.count, 0, lambda: part.batch)
+                with self._job.trying(replicas), self._context(), unchanged(model):
+                    arrays = program.parts(len(totals), program.compute(state, share, totals))
+                # The next computation may use the memory again.
+                return {name: np.array(self._backend.to_numpy(array)) for name, array in arrays.items()}
+
+            while True:
+                arrays = [compute(whole, 1), *(compute(part, 2) for part in halves)]
+                rounds.append(
+                    [_unweighted(model, one, w) for one, w in zip(arrays, (1.0, *_HALVES), strict=True)]
+                )
+                totals.append(arrays[0])
+                if program.is_last(len(totals) - 1):
+                    return rounds
+
+    # What all trials share.
+
+    @property
+    def _weights(self) -> list[float]:
+        return [part.weight for part in self._parts]
+
+    def _tried(self, names: Sequence[str], attempt: Callable[[], list[Any]]) -> list[Any]:
+        """Return the result of a trial; if it fails, name the parts of the program that it was to measure."""
+        try:
+            if _examples(self._data) < 2:
+                return []
+            with self._undisturbed():
+                return attempt()
+        except Exception:  # The program may call its parts in another way than the trial does.
+            for name in names:
+                self._name(name, tried=False)
+            return []
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        with random_numbers(0), equal_draws(), constant_statistics(self._model):
+            yield
+
+    def _each(self, compute: Callable[[TriedRows], Result]) -> list[Result]:
+        """Return what is computed for all rows, and for each part, from equal random states."""
+        results = []
+        for part in (self._whole, *self._parts):
+            with random_numbers(0), unchanged(self._model):
+                results.append(compute(part))
+        return results
+
+    def _growth(self, values: Sequence[Array], weights: Sequence[float] = ()) -> Any:
+        """Return the growth of a value from that of all rows and those of the parts; `_NOTHING` for zeros."""
+        whole, *parts = values
+        if not any(np.any(value) for value in values):
+            return _NOTHING
+        return measured_growth(whole, parts, weights or self._weights, _tolerance(whole))
+
+    def _name(self, name: str, tried: bool = True) -> None:
+        name = name if tried else f"{name} (possibly: it could not be tested)"
+        if name not in self.names:
+            self.names.append(name)
+
+    def _name_array(self, name: str, owners: Mapping[int, Any], step: str) -> None:
+        """Name the part of the program to which an array of a partial belongs."""
+        kind, _, rest = name.partition("/")
+        model = self._model
+        if kind == "metric":
+            owner = owners.get(id(model.metrics_variables[int(rest)]))
+            self._name(f"the metric {owner.name if owner is not None else rest}")
+        elif kind == "log":
+            self._name(f"the figure {rest.replace('//', '/')} of {step}")
+        else:
+            self._name(f"{step} of {type(model).__name__}")
+
+
+_HALVES = (0.5, 0.5)
+"""The weights of the parts in the trial of a step: programs may divide by the number of equal replicas."""
+
+_NOTHING = object()
+"""Stands for the growth of a value that is zero for all rows and for each part."""
+
+
+class _Calls:
+    """The calls of a layer in one trial.
+
+    Attributes:
+        calls: the arrays of its inputs and of its outputs in each call.
+        added: the values that it added to the loss.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Array], list[Array]]] = []
+        self.added: list[Array] = []
+
+    @contextmanager
+    def recording(self, layer: Any) -> Iterator[None]:
+        """Within the block, record the calls of a layer."""
+        call, add = layer.call, layer.add_loss
+
+        @functools.wraps(call)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            self.calls.append((_arrays((args, kwargs)), _arrays(outputs)))
+            return outputs
+
+        def added(loss: Any) -> None:
+            self.added.extend(_arrays(loss))
+            add(loss)
+
+        with replaced(layer, "call", recorded), replaced(layer, "add_loss", added):
+            yield
+
+
+@contextmanager
+def constant_statistics(model: Any) -> Iterator[None]:
+    """Within the block, BatchNormalization uses its averages, also in training."""
+    with ExitStack() as stack:
+        for layer in layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(replaced(layer, "call", _without_statistics(layer.call)))
+        yield
+
+
+def _without_statistics(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def constant(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return call(inputs, training=False, mask=mask)
+
+    return constant
+
+
+def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
+    """Return the names of arrays that have one growth: the gradients together, other values one by one."""
+    gradients = [name for name in arrays if name.startswith("gradient/")]
+    others = [[name] for name in arrays if name.startswith(("metric/", "log/"))]
+    return [gradients, *others] if gradients else others
+
+
+def _unweighted(model: Any, arrays: Mapping[str, Array], weight: float) -> dict[str, Array]:
+    """Return the arrays of a replica's partial without its weight, nor that of the loss's denominator."""
+    return {name: array / weight for name, array in divided(model, arrays).items() if name != "present"}
+
+
+def _arrays(nest: Any) -> list[Array]:
+    return [_numpy(leaf) for leaf in keras.tree.flatten(nest) if keras.ops.is_tensor(leaf)]
+
+
+def _numpy(value: Any) -> Array:
+    array: Array = keras.ops.convert_to_numpy(value)
+    return array
+
+
+def _cut(nest: Nest, part: TriedRows) -> Nest:
+    """Return the rows of a part of a nest of values that have a row for each example."""
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part.rows], nest)
+
+
+def _multiplied(leaf: Any, factors: Array) -> Any:
+    """Return a tensor of floating point with its rows, or its elements, multiplied by factors."""
+    dtype = None if leaf is None else keras.backend.standardize_dtype(leaf.dtype)
+    if dtype is None or not keras.backend.is_float_dtype(dtype):
+        return leaf
+    factors = factors.reshape(factors.shape + (1,) * (len(leaf.shape) - factors.ndim))
+    return leaf * keras.ops.convert_to_tensor(factors, dtype)
+
+
+def _examples(data: Any) -> int:
+    counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None]
+    return min(counts, default=0)
+
+
+def _tolerance(array: Array) -> float:
+    half = array.dtype.itemsize < 4 or keras.config.dtype_policy().compute_dtype in ("float16", "bfloat16")
+    return HALF_TOLERANCE if half else TOLERANCE
+
+
+def _largest(array: Array) -> float:
+    return float(np.max(np.abs(array), where=np.isfinite(array), initial=0))
+
+
+def _is_own(part: Any) -> bool:
+    """Whether a part of a model is not one of Keras's, or wraps a module of PyTorch."""
+    kind = type(part)
+    return not kind.__module__.startswith("keras.") or kind.__name__ == "TorchModuleWrapper"
+
+
+def _may_add_losses(layer: Any) -> bool:
+    """Whether a method of a layer's own class calls `add_loss`."""
+    own = [one for one in type(layer).__mro__ if not one.__module__.startswith(("keras.", "builtins"))]
+    codes = [getattr(member, "__code__", None) for one in own for member in vars(one).values()]
+    return any(code is not None and "add_loss" in code.co_names for code in codes)
+
+
+def may_compare_examples(function: Any) -> bool:
+    """Whether a loss or metric is the program's own, or one of Keras's that compares examples.
+
+    Args:
+        function: a loss or a metric of Keras, perhaps with a function of the program.
+    """
+    inner, options = wrapped_function(function)
+    parts = [function] if inner is None else [function, inner]
+    modules = [getattr(part, "__module__", None) or type(part).__module__ for part in parts]
+    modules.append(type(function).__module__)
+    if not all(module.startswith(("keras.", "builtins")) for module in modules):
+        return True
+    name = getattr(inner or type(function), "__name__", "").lower()
+    return name in _ACROSS_EXAMPLES or options.get("axis", -1) != -1

@@ -1,0 +1,274 @@
+"""Sums and means of the program's own have the numbers of plain Keras on replicas of any sizes."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep.keras.backends.growth import GROWTHS, TOLERANCE, measured_growth
+
+ops = keras.ops
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(29, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+WEIGHTS = np.linspace(0.2, 2, 29).astype("float32")
+
+Built = tuple[keras.Model, Any]
+
+
+def sum_of_squares(y: Any, p: Any) -> Any:
+    return ops.sum(ops.square(y - p))
+
+
+def part_of_a_sum(y: Any, p: Any) -> Any:
+    return ops.sum(ops.square(y - p)) / 16
+
+
+def mean_of_squares(y: Any, p: Any) -> Any:
+    return ops.mean(ops.square(y - p))
+
+
+def mean_error(y: Any, p: Any) -> Any:
+    return ops.mean(ops.abs(y - p))
+
+
+def summed_error(y: Any, p: Any) -> Any:
+    return ops.sum(ops.abs(y - p))
+
+
+class SumPlusOne(keras.losses.Loss):
+    """A vector that Keras adds up."""
+
+    def __init__(self) -> None:
+        super().__init__(reduction="sum")
+
+    def call(self, y: Any, p: Any) -> Any:
+        return ops.square(y - p)[:, 0] + 1
+
+
+def one_output(
+    loss: Any, metrics: Any = (), layer: Any = keras.layers.Dense, **options: Any
+) -> Callable[[], Built]:
+    def build() -> Built:
+        model = keras.Sequential(
+            [keras.Input((4,)), layer(3, activation="tanh", **options), keras.layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.SGD(0.003), loss, metrics=list(metrics))
+        return model, Y
+
+    return build
+
+
+def two_outputs() -> Built:
+    inputs = keras.Input((4,))
+    regularizer = keras.regularizers.L2(0.1)
+    hidden = keras.layers.Dense(3, activation="tanh", kernel_regularizer=regularizer)(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(1)(hidden)])
+    model.compile(keras.optimizers.SGD(0.003), [sum_of_squares, "mae"], loss_weights=[0.5, 2.0])
+    return model, [Y, 2 * Y]
+
+
+class Adding(keras.layers.Dense):
+    """Adds a sum over the examples to the loss."""
+
+    def call(self, x: Any) -> Any:
+        x = super().call(x)
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
+class SummedLoss(keras.Sequential):
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return ops.sum(ops.square(y - y_pred)) / 8
+
+
+def with_summed_loss() -> Built:
+    model = SummedLoss([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.003))
+    return model, Y
+
+
+class SummedStep(keras.Sequential):
+    """A step of JAX that divides sums by a constant."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        weights, others, slots, metrics = state
+        x, y = data
+
+        def loss_of(weights: Any) -> Any:
+            p, _ = self.stateless_call(weights, others, x)
+            return ops.sum(ops.square(y - p)) / 16
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"loss": loss, "mean": ops.mean(y)}, (weights, others, slots, metrics)
+
+
+def with_summed_step() -> Built:
+    model = SummedStep([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01))
+    return model, Y
+
+
+class OwnFigures(keras.Sequential):
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**logs, "total": ops.sum(ops.abs(y_pred)), "rows mean": ops.mean(y_pred)}
+
+
+def with_own_figures() -> Built:
+    model = OwnFigures([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model, Y
+
+
+PROGRAMS: dict[str, Callable[[], Built]] = {
+    "a sum": one_output(sum_of_squares),
+    "a sum divided by a constant": one_output(part_of_a_sum),
+    "a mean": one_output(mean_of_squares),
+    "a vector that is added up": one_output(SumPlusOne()),
+    "a sum of Keras": one_output(keras.losses.MeanSquaredError(reduction="sum")),
+    "a sum and a mean": two_outputs,
+    "metrics": one_output("mse", [mean_error, summed_error, "mae"]),
+    "a sum that a layer adds": one_output("mse", layer=Adding),
+    "a regularizer of sums": one_output("mse", activity_regularizer=lambda a: 0.1 * ops.sum(ops.abs(a))),
+    "a regularizer of means": one_output("mse", activity_regularizer=lambda a: ops.mean(ops.square(a))),
+    "the model's own sum": with_summed_loss,
+    "a step's own sum": with_summed_step,
+    "figures": with_own_figures,
+}
+
+
+QUICK = {
+    "a sum and a mean",
+    "metrics",
+    "a sum that a layer adds",
+    "a regularizer of means",
+    "a step's own sum",
+}
+
+
+def results(build: Callable[[], Built], scope: Any, fit: Any, evaluate: Any) -> list[float]:
+    """Return the figures and weights of a training whose last batches have other sizes."""
+    keras.utils.set_random_seed(5)
+    with scope:
+        model, y = build()
+    history = fit(model, X, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    figures = [value for _, values in sorted(history.items()) for value in values]
+    if not isinstance(model, SummedStep):
+        figures += np.ravel(evaluate(model, X, y, batch_size=8, verbose=0)).tolist()
+    return [*figures, *np.concatenate([np.ravel(weight) for weight in model.get_weights()]).tolist()]
+
+
+@pytest.mark.ci(*PROGRAMS.keys() - QUICK)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_sums_and_means_have_the_numbers_of_plain_keras(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    build = PROGRAMS[name]
+    plain = results(
+        build, nullcontext(), inspect.unwrap(keras.Model.fit), inspect.unwrap(keras.Model.evaluate)
+    )
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    found = results(build, strategy.scope(), keras.Model.fit, keras.Model.evaluate)
+    np.testing.assert_allclose(found, plain, rtol=2e-5, atol=1e-6)
+    assert "per replica" not in capfd.readouterr().err
+
+
+def f1(y: Any, p: Any) -> Any:
+    right = ops.sum(ops.cast(y > 0, "float32") * ops.sigmoid(p))
+    return 2 * right / (ops.sum(ops.cast(y > 0, "float32")) + ops.sum(ops.sigmoid(p)))
+
+
+class Sparse(keras.regularizers.Regularizer):
+    def __call__(self, a: Any) -> Any:
+        return ops.sum(ops.log(0.1 + ops.square(ops.mean(a, axis=0))))
+
+
+class ClippedStep(SummedStep):
+    """Clips the gradients of the whole batch, which replicas do not have."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        apply = self.optimizer.stateless_apply
+        weights, others, slots, metrics = state
+
+        def loss_of(weights: Any) -> Any:
+            p, _ = self.stateless_call(weights, others, data[0])
+            return ops.mean(ops.square(data[1] - p))
+
+        gradients = jax.grad(loss_of)(weights)
+        gradients = [ops.clip(gradient, -0.01, 0.01) / 3 + gradient**2 for gradient in gradients]
+        weights, slots = apply(slots, gradients, weights)
+        return {"most": ops.max(data[1])}, (weights, others, slots, metrics)
+
+
+class OwnMaximum(keras.Sequential):
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return {"largest": ops.max(y_pred)}
+
+
+def clipped() -> Built:
+    model = ClippedStep([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01))
+    return model, Y
+
+
+def with_own_maximum() -> Built:
+    model = OwnMaximum([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model, Y
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (one_output(lambda y, p: 1 - f1(y, p)), "the loss lambda"),
+        (one_output("mse", [f1]), "the metric f1"),
+        (one_output(keras.losses.CosineSimilarity(axis=0)), "the loss cosine_similarity"),
+        (one_output("mse", [keras.metrics.PearsonCorrelation(axis=0)]), "the metric pearson_correlation"),
+        (one_output("mse", activity_regularizer=Sparse()), "the activity_regularizer of dense"),
+        (with_own_maximum, "the figure largest of compute_metrics"),
+        (clipped, "train_step of ClippedStep, the figure most of train_step"),
+    ],
+)
+def test_what_is_neither_is_named(
+    build: Callable[[], Built], names: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keras.utils.clear_session()
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model, y = build()
+    model.fit(X, y, batch_size=8, verbose=0)
+    assert f"computed per replica: {names}\n" in capfd.readouterr().err
+
+
+def test_weights_of_examples_take_part_in_the_trial(capfd: pytest.CaptureFixture[str]) -> None:
+    """Keras multiplies the one number of a loss by the mean weight of the batch: a product of two means."""
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model, _ = one_output(mean_of_squares)()
+    model.fit(X, Y, sample_weight=WEIGHTS, batch_size=8, verbose=0)
+    assert "computed per replica: the loss mean_of_squares\n" in capfd.readouterr().err
+
+
+@given(st.integers(0, 1000), st.sampled_from(GROWTHS), st.integers(1, 7))
+def test_the_growth_of_a_value_is_found(seed: int, growth: int, first: int) -> None:
+    """A value that grows with n as n ** growth times a mean over n examples."""
+    random = np.random.default_rng(seed)
+    rows = random.normal(1, 1, (8, 3))
+
+    def value(part: np.ndarray) -> np.ndarray:
+        mean: np.ndarray = part.mean(axis=0) * (len(part) / 8) ** growth
+        return mean
+
+    parts = [rows[:first], rows[first:]]
+    weights = [len(part) / 8 for part in parts]
+    assert measured_growth(value(rows), [value(part) for part in parts], weights, TOLERANCE) == growth
+    largest = [part.max(axis=0) for part in (rows, *parts)]
+    assert measured_growth(largest[0], largest[1:], weights, TOLERANCE) is None
