@@ -129,7 +129,7 @@ class Trial:
             self._step(kind)
         set_growths(self._model, self.growths)
 
-    # TriedRows.
+    # Rows.
 
     @property
     def _whole(self) -> TriedRows:
@@ -220,8 +220,7 @@ class Trial:
         layers = [
             one for one in layers_of(self._model) if _is_own(one) or one.activity_regularizer is not None
         ]
-        inner = [one for one in layers if one is not self._model]
-        if not (inner or _may_add_losses(self._model)):
+        if not layers:
             return
         attempts = self._tried([], lambda: [self._calls(layers, x) for x in self._inputs()])
         if not attempts:
@@ -600,10 +599,10 @@ def _largest(array: Array) -> float:
     return float(np.max(np.abs(array), where=np.isfinite(array), initial=0))
 
 
-def _is_own(part: Any) -> bool:
-    """Whether a part of a model is not one of Keras's, or wraps a module of PyTorch."""
-    kind = type(part)
-    return not kind.__module__.startswith("keras.") or kind.__name__ == "TorchModuleWrapper"
+def _is_own(layer: Any) -> bool:
+    """Whether a method of a layer is not one of Keras's, or it wraps a module of PyTorch."""
+    module = getattr(type(layer).call, "__module__", "")
+    return not module.startswith("keras.") or _may_add_losses(layer) or bool(modules_of(layer))
 
 
 def _may_add_losses(layer: Any) -> bool:
