@@ -107,7 +107,9 @@ def test_changes_are_undone_and_made_again_like_in_a_deep_copy(state: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "generator", [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)], ids=str
+    "generator",
+    [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)],
+    ids=["Python", "Generator", "RandomState"],
 )
 def test_generators_of_random_numbers_begin_again(generator: Any) -> None:
     graph = ObjectGraph([("root", SimpleNamespace(generator=generator))])
