@@ -257,6 +257,24 @@ def test_weights_of_examples_take_part_in_the_trial(capfd: pytest.CaptureFixture
     assert "computed per replica: the loss mean_of_squares\n" in capfd.readouterr().err
 
 
+def test_equal_rows_do_not_hide_a_comparison(capfd: pytest.CaptureFixture[str]) -> None:
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model, _ = one_output(lambda y, p: ops.max(ops.square(y - p)))()
+    rows = np.ones((8, 4), "float32")
+    model.fit(rows, rows[:, :1], batch_size=8, verbose=0)
+    assert "computed per replica: the loss lambda\n" in capfd.readouterr().err
+
+
+def test_modules_of_pytorch_that_use_a_batch_or_draw_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    from lockstep.keras.private.torch import normalizes_or_drops
+
+    modules = [torch.nn.BatchNorm2d(3), torch.nn.Dropout(0.1), torch.nn.Dropout1d(0.2)]
+    assert all(map(normalizes_or_drops, modules))
+    others = [torch.nn.BatchNorm1d(3).eval(), torch.nn.Dropout(0.0), torch.nn.Linear(2, 2)]
+    assert not any(map(normalizes_or_drops, others))
+
+
 @given(st.integers(0, 1000), st.sampled_from(GROWTHS), st.integers(1, 7))
 def test_the_growth_of_a_value_is_found(seed: int, growth: int, first: int) -> None:
     """A value that grows with n as n ** growth times a mean over n examples."""
