@@ -8,6 +8,7 @@ contains. So comparing them takes a look at each reference, and restoring them k
 import argparse
 import copy
 import importlib.util
+import inspect
 import random
 import site
 import struct
@@ -16,7 +17,7 @@ import sysconfig
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from operator import is_
 from typing import Any
@@ -389,6 +390,11 @@ class ObjectGraph:
             self.nodes[position].write(self.nodes[position].known)
         return changes
 
+    def make(self, changes: Changes) -> None:
+        """Make changes that were restored; the known contents stay."""
+        for position, contents in changes.contents.items():
+            self.nodes[position].write(contents)
+
     def adopt(self, changes: Changes) -> None:
         """Make changes that were restored, and take the contents as the known ones."""
         for position, contents in changes.contents.items():
@@ -403,6 +409,9 @@ class ObjectGraph:
         for node in self.nodes:
             if isinstance(node, _Array) and node.value.nbytes > _LARGE:
                 node.watched = node.watched and node.differs()
+                if not node.watched:
+                    # Not a copy, which would take the memory once more.
+                    node.known = node.value
 
     @contextmanager
     def with_value(self, key: Key, value: Any) -> Iterator[None]:
@@ -460,8 +469,13 @@ class ObjectGraph:
                 waiting.extend(reversed(list(node.children())))
 
 
-def graph_of(model: Any) -> ObjectGraph:
-    """Return the objects of a model whose attributes its steps may change."""
+def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
+    """Return the objects of a model whose attributes its steps may change.
+
+    Args:
+        model: built.
+        named: whether the objects count that its methods and functions name; see `named_objects`.
+    """
     optimizers = optimizers_of(model)
     inner = [getattr(one, "inner_optimizer", None) for one in optimizers]
     loss = getattr(model, "loss", None)
@@ -473,7 +487,64 @@ def graph_of(model: Any) -> ObjectGraph:
     roots += [(f"metric {metric.name!r}", metric) for metric in flat_metrics(model.metrics)]
     roots += [(f"optimizer {i}", one) for i, one in enumerate([*optimizers, *inner])]
     roots += [] if isinstance(loss, str) else [("the loss", loss)]
+    if named:
+        parts = [part for _, part in roots if part is not None]
+        inner = [one for part in parts for one in getattr(part, "__dict__", {}).values() if callable(one)]
+        roots += named_objects([*parts, *inner, *keras.tree.flatten(loss)])
     return ObjectGraph(roots)
+
+
+def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return the objects with attributes, and generators of random numbers, that functions name, as roots.
+
+    They are global variables, and variables of enclosing functions. Functions of the program that these
+    functions name also count.
+
+    Args:
+        parts: functions, and objects, of which the methods count.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    waiting = [function for part in parts for function in _functions_of(part)]
+    known: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in known:
+            continue
+        known.add(id(function))
+        for name, value in _named_by(function):
+            if isinstance(value, types.FunctionType):
+                waiting += [value] if _is_in_program(value.__module__) else []
+            elif _kind_of(value) in (_Generator, _Holder) and id(value) not in found:
+                found[id(value)] = f"the variable {name!r}", value
+                waiting += _functions_of(value)
+    return list(found.values())
+
+
+def _functions_of(part: Any) -> list[types.FunctionType]:
+    """Return a function, or the methods of the program's own classes of an object."""
+    part = inspect.unwrap(part) if callable(part) else part
+    if isinstance(part, types.MethodType):
+        part = part.__func__
+    if isinstance(part, types.FunctionType):
+        return [part]
+    members = [member for cls in type(part).__mro__ if _is_of_program(cls) for member in vars(cls).values()]
+    unwrapped = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
+    functions = [inspect.unwrap(one) if callable(one) else one for one in unwrapped]
+    return [one for one in functions if isinstance(one, types.FunctionType)]
+
+
+def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables, and variables of enclosing functions, that a function names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # It has no value yet.
+            yield name, cell.cell_contents
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
 
 
 def unchanged(model: Any) -> "Kept":
@@ -586,12 +657,20 @@ def _kind_of(value: Any) -> Callable[[str, Any], _Changeable] | None:
 @cache
 def _is_of_program(cls: Any) -> bool:
     """Whether a class is the program's own, and not of a library."""
-    module = sys.modules.get(cls.__module__)
-    if cls.__module__ in ("builtins", "lockstep") or cls.__module__.startswith("lockstep."):
+    return _is_in_program(cls.__module__)
+
+
+@cache
+def _is_in_program(name: str | None) -> bool:
+    """Whether a module is the program's own, and not of a library."""
+    if name is None or name in ("builtins", "lockstep") or name.startswith("lockstep."):
         return False
-    file = getattr(module, "__file__", None)
+    file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
-        return cls.__module__ == "__main__" or importlib.util.find_spec(cls.__module__) is None
+        try:
+            return name == "__main__" or importlib.util.find_spec(name) is None
+        except (ImportError, ValueError):
+            return True
     return not file.startswith(_LIBRARIES)
 
 

@@ -155,6 +155,24 @@ def random_numbers(seed: int, generator: Any = None) -> Iterator[None]:
         restore_states(before)
 
 
+@contextmanager
+def plain_random_numbers(seed: int) -> Iterator[None]:
+    """Within the block, Python, NumPy and PyTorch draw numbers derived from `seed`; restore their states.
+
+    Unlike `random_numbers`, this leaves the generators of Keras and TensorFlow, which a graph may contain.
+    """
+    torch = sys.modules.get("torch")
+    before = _python_state(), _numpy_state(), None if torch is None else torch.get_rng_state()
+    _set_plain_seeds(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        _set_numpy_state(before[1])
+        if torch is not None:
+            torch.set_rng_state(before[2])
+
+
 def _replica_generator(seed: int) -> Any:
     # The name keeps Keras from counting the generator.
     return keras.random.SeedGenerator(seed % 10**9, name="replica")
@@ -162,11 +180,15 @@ def _replica_generator(seed: int) -> Any:
 
 def _set_seeds(seed: int, generator: Any = None) -> None:
     """Set the states of `_seeded`."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _set_plain_seeds(seed)
     set_global_generator(_replica_generator(seed) if generator is None else generator)
     if TENSORFLOW_CONTEXT in sys.modules:
         set_tensorflow_random_state(seed, random.Random(seed))
+
+
+def _set_plain_seeds(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(seed % 2**64)
 

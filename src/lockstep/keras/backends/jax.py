@@ -33,6 +33,7 @@ from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
 from lockstep.keras.backends.packing import Packings, is_packable
+from lockstep.keras.backends.traces import Traces
 from lockstep.keras.private.common import stored_value, trained_by
 from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
@@ -246,6 +247,7 @@ class JaxProgram(JaxState):
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._finish = jax.jit(self._metrics_added) if compiled else self._metrics_added
         self._form = StepForm()
+        self._traces = Traces(model, kind)
         self.varies = not compiled
         self._packings = Packings()
         self._log_template: LogTemplate | None = None
@@ -344,7 +346,8 @@ class JaxProgram(JaxState):
         self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
         self.traced += 1
-        partial, outputs = self._traced_compute(state, data, replica, weight, earlier)
+        with self._traces.trace(lambda: self._form.is_last(len(earlier))):
+            partial, outputs = self._traced_compute(state, data, replica, weight, earlier)
         fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if is_packable(n, a)}
         packing = self._packings.learn(len(earlier), fixed)
         # Without the barrier, XLA joins the packing with the operations before it, which takes longer.

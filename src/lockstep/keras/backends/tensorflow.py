@@ -65,6 +65,7 @@ from lockstep.keras.backends.tf_graphs import (
     traces,
     with_custom_gradient,
 )
+from lockstep.keras.backends.traces import Traces
 from lockstep.keras.nests import structure_of
 from lockstep.keras.private.common import layers_of, stored_value
 from lockstep.keras.private.tensorflow import (
@@ -295,6 +296,7 @@ class TensorFlowProgram(VariableState):
         # Of graphs, which are traced again where they turn out to use the new weights.
         self._rounds = RoundCount()
         self._form = StepForm()
+        self._traces = Traces(model, kind)
         self._global_updates: dict[int, GlobalUpdate] = {}
         self._trace = RoundTrace()
         self._summarizes = tf.Variable(False, trainable=False)
@@ -493,10 +495,15 @@ class TensorFlowProgram(VariableState):
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
         stateless = tf_random_ops.stateless(step)
-        inner = traced(stateless, self._jit, weight, earlier, *specs)
+
+        def trace() -> Any:
+            with self._traces.trace(lambda: self.is_last(number)):
+                return traced(stateless, self._jit, weight, earlier, *specs)
+
+        inner = trace()
         if not self._rounds.ends_early(number) and self._trace.uses_update(inner.graph):
             self._rounds.add_after(number)
-            inner = traced(stateless, self._jit, weight, earlier, *specs)
+            inner = trace()
         tf_random_ops.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.operations.earlier)
         variables = self._classified(number, assigned(inner.graph, may_summarize=True))

@@ -26,6 +26,7 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.backends.growth import forget_growths
+from lockstep.keras.backends.traces import seed_traces
 from lockstep.keras.call_turns import CallTurns, key_of
 from lockstep.keras.fit.callbacks import (
     chief_files,
@@ -363,6 +364,7 @@ class ModelMethods:
         if self._scopes or self._adopts_all:
             self._adopted.add(model)
             self._note_subject(model)
+            seed_traces(model, self._subjects[model])
             self._snapshots.adopt(model)
             self._entered[model], options = self._scopes[-1] if self._scopes else (nullcontext, None)
             self._served.pop(model, None)

@@ -142,9 +142,13 @@ KERAS_HOLDERS: tuple[type, ...] = (
 CHANGED_PLACES = "_lockstep_changed_places"
 """An attribute of models of Lockstep's own, set past Keras's tracking of attributes."""
 
+TRACE_SEED = "_lockstep_trace_seed"
+"""Another one."""
+
 OWN_ATTRIBUTES: frozenset[str] = frozenset(
     {
         CHANGED_PLACES,
+        TRACE_SEED,
         # Of layers, models, metrics, losses and optimizers: variables, parts, settings, and what calls cache.
         "_allow_non_tensor_positional_args",
         "_auto_config",
