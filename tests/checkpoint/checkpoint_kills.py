@@ -138,7 +138,7 @@ def anywhere(folder: Path) -> int:
         child = fork(lambda where=where: write_forever(where, large))
         state = where / ".step-000000000004.writing"
         last = time.monotonic() + PATIENCE
-        while not any(on_disk(file) >= blocks for file in state.glob("*")):
+        while not any(on_disk(file) >= blocks for file in files_in(state)):
             assert time.monotonic() < last
         os.kill(child, signal.SIGKILL)
         count += killed(child)
@@ -171,6 +171,14 @@ def write_forever(folder: Path, contents: Contents) -> None:
     """Write until killed."""
     while True:
         Store(folder, keep=2).write(contents)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder; none if it no longer exists."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def on_disk(file: Path) -> int:

@@ -30,7 +30,7 @@ def test_the_notebook_shows_equal_digests(tmp_path: Path, monkeypatch: pytest.Mo
     place = tmp_path / "place"
     place.mkdir()
     notebook = nbformat.read(shutil.copy(NOTEBOOK, place), as_version=4)
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(place)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(place)}}).execute()
     output = "\n".join(map(shown, notebook.cells))
     assert "'index': 0" in output
     assert "the loss falls: True" in output

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def test_a_package_may_lie_elsewhere_on_the_host_of_the_worker(
     for name in names:
         del sys.modules[name]
     (there / "moved_package.py").rename(here / "moved_package.py")
-    there.rmdir()
+    shutil.rmtree(there)
     monkeypatch.setattr(sys, "path", ["the folder of the job", str(here), *usual])
     try:
         assert [unpack(call)() for call in calls] == [

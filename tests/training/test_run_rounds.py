@@ -26,7 +26,7 @@ REPLICAS = 3
 def together(act: Callable[[int, RunRounds], Any]) -> list[Any]:
     """Run `act` on two workers, of which the first owns replicas 0 and 1; return their results or errors."""
     view = place(REPLICAS, (0, 1))
-    hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=20.0))
+    hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
     contexts = [JobContext(worker, 0, 1, Bus(SystemClock(), worker)) for worker in (0, 1)]
     jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from lockstep.checkpoint.values import pack
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import ModelError
+from lockstep.keras.backends.common import without_summaries
 from lockstep.keras.backends.contract import Partial
 from lockstep.keras.private.common import CHANGED_PLACES
 from lockstep.keras.python_state import (
@@ -96,7 +97,7 @@ class PythonOfReplicas:
         tested = self._due[:_TESTS] if first_round else []
         others = {key: self._disturbed(run, rows, key) for key in tested}
         twice = replica == 0 and self._steps <= _TRIED_STEPS and first_round and self._repeats()
-        before = self._once(run, rows) if twice else None
+        before = self._again(run, rows) if twice else None
         partial, changes = self._once(run, rows)
         self._changes = self._by_replica[replica] = changes
         if before is not None and (differing := self._differing(before, (partial, changes))):
@@ -168,6 +169,10 @@ class PythonOfReplicas:
             changes = self._graph.restore()
         return partial, changes
 
+    def _again(self, run: Callable[[int], Partial], rows: int) -> tuple[Partial, Changes]:
+        with without_summaries():
+            return self._once(run, rows)
+
     def _disturbed(
         self, run: Callable[[int], Partial], rows: int, key: Key
     ) -> tuple[Partial, Changes] | None:
@@ -177,7 +182,7 @@ class PythonOfReplicas:
             return None
         try:
             with self._graph.with_value(key, value):
-                return self._once(run, rows)
+                return self._again(run, rows)
         except Exception:
             return None
 
@@ -199,7 +204,7 @@ class PythonOfReplicas:
     def _refuse_counts(self, run: Callable[[int], Partial], rows: int, changes: Changes, what: str) -> None:
         """Raise ModelError if changes depend on the number of a replica's examples."""
         try:
-            _, fewer = self._once(run, rows - 1)
+            _, fewer = self._again(run, rows - 1)
         except Exception:
             return
         if differing := sorted(set(self._texts(changes)) - set(self._texts(fewer))):

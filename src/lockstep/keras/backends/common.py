@@ -5,7 +5,7 @@ step creates them, which also works for models that cannot be called because the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,6 +17,15 @@ from lockstep.keras.backends.contract import Kind
 from lockstep.keras.private.common import build_symbolically, layers_of
 from lockstep.keras.variables import optimizers_of
 from lockstep.worker.script import program_line
+
+
+def without_summaries() -> AbstractContextManager[None]:
+    """Within the block, a part of the program is only tried: `tf.summary` writes nothing."""
+    if keras.backend.backend() != "tensorflow":
+        return nullcontext()
+    from lockstep.keras.private.tensorflow import summaries_recorded_if
+
+    return summaries_recorded_if(lambda: False)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import Share
-from lockstep.keras.backends.common import has_own, replaced
+from lockstep.keras.backends.common import has_own, replaced, without_summaries
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.backends.growth import (
     HALF_TOLERANCE,
@@ -458,7 +458,12 @@ class Trial:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        with random_numbers(0), equal_draws(), constant_statistics(self._model):
+        with (
+            random_numbers(0),
+            equal_draws(),
+            constant_statistics(self._model),
+            without_summaries(),
+        ):
             yield
 
     def _each(self, compute: Callable[[TriedRows], Result]) -> list[Result]:

@@ -215,11 +215,17 @@ def global_seed() -> int | None:
 def summaries_recorded_if(condition: Callable[[], Any]) -> Iterator[None]:
     """Within the block, `tf.summary` writes only where `condition()` is also true, a bool or a tensor.
 
-    It is called for each summary that the program writes, in the graph that is being built, if any.
+    It is called for each summary that the program writes, in the graph that is being built, if any, but not
+    if the condition of a block around this one is False.
     """
     state = summary_ops_v2._summary_state
     before = state.is_recording_distribution_strategy
-    state.is_recording_distribution_strategy = condition
+
+    def both() -> Any:
+        outer = before() if callable(before) else before
+        return condition() if outer is True else outer
+
+    state.is_recording_distribution_strategy = both
     try:
         yield
     finally:
