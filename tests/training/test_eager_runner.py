@@ -415,3 +415,56 @@ def test_a_sum_can_be_used_and_reset_within_a_function(strategy: lockstep.Strate
     found = strategy.run(begin_again, args=(batch,))
     assert [float(variable.value) for variable in mean.variables] == [66, 6]
     assert [float(value) for value in found.values] == [106, 0, 0]
+
+
+GENERATOR = np.random.default_rng(2)
+
+
+class Counting:
+    """A loop of the program, with state in Python."""
+
+    def __init__(self) -> None:
+        self.layer = keras.layers.Dense(1)
+        self.layer.calls = 0
+        self.steps, self.seen, self.last = 0, [], None
+        self.generator = np.random.default_rng(4)
+
+    def step(self, x: Any) -> Any:
+        self.layer(x)
+        self.steps += 1
+        self.seen.append(self.steps)
+        self.layer.calls += 1
+        self.last = float(ops.sum(x))
+        return self.steps + self.generator.uniform() + GENERATOR.uniform() + np.random.uniform()
+
+    def count_rows(self, x: Any) -> Any:
+        self.seen.append(float(ops.sum(x)))
+
+    def keep_highest(self, x: Any) -> Any:
+        self.last = max(self.last or 0.0, float(ops.max(x)))
+        return self.last
+
+
+def test_replicas_change_python_attributes_once(strategy: lockstep.Strategy, batch: Any) -> None:
+    loop, own, outside = Counting(), np.random.default_rng(4), GENERATOR.bit_generator.state
+    for count in (1, 2, 3):
+        found = strategy.run(loop.step, args=(batch,))
+        assert (loop.steps, loop.layer.calls, loop.seen) == (count, count, list(range(1, count + 1)))
+        numbers = {int(value) for value in found.values}
+        assert len(numbers) == 1
+        assert own.uniform() > 0
+        assert loop.generator.bit_generator.state == own.bit_generator.state
+    now, GENERATOR.bit_generator.state = GENERATOR.bit_generator.state, outside
+    GENERATOR.uniform(size=3)
+    assert now == GENERATOR.bit_generator.state
+
+
+def test_replicas_leave_equal_values_in_python(strategy: lockstep.Strategy, batch: Any) -> None:
+    loop = Counting()
+    with pytest.raises(ModelError, match=r"Counting\.seen = list\(22\.0\)") as caught:
+        strategy.run(loop.count_rows, args=(batch,))
+    assert "leave equal values in Python attributes" in str(caught.value)
+    assert loop.seen == []
+    strategy.run(loop.keep_highest, args=(batch,))
+    with pytest.raises(ModelError, match=r"the step reads Counting\.last, and replicas have left different"):
+        strategy.run(loop.keep_highest, args=(batch,))

@@ -25,7 +25,7 @@ def new_model() -> Any:
 
 def take(model: Any, step: Step, rows: list[int], steps: int = 3) -> Iterator[list[str]]:
     """Take steps with so many rows for each replica on one worker; yield the forms of the replicas."""
-    python = PythonOfReplicas(model, np.asarray, trains=True)
+    python = PythonOfReplicas.of_model(model, np.asarray, trains=True)
     for _ in range(steps):
         python.begin()
         forms = []

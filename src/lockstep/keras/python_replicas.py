@@ -21,11 +21,14 @@ from lockstep.keras.backends.contract import Partial
 from lockstep.keras.private.common import CHANGED_PLACES
 from lockstep.keras.python_state import (
     Changes,
+    Kept,
     Key,
+    ObjectGraph,
     decoded,
     disturbed,
     encoded,
     graph_of,
+    graph_of_function,
     text_of,
 )
 
@@ -45,17 +48,25 @@ _REMEDY = (
 
 
 class PythonOfReplicas:
-    """The Python state of the steps of one model, in one program.
+    """The Python state of the steps of one model, in one program, or of a function of `strategy.run`.
 
     Args:
-        model: of the program.
+        graph: the objects whose attributes count.
+        places: gets the places that change, and whether a step has changed them.
         to_numpy: returns an array of the backend as NumPy sees it.
         trains: whether the program trains; otherwise, nothing is computed twice.
     """
 
-    def __init__(self, model: Any, to_numpy: Callable[[Any], npt.NDArray[Any]], *, trains: bool) -> None:
-        self._model = model
-        self._graph = graph_of(model)
+    def __init__(
+        self,
+        graph: ObjectGraph,
+        places: dict[tuple[str, str], bool],
+        to_numpy: Callable[[Any], npt.NDArray[Any]],
+        *,
+        trains: bool,
+    ) -> None:
+        self._graph = graph
+        self._places = places
         self._to_numpy = to_numpy
         self._trains = trains
         self._steps = 0
@@ -68,10 +79,22 @@ class PythonOfReplicas:
         self._by_replica: dict[int, Changes] = {}
         self._began: list[str] = []
 
+    @classmethod
+    def of_model(
+        cls, model: Any, to_numpy: Callable[[Any], npt.NDArray[Any]], *, trains: bool
+    ) -> "PythonOfReplicas":
+        """Return that of the steps of a model."""
+        return cls(graph_of(model), _places(model), to_numpy, trains=trains)
+
+    @classmethod
+    def of_function(cls, function: Any, to_numpy: Callable[[Any], npt.NDArray[Any]]) -> "PythonOfReplicas":
+        """Return that of a function of `strategy.run`."""
+        return cls(graph_of_function(function), {}, to_numpy, trains=False)
+
     def begin(self) -> None:
         """Begin a step: what the program has changed since the last one is known."""
         for place in self._graph.refresh().places():
-            _places(self._model).setdefault(place, False)
+            self._places.setdefault(place, False)
         self._steps += 1
         self._due += sorted(self._new)
         self._new.clear()
@@ -120,6 +143,11 @@ class PythonOfReplicas:
         """Return what the last computation has changed, which must be equal for all replicas."""
         return "; ".join([*self._began, *self._texts(self._changes)])
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the last computation has changed what later ones may read."""
+        return bool(self._changes.texts(without=self._outputs))
+
     def end(self) -> None:
         """End a step: make the changes of its replicas once."""
         for key in self._new:
@@ -127,13 +155,17 @@ class PythonOfReplicas:
             self._divided.update([key] if len(values) > 1 else ())
         self._graph.adopt(self._changes)
         for place in self._changes.places(without=self._untold):
-            _places(self._model)[place] = True
+            self._places[place] = True
         if self._steps == _TRIED_STEPS:
             self._graph.stop_watching()
         self._changes = Changes(self._graph, {}, {})
 
+    def unchanged(self) -> Kept:
+        """Return a context in which nothing lasts that changes Python attributes."""
+        return Kept(self._graph)
+
     def undo(self) -> None:
-        """End a step that changes nothing, such as one that predicts."""
+        """End a step, or an attempt to compute a replica, that changes nothing, such as one that predicts."""
         self._graph.restore()
         self._changes = Changes(self._graph, {}, {})
 

@@ -7,6 +7,7 @@ contains. So comparing them takes a look at each reference, and restoring them k
 
 import argparse
 import copy
+import functools
 import importlib.util
 import inspect
 import random
@@ -308,7 +309,9 @@ class Changes:
             if isinstance(self._graph.nodes[position], _Holder):
                 before = self.before[position]
                 for name in sorted({**before, **after}):
-                    if not _same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
+                    if not _is_symbolic(after.get(name)) and not _same(
+                        before.get(name, _ABSENT), after.get(name, _ABSENT)
+                    ):
                         yield position, name, after.get(name, _ABSENT)
 
     def value(self, key: Key) -> Any:
@@ -491,6 +494,25 @@ def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
         parts = [part for _, part in roots if part is not None]
         inner = [one for part in parts for one in getattr(part, "__dict__", {}).values() if callable(one)]
         roots += named_objects([*parts, *inner, *keras.tree.flatten(loss)])
+    return ObjectGraph(roots)
+
+
+def graph_of_function(function: Any) -> ObjectGraph:
+    """Return the objects that a function names (see `named_objects`), also the layers and metrics of models.
+
+    A method also names its object.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    roots = [] if owner is None or _kind_of(owner) is not _Holder else [(type(owner).__name__, owner)]
+    roots += named_objects([function, *(one for _, one in roots)])
+    known = ObjectGraph(roots)
+    held = [node.value for node in known.nodes if isinstance(node.value, keras.layers.Layer)]
+    layers = {id(layer): layer for one in held for layer in layers_of(one)}
+    metrics = [metric for layer in layers.values() for metric in flat_metrics(getattr(layer, "metrics", ()))]
+    roots += [(f"layer {layer.path or layer.name!r}", layer) for layer in layers.values()]
+    roots += [(f"metric {metric.name!r}", metric) for metric in metrics]
     return ObjectGraph(roots)
 
 
@@ -678,7 +700,15 @@ def _is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return not isinstance(value, torch.nn.Parameter)
-    return not isinstance(value, keras.Variable | keras.KerasTensor) and bool(keras.ops.is_tensor(value))
+    if isinstance(value, keras.Variable | keras.KerasTensor) or _is_symbolic(value):
+        return False
+    return bool(keras.ops.is_tensor(value))
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether a value belongs to a function that JAX traces: nothing can use it after the trace."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)
 
 
 def _same(one: Any, other: Any) -> bool:

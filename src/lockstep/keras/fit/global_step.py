@@ -86,7 +86,7 @@ class GlobalStep:
         self._context = context
         self._program = backend.program(model, kind)
         self._programs: dict[str, Program] = {}
-        self._python = PythonOfReplicas(model, backend.to_numpy, trains=kind == "train")
+        self._python = PythonOfReplicas.of_model(model, backend.to_numpy, trains=kind == "train")
         self._describe = variable_names(model)
         self._verifications = verifications_of(job)
         self._synchronization: Synchronization = VerifiedReduce(

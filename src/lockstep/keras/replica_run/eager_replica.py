@@ -18,6 +18,7 @@ from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, Unknown
 from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
 from lockstep.keras.private.common import KERAS_SEED, stored_value
+from lockstep.keras.python_replicas import PythonOfReplicas
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
 from lockstep.keras.seeds import key_of_replica, seed_of_replica
 from lockstep.keras.synchronization import SCALAR
@@ -183,12 +184,14 @@ class FunctionProfile:
         rounds: that it takes.
         prepared: the metrics and seeds that it assigns.
         completed: whether it has run to its end before.
+        python: the attributes that it changes.
     """
 
     function: Any
     rounds: RoundCount = field(default_factory=RoundCount)
     prepared: list[Any] = field(default_factory=list)
     completed: bool = False
+    python: PythonOfReplicas | None = None
 
 
 @dataclass
@@ -264,6 +267,8 @@ class ReplicaComputation:
         while True:
             if (computed := self._attempt(this, earlier, replica)) is not None:
                 return computed
+            if this.profile.python is not None:
+                this.profile.python.undo()
 
     def _attempt(self, this: EagerExecution, earlier: Sequence[Total], replica: int) -> dict[str, Any] | None:
         """Return a replica's partial; None if the profile has changed and the replica must compute again."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from lockstep.keras import assignments
 from lockstep.keras.backends.adapter import adapter
-from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.contract import Partial, Total
 from lockstep.keras.backends.state_changes import holds_new_value
 from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import (
@@ -31,6 +31,7 @@ from lockstep.keras.per_replica import (
     refuse_lost_value,
 )
 from lockstep.keras.private.common import stored_value
+from lockstep.keras.python_replicas import PythonOfReplicas
 from lockstep.keras.replica_run.eager_replica import (
     EagerExecution,
     FunctionProfile,
@@ -47,6 +48,8 @@ from lockstep.keras.worker_exchange import state_facts
 from lockstep.worker.job import Job
 
 _MAX_PROFILES = 32
+_RESULT = "result/"
+"""The prefix of names of a function's results, where a computation of a replica is compared with another."""
 
 
 class EagerRunner:
@@ -77,18 +80,42 @@ class EagerRunner:
         # All workers draw the same number: a process that resumes or joins has restored the random states.
         seed = random.getrandbits(64)
         this = EagerExecution(self._profile(function), arguments, seed, _sources(arguments))
+        python = this.profile.python
+        assert python is not None
+        python.begin()
         totals: list[Total] = []
         while not totals or not this.profile.rounds.is_last(len(totals) - 1):
             # The reduce of this round reuses the memory of the last total.
             totals[-1:] = [{key: array.copy() for key, array in total.items()} for total in totals[-1:]]
             what = f"strategy.run of {name}"
-            compute = partial(self._replica.compute, this, totals)
-            last = self._rounds.round(what, compute, this.inputs, seed)
+            compute = partial(self._computed, this, totals, what)
+            form = partial(self._form, this, len(totals))
+            last = self._rounds.round(what, compute, this.inputs, seed, form=form)
             totals.append(self._rounds.total(last))
         self._apply(this, totals)
         returned = self._returned(this, last, totals[-1])
+        python.end()
         self._compare(this, what)
         return returned
+
+    def _computed(self, this: EagerExecution, earlier: Sequence[Total], what: str, replica: int) -> Partial:
+        """Return a replica's partial; it leaves Python attributes unchanged."""
+        python = this.profile.python
+        assert python is not None
+
+        def run(_: int) -> Partial:
+            partial = self._replica.compute(this, earlier, replica)
+            leaves = this.outputs.get(replica, ())
+            results = {f"{_RESULT}{i}": leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+            return {**partial, **results}
+
+        computed = python.compute(run, replica, 0, what, first_round=not earlier)
+        return {name: array for name, array in computed.items() if not name.startswith(_RESULT)}
+
+    @staticmethod
+    def _form(this: EagerExecution, number: int) -> str:
+        python = this.profile.python
+        return python.form() if python is not None and this.profile.rounds.is_last(number) else ""
 
     def reduce(self, op: Op, value: Any, axis: Axis) -> Any:
         """Return the sum or the mean over the replicas of each leaf."""
@@ -131,7 +158,9 @@ class EagerRunner:
     def _profile(self, function: Any) -> FunctionProfile:
         """Return the profile of a function object; two functions with the same code have two profiles."""
         key = (id(getattr(function, "__self__", None)), id(getattr(function, "__func__", function)))
-        found = self._profiles.pop(key, None) or FunctionProfile(function)
+        found = self._profiles.pop(key, None) or FunctionProfile(
+            function, python=PythonOfReplicas.of_function(function, self._backend.to_numpy)
+        )
         self._profiles[key] = found
         if len(self._profiles) > _MAX_PROFILES:
             self._profiles.popitem(last=False)
@@ -183,14 +212,17 @@ class EagerRunner:
 
     def _recomputation(self, this: EagerExecution) -> Callable[[int], Sequence[Any]]:
         """Return what computes replicas of a `strategy.run` again, until any variable is assigned."""
-        count = assignments.count()
+        count, python = assignments.count(), this.profile.python
+        assert python is not None
+        changes = python.has_changed
 
         def recompute(replica: int) -> Sequence[Any]:
             nonlocal count
-            if assignments.count() != count:
+            if assignments.count() != count or changes:
                 refuse_lost_value(replica)
             if replica not in this.outputs:
-                self._replica.compute(this, (), replica)
+                with python.unchanged():
+                    self._replica.compute(this, (), replica)
                 count = assignments.count()
             return this.outputs[replica]
 

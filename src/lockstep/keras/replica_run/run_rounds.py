@@ -28,7 +28,10 @@ from lockstep.worker.job import Job
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
 
-_ADVICE = "the function passed to strategy.run must take the same path on all replicas"
+_ADVICE = (
+    "the function passed to strategy.run must take the same path on all replicas, and leave equal values in "
+    "Python attributes: return what depends on a replica's examples, or keep it in a metric or a variable"
+)
 
 
 class RunRounds:
@@ -78,6 +81,7 @@ class RunRounds:
         inputs: Sequence[Values] = (),
         seed: int = 0,
         like: Mapping[str, Array] | None = None,
+        form: Callable[[], str] | None = None,
     ) -> Round:
         """Return a round of a `strategy.run`.
 
@@ -87,12 +91,14 @@ class RunRounds:
             inputs: the inputs of the replicas.
             seed: 64 bits that determine the random numbers that no variable determines.
             like: a partial; None if its shapes are unknown.
+            form: returns what the last computation of a replica has done besides its arrays.
         """
 
         def check(names: Sequence[str]) -> bytes:
             """Return a hash of the inputs and of the names of the results."""
             drawn = struct.pack("<Q", seed % 2**64)
-            parts = (drawn, ",".join(names).encode(), *(values.check() for values in inputs))
+            done = b"" if form is None else form().encode()
+            parts = (drawn, ",".join(names).encode(), done, *(values.check() for values in inputs))
             return xxhash.xxh3_128_digest(b"".join(parts))
 
         layout = None if like is None else PartialLayout.of(like)
@@ -109,6 +115,7 @@ class RunRounds:
             settle=settle,
             inputs=read,
             anywhere=anywhere,
+            form=form,
             counts=lambda replica: not is_empty(inputs, replica),
         )
 
