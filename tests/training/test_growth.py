@@ -149,13 +149,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
 }
 
 
-QUICK = {
-    "a sum and a mean",
-    "metrics",
-    "a sum that a layer adds",
-    "a regularizer of means",
-    "a step's own sum",
-}
+QUICK = {"a sum and a mean", "a regularizer of means", "a step's own sum"}
 
 
 def results(build: Callable[[], Built], scope: Any, fit: Any, evaluate: Any) -> list[float]:
@@ -227,6 +221,7 @@ def with_own_maximum() -> Built:
     return model, Y
 
 
+@pytest.mark.ci("cosine", "correlation", "maximum")
 @pytest.mark.parametrize(
     ("build", "names"),
     [
@@ -238,6 +233,7 @@ def with_own_maximum() -> Built:
         (with_own_maximum, "the figure largest of compute_metrics"),
         (clipped, "train_step of ClippedStep, the figure most of train_step"),
     ],
+    ids=["f1 loss", "f1", "cosine", "correlation", "sparse", "maximum", "clipped"],
 )
 def test_what_is_neither_is_named(
     build: Callable[[], Built], names: str, capfd: pytest.CaptureFixture[str]

@@ -39,6 +39,7 @@ class Tuner(Base):
     pass
 
 
+@pytest.mark.ci
 def test_a_tuner_is_made_by_one_worker_at_a_time_and_searches_with_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
