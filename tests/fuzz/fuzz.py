@@ -8,7 +8,8 @@ or raises the same error; a custom loop runs under `tf.distribute` instead, or o
 `fuzz_oracle.py` compares
 
 * SHA-256 digests of weights, optimizers, metrics, histories and predictions: equal on all workers for all W;
-* the values themselves, where replicas compute the same as one process (`fuzz_rules.inexact`).
+* the values themselves: if they differ by more than rounding, a note must name the part of the program that
+  is computed per replica (`fuzz_rules.inexact` has the other differences that are documented).
 
 A refusal by name, the same for all W, is correct. Any other difference is a fault: the fuzzer drops features
 of the program while the fault remains, and prints the smallest program. `--show` prints programs without
@@ -77,20 +78,18 @@ class Bench:
             (place / kind).mkdir()
         for seed, spec in specs.items():
             (place / "lockstep" / f"{seed:07}.py").write_text(text(spec, self.backend))
-        exact = {seed: spec for seed, spec in specs.items() if inexact(spec, self.backend) is None}
         with concurrent.futures.ThreadPoolExecutor(self.processes) as pool:
-            first = pool.submit(self._plain, place, exact)
+            first = pool.submit(self._plain, place, specs)
             # The other workers find the code that one has compiled.
             jobs = {w: pool.submit(self._job, place, w, list(specs)) for w in self.workers}
             plain, runs = first.result(), {w: jobs[w].result() for w in self.workers}
-        # For the other programs, only the errors of plain Keras count, not its values.
-        raised = {seed for seed, line in runs[1][0].items() if "error" in line} - exact.keys()
-        plain |= self._plain(place, {seed: specs[seed] for seed in sorted(raised)})
         verdicts = {}
         for seed in specs:
             lines = {f"W = {w}": [runs[w][worker].get(seed) for worker in range(w)] for w in self.workers}
             saved = [place / f"saved-{kind}" / f"{seed:07}.npz" for kind in ("lockstep", "plain")]
-            arrays = (saved[0], saved[1]) if seed in exact and all(map(Path.exists, saved)) else None
+            # Of other programs, only the errors of plain Keras count, not its values.
+            exact = inexact(specs[seed], self.backend) is None
+            arrays = (saved[0], saved[1]) if exact and all(map(Path.exists, saved)) else None
             verdicts[seed] = judge(lines, plain.get(seed), arrays, tolerance(specs[seed]))
         shutil.rmtree(place)
         return verdicts
@@ -173,7 +172,7 @@ def shrink(bench: Bench, spec: Spec, kind: str) -> tuple[Spec, Verdict]:
 def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collections.Counter[str]:
     """Run the programs of seeds and print each fault; return the number of verdicts of each kind."""
     counts: collections.Counter[str] = collections.Counter()
-    messages: collections.Counter[str] = collections.Counter()
+    messages: dict[str, list[int]] = {}
     specs = {seed: settled(draw(seed), bench.backend) for seed in seeds}
     for start in range(0, len(seeds), CHUNK):
         begun, before = time.monotonic(), _processors()
@@ -184,19 +183,17 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
             if not again.is_fault:
                 verdicts[seed] = Verdict("follows", verdicts[seed].says)
         counts.update(verdict.kind for verdict in verdicts.values())
-        messages.update(
-            f"{verdict.kind}: {verdict.says[:160]}"
-            for verdict in verdicts.values()
-            if verdict.kind in QUOTED and verdict.says
-        )
+        for seed, verdict in verdicts.items():
+            if verdict.kind in QUOTED and verdict.says:
+                messages.setdefault(f"{verdict.kind}: {verdict.says[:160]}", []).append(seed)
         seconds, used = time.monotonic() - begun, _processors() - before
         found = f"{bench.backend} seeds {min(verdicts)} to {max(verdicts)}: {dict(counts)}"
         print(f"{found}, {seconds:.0f} s, {used:.0f} s of processors", flush=True)
         for seed, verdict in verdicts.items():
             if verdict.is_fault:
                 report(bench, seed, specs[seed], verdict, shrinks=shrinks)
-    for message, number in messages.most_common():
-        print(f"{number:5} {message}", flush=True)
+    for message, found_by in sorted(messages.items(), key=lambda item: -len(item[1])):
+        print(f"{len(found_by):5} {message} (seed {found_by[0]})", flush=True)
     return counts
 
 
@@ -206,7 +203,7 @@ def _processors() -> float:
     return used.ru_utime + used.ru_stime
 
 
-QUOTED = ("same", "refused", "invalid", "follows")
+QUOTED = ("same", "true", "named", "refused", "invalid", "follows")
 
 
 def report(bench: Bench, seed: int, spec: Spec, verdict: Verdict, *, shrinks: bool) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 Line = Mapping[str, Any]
-"""A worker's line on a program: {"found": digests by name}, {"refused": ...} or {"error": ...}."""
+"""A worker's line on a program: {"found": digests by name}, {"refused": ...} or {"error": ...}.
+
+That of the chief also has "named", the parts of the program which notes name as computed per replica.
+"""
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,11 @@ class Verdict:
     """The verdict on a program.
 
     Attributes:
-        kind: "same" (equal bits for every W), "true" (also equal to plain Keras), "refused" by name,
+        kind: "same" (equal bits for every W), "true" (also equal to plain Keras), "named" (plain Keras
+            computes other values, and a note names why), "refused" by name,
             "invalid" (Keras fails too), "follows" (a fault that the program does not have alone), or a fault:
             "lost" (a worker printed no line), "differs" (for another W), "wrong" (plain Keras computes other
-            values), "fails" (not by name).
+            values, and no note says so), "fails" (not by name).
         says: the difference or the message.
     """
 
@@ -54,11 +58,15 @@ def judge(
         # Messages of Keras may name shapes, which depend on the replica.
         assert plain is not None
         return Verdict("invalid", f"{plain['error']}: {plain['says']}")
+    notes = {run: each[0]["named"] for run, each in runs.items() if each[0] and "named" in each[0]}
+    if len(set(notes.values())) > 1:
+        return Verdict("differs", f"notes: {notes}")
+    named = next(iter(notes.values()), "")
+    lines = [(where, {key: line[key] for key in line if key != "named"}) for where, line in lines if line]
     where, first = lines[0]
     for other, line in lines[1:]:
         if line != first:
             return Verdict("differs", f"{where}: {_brief(first, line)}; {other}: {_brief(line, first)}")
-    assert first is not None
     if "refused" in first:
         return Verdict("refused", f"{first['refused']}: {first['says']}")
     if "error" in first:
@@ -68,7 +76,9 @@ def judge(
     if arrays is None:
         return Verdict("same")
     wrong = _distance(np.load(arrays[0]), np.load(arrays[1]), tolerance)
-    return Verdict("wrong", wrong) if wrong else Verdict("true")
+    if wrong:
+        return Verdict("named", named) if named else Verdict("wrong", wrong)
+    return Verdict("true", f"named in vain: {named}" if named else "")
 
 
 def _brief(line: Line | None, other: Line | None) -> str:

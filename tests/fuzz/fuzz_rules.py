@@ -1,8 +1,11 @@
-"""The programs that are valid on a backend, and those that plain Keras computes alike."""
+"""The programs that are valid on a backend, and those that may differ from plain Keras without a note."""
 
 from dataclasses import replace
 
 from fuzz_specs import Call, Loop, Output, Spec, Training
+
+OWN_LOSS = ("sum", "mean", "scaled")
+"""Steps that compute a loss of their own."""
 
 
 def settled(spec: Spec, backend: str) -> Spec:
@@ -11,7 +14,10 @@ def settled(spec: Spec, backend: str) -> Spec:
 
 
 def inexact(spec: Spec, backend: str) -> str | None:
-    """Return why one process may compute other values than replicas; None if they agree up to rounding."""
+    """Return why one process may compute other values, although no note names a part of the program.
+
+    None if the values agree up to rounding, or a note says what replicas compute separately.
+    """
     return _inexact_loop(spec, backend) if isinstance(spec, Loop) else _inexact_training(spec, backend)
 
 
@@ -32,11 +38,18 @@ def _settled_training(spec: Training, backend: str) -> Training:
         spec = replace(spec, inputs=1)
     if sequences:
         spec = replace(spec, back=(), outputs=spec.outputs[:1])
-    if spec.style in ("sequential", "lazy") and (spec.inputs > 1 or len(spec.outputs) > 1 or spec.step):
-        spec = replace(spec, style="functional")
     if backend == "torch":
         spec = replace(spec, compiling=tuple(o for o in spec.compiling if "run_eagerly" in o))
-    if backend == "jax" and spec.step in ("own", "two"):
+    elif spec.memory and "run_eagerly=True" not in spec.compiling:
+        spec = replace(spec, memory="")
+    if spec.step in OWN_LOSS:
+        # It computes no other loss, and no metrics.
+        first = Output("regression" if spec.outputs[0].task == "classes" else spec.outputs[0].task)
+        spec = replace(spec, outputs=(first,), memory="", figures=())
+    parts = spec.step or spec.figures or spec.memory
+    if spec.style in ("sequential", "lazy") and (spec.inputs > 1 or len(spec.outputs) > 1 or parts):
+        spec = replace(spec, style="functional")
+    if backend == "jax" and spec.step in ("own", "two", *OWN_LOSS):
         # On these, only Keras's own steps can update metrics within the loss and the layers.
         back = tuple(layer for layer in spec.back if layer != "Metered()")
         front = tuple(layer for layer in spec.front if layer != "Metered()")
@@ -49,7 +62,9 @@ def _settled_training(spec: Training, backend: str) -> Training:
     if spec.policy == "mixed_float16":
         options = tuple(option for option in options if "loss_scale" not in option)
     spec = replace(spec, outputs=outputs, options=options)
-    return replace(spec, calls=tuple(_settled_call(call, spec, backend) for call in spec.calls))
+    calls = tuple(_settled_call(call, spec, backend) for call in spec.calls)
+    strategy = spec.strategy or spec.step == "scaled" or any(call.source == "strategy" for call in calls)
+    return replace(spec, calls=calls, strategy=strategy)
 
 
 def _settled_output(output: Output, sequences: bool) -> Output:
@@ -70,10 +85,14 @@ def _settled_call(call: Call, spec: Training, backend: str) -> Call:
     if call.source in ("generator", "strategy") and call.kind == "fit":
         # A generator without an end has no known length.
         call = replace(call, steps=call.steps or 2, shuffle=False)
+    if call.validation == "shared" and call.source != "generator":
+        call = replace(call, validation="data")
     if call.source in ("tf", "loader", "generator"):
         call = replace(call, shuffle=False)
     if call.source in ("strategy", "generator"):
         call = replace(call, class_weight=False)
+    if call.source == "growing" and call.kind != "fit":
+        call = replace(call, source="pydataset")
     if call.validation == "split" and call.source != "arrays":
         call = replace(call, validation="data")
     if spec.outputs[0].task not in ("classes", "binary") or len(spec.outputs) > 1 or call.weights:
@@ -109,21 +128,16 @@ def _random(pieces: tuple[str, ...]) -> str | None:
 
 def _inexact_training(spec: Training, backend: str) -> str | None:
     layers = (*spec.front, spec.pool, *spec.back)
-    if layer := _random(layers):
-        return f"{layer} is per replica"
+    if spec.strategy and (layer := _random(layers)):
+        return f"a script with a strategy knows that {layer} is per replica"
     changed = any("Shrinks()" in call.callbacks for call in spec.calls)
     if backend == "tensorflow" and changed and spec.style in ("subclass", "lazy"):
         return "there Keras makes weights after callbacks have begun, and so does not let them change any"
     if spec.optimizer in ("Lion", "Adafactor"):
         return f"{spec.optimizer} makes much of rounding"
-    if any(output.loss == "Dice" for output in spec.outputs):
-        return "Dice compares the examples of a batch"
     weighted = any(output.reduction == "mean_with_sample_weight" for output in spec.outputs)
-    if (spec.masked or weighted) and len(spec.outputs) > 1:
+    if spec.strategy and (spec.masked or weighted) and len(spec.outputs) > 1:
         return "several denominators"
-    added = any(name in layer for layer in layers for name in ("Spread", "activity", "Activity"))
-    if (spec.masked or weighted) and added:
-        return "losses of layers have another denominator"
     clips = any("clip" in option for option in spec.options)
     if backend == "tensorflow" and spec.data == "words" and (spec.optimizer != "SGD" or clips):
         return "TensorFlow squares the occurrences of a word one by one"

@@ -16,7 +16,7 @@ class Output:
 
     Attributes:
         task: the kind of targets: "regression", "binary", "classes", "onehot".
-        loss: the name of a Keras loss, or "function" for a custom one.
+        loss: the name of a Keras loss, or, in small letters, of a function of the program.
         reduction: of the loss; "" leaves Keras's.
         metrics: without weights.
         weighted: metrics with weights.
@@ -37,13 +37,14 @@ class Call:
 
     Attributes:
         kind: a method of `keras.Model`, or "freeze", "rate", "compile", "reset".
-        source: of the examples: "arrays", "tf", "pydataset", "loader", "generator", "strategy".
+        source: of the examples: "arrays", "tf", "pydataset", "loader", "generator", "strategy", "growing"
+            (a PyDataset that is longer in each epoch).
         weights: whether there are sample weights.
         class_weight: whether there are weights of classes.
         shuffle: whether `fit` shuffles.
         epochs: of `fit`.
         steps: of an epoch; 0 for all.
-        validation: of `fit`: "", "split", "data".
+        validation: of `fit`: "", "split", "data", or "shared", the generator that also has the training data.
         callbacks: of `fit`.
     """
 
@@ -76,7 +77,12 @@ class Training:
         options: of the optimizer.
         policy: of dtypes; "" for float32.
         compiling: options of `compile`.
-        step: "" for Keras's `train_step`, "super" for one that calls it, "own", or "two" with two updates.
+        step: "" for Keras's `train_step`, "super" for one that calls it, "own", or "two" with two updates; or
+            the loss of one that computes its own: "sum" (divided by a constant), "mean" or "scaled" (a mean
+            divided by the number of replicas).
+        figures: that the program's own `compute_metrics` adds to Keras's.
+        memory: the Python state that a training step changes and reads: "", "counter", "list" or "dict".
+        strategy: whether the script has a strategy, with a scope.
         calls: at least one.
         count: of examples.
         batch: examples of a batch.
@@ -96,6 +102,9 @@ class Training:
     policy: str = ""
     compiling: tuple[str, ...] = ()
     step: str = ""
+    figures: tuple[str, ...] = ()
+    memory: str = ""
+    strategy: bool = False
     calls: tuple[Call, ...] = (Call(),)
     count: int = 13
     batch: int = 6
@@ -227,7 +236,7 @@ LOSSES = {
         "Huber",
         "LogCosh",
         "CosineSimilarity",
-        "function",
+        "absolute",
     ),
     "binary": ("BinaryCrossentropy", "BinaryFocalCrossentropy", "Hinge", "MeanSquaredError"),
     "classes": ("SparseCategoricalCrossentropy",),
@@ -263,6 +272,29 @@ METRICS = {
         "keras.metrics.AUC(num_thresholds=9, multi_label=True)",
     ),
 }
+OWN_LOSSES = {
+    "regression": ("absolute", "summed", "part_of_a_sum", "averaged", "averaged_where_positive", "variance"),
+    "binary": ("averaged", "soft_f1"),
+    "classes": (),
+    "onehot": ("part_of_a_sum", "averaged", "soft_f1"),
+}
+OWN_METRICS = {
+    "regression": ("absolute", "summed", "averaged", "root_of_a_mean", "variance"),
+    "binary": ("averaged", "soft_f1", "root_of_a_mean"),
+    "classes": (),
+    "onehot": ("summed", "averaged", "soft_f1"),
+}
+OWN_LAYERS = (
+    "Spread()",
+    "Summed()",
+    "Diverse()",
+    "layers.Dense(4, activity_regularizer=mean_square)",
+    "layers.Dense(4, activity_regularizer=sum_of_squares)",
+    "layers.Dense(4, activation='tanh', activity_regularizer=divergence)",
+)
+"""Losses, metrics and layers that are functions of the program: sums, means, and others of a whole batch."""
+
+FIGURES = ("mean", "sum", "root")
 OPTIMIZERS = {
     "SGD": ("momentum=0.9", "nesterov=True"),
     "Adam": ("amsgrad=True",),
@@ -308,7 +340,11 @@ RETURNS = ("loss", "sum rows", "mean rows", "gather", "mean")
 def draw(seed: int) -> Spec:
     """Return the program of `seed`."""
     dice = random.Random(seed)
-    return _draw_loop(dice) if dice.random() < 0.25 else _draw_training(dice)
+    if dice.random() < 0.25:
+        return _draw_loop(dice)
+    spec = _draw_training(dice)
+    dice = random.Random(f"own {seed}")
+    return _with_own(dice, spec) if dice.random() < 0.6 else spec
 
 
 def simpler(spec: Any) -> Iterator[Any]:
@@ -426,6 +462,44 @@ def _draw_training(dice: random.Random) -> Training:
         count=dice.choice([13, 12, 7]),
         batch=dice.choice([6, 6, 4, 5, 2]),
     )
+
+
+def _with_own(dice: random.Random, spec: Training) -> Training:
+    """Return a program that has, besides, parts which are functions of the user."""
+
+    def own(output: Output) -> Output:
+        losses, metrics = OWN_LOSSES[output.task], OWN_METRICS[output.task]
+        if losses and dice.random() < 0.5:
+            output = replace(output, loss=dice.choice(losses), reduction="")
+        if metrics and dice.random() < 0.4:
+            output = replace(output, metrics=(*output.metrics[:1], dice.choice(metrics)))
+        return output
+
+    def other(call: Call) -> Call:
+        if call.kind == "fit" and dice.random() < 0.15:
+            call = replace(call, source="growing", epochs=2, steps=0)
+        if call.kind == "fit" and dice.random() < 0.1:
+            call = replace(call, source="generator", epochs=2, validation="shared")
+        return call
+
+    if dice.random() < 0.6:
+        # Few other features, so that a part per replica rarely hides another.
+        spec = replace(spec, front=(), back=(), policy="", outputs=tuple(_quiet(o) for o in spec.outputs))
+    if spec.pool or spec.data == "table":
+        spec = replace(spec, back=(*spec.back, *((dice.choice(OWN_LAYERS),) if dice.random() < 0.3 else ())))
+    return replace(
+        spec,
+        outputs=tuple(map(own, spec.outputs)),
+        step=dice.choice(["sum", "mean", "scaled"]) if dice.random() < 0.2 else spec.step,
+        figures=_some(dice, FIGURES, 2) if dice.random() < 0.25 else (),
+        memory=dice.choice(["counter", "list", "dict"]) if dice.random() < 0.3 else "",
+        strategy=dice.random() < 0.2,
+        calls=tuple(map(other, spec.calls)),
+    )
+
+
+def _quiet(output: Output) -> Output:
+    return replace(output, loss="MeanSquaredError" if output.loss == "Dice" else output.loss, reduction="")
 
 
 def _calls(

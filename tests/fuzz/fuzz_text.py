@@ -26,7 +26,9 @@ distribute = strategy.experimental_distribute_dataset
 
 PLAIN = """\
 import contextlib
+from types import SimpleNamespace
 
+strategy = SimpleNamespace(num_replicas_in_sync=1)
 scope = contextlib.nullcontext
 
 
@@ -119,11 +121,70 @@ class Shrinks(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.01
         self.model.set_weights([0.5 * weight for weight in self.model.get_weights()])
 """,
+    "Diverse(": """\
+class Diverse(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.1 * divergence(inputs))
+        return inputs
+""",
+    "mean_square": """\
+def mean_square(activations):
+    return 0.1 * ops.mean(ops.square(activations))
+""",
+    "sum_of_squares": """\
+def sum_of_squares(activations):
+    return 0.01 * ops.sum(ops.square(activations))
+""",
+    "divergence": """\
+def divergence(activations):
+    return 0.1 * ops.sum(ops.square(ops.mean(activations, axis=0) - 0.3))
+""",
     "absolute": """\
 def absolute(y, prediction):
     return ops.mean(ops.abs(ops.cast(y, prediction.dtype) - prediction), axis=-1)
 """,
-    "Batches(": """\
+    "summed": """\
+def summed(y, prediction):
+    return ops.sum(ops.square(ops.cast(y, prediction.dtype) - prediction))
+""",
+    "part_of_a_sum": """\
+def part_of_a_sum(y, prediction):
+    return ops.sum(ops.square(ops.cast(y, prediction.dtype) - prediction)) / 12
+""",
+    "averaged": """\
+def averaged(y, prediction):
+    return ops.mean(ops.square(ops.cast(y, prediction.dtype) - prediction))
+""",
+    "averaged_where_positive": """\
+def averaged_where_positive(y, prediction):
+    y = ops.cast(y, prediction.dtype)
+    positive = ops.cast(y > 0, prediction.dtype)
+    return ops.sum(positive * ops.square(y - prediction)) / (ops.sum(positive) + 0.01)
+""",
+    "root_of_a_mean": """\
+def root_of_a_mean(y, prediction):
+    return ops.sqrt(ops.mean(ops.square(ops.cast(y, prediction.dtype) - prediction)))
+""",
+    "variance": """\
+def variance(y, prediction):
+    return ops.var(ops.cast(y, prediction.dtype) - prediction)
+""",
+    "soft_f1": """\
+def soft_f1(y, prediction):
+    y = ops.cast(y, prediction.dtype)
+    return 1 - 2 * ops.sum(y * prediction) / (ops.sum(y) + ops.sum(prediction) + 0.01)
+""",
+    "Growing(": """\
+class Growing(Batches):
+    count = 2
+
+    def __len__(self):
+        return min(self.count, super().__len__())
+
+    def on_epoch_end(self):
+        self.count += 1
+""",
+    "Batches": """\
 class Batches(keras.utils.PyDataset):
     def __init__(self, data, batch):
         super().__init__()
@@ -158,7 +219,8 @@ def text(spec: Spec, backend: str, *, plain: bool = False) -> str:
         head, lines = loop_lines(spec, backend, plain, optimizer_text(spec.optimizer, spec.options))
         head = head or LOCKSTEP
     else:
-        head, lines = PLAIN if plain else LOCKSTEP, _training_lines(spec, backend)
+        head = LOCKSTEP if spec.strategy and not plain else PLAIN
+        lines = _training_lines(spec, backend)
     body = "\n".join(["keras.utils.set_random_seed(7)", *lines]) + "\n"
     classes: list[str] = []
     for mark, definition in CLASSES.items():
@@ -252,8 +314,7 @@ def _model_lines(spec: Training, backend: str) -> list[str]:
     given = f"layers.Input({shape}{', dtype=' + chr(39) + 'int32' + chr(39) if spec.data == 'words' else ''})"
     heads = [_head(output, name) for output, name in zip(spec.outputs, "klm", strict=False)]
     body = _body(spec)
-    kind = "Own" if spec.step else "keras.Model"
-    lines = _step_lines(spec, backend)
+    lines, kind = _step_lines(spec, backend)
     if spec.style == "subclass":
         lines += _subclass(spec, kind, body, heads)
     lines.append("with scope():")
@@ -308,8 +369,8 @@ def _compiling(spec: Training) -> list[str]:
         return _nest(spec, "klm", parts) if spec.nest == "dict" else f"[{', '.join(parts)}]"
 
     def losses(output: Output) -> str:
-        if output.loss == "function":
-            return "absolute"
+        if output.loss.islower():
+            return output.loss
         reduction = f"reduction='{output.reduction}'" if output.reduction else ""
         return f"keras.losses.{output.loss}({reduction})"
 
@@ -324,11 +385,53 @@ def _compiling(spec: Training) -> list[str]:
     return [*given, *spec.compiling]
 
 
-def _step_lines(spec: Training, backend: str) -> list[str]:
-    if not spec.step:
-        return []
-    lines = STEPS["super"][backend] if spec.step == "super" else STEPS[spec.step][backend]
-    return lines.splitlines()
+def _step_lines(spec: Training, backend: str) -> tuple[list[str], str]:
+    """Return the classes of the program's own steps and figures, and the name of the last one."""
+    lines, kind = [], "keras.Model"
+    if spec.step:
+        lines, kind = STEPS[spec.step][backend].splitlines(), "Own"
+    if spec.figures:
+        lines += [*_figured(spec.figures, kind), ""]
+        kind = "Figured"
+    if spec.memory:
+        lines += [*_remembering(spec.memory, kind), ""]
+        kind = "Remembering"
+    return lines, kind
+
+
+def _figured(figures: tuple[str, ...], kind: str) -> list[str]:
+    formulas = {"mean": "ops.mean(p)", "sum": "ops.sum(p)", "root": "ops.sqrt(ops.mean(ops.square(p)))"}
+    return [
+        f"class Figured({kind}):",
+        "    def compute_metrics(self, x, y, y_pred, sample_weight=None):",
+        "        logs = super().compute_metrics(x, y, y_pred, sample_weight)",
+        "        p = ops.cast(keras.tree.flatten(y_pred)[0], 'float32')",
+        *(f'        logs["the {figure}"] = {formulas[figure]}' for figure in figures),
+        "        return logs",
+        "",
+    ]
+
+
+def _remembering(memory: str, kind: str) -> list[str]:
+    start, change, factor = {
+        "counter": ("0", "self.memory += 1", "0.5 if self.memory % 3 == 0 else 1.0"),
+        "list": ("[]", "self.memory.append(len(self.memory))", "1 / len(self.memory)"),
+        "dict": ("{'steps': 0}", "self.memory['steps'] += 1", "2.0 if self.memory['steps'] > 2 else 1.0"),
+    }[memory]
+    return [
+        f"class Remembering({kind}):",
+        "    def __init__(self, *arguments, **options):",
+        "        super().__init__(*arguments, **options)",
+        f"        self.memory = {start}",
+        "",
+        "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):",
+        "        loss = super().compute_loss(x, y, y_pred, sample_weight, training)",
+        "        if training:",
+        f"            {change}",
+        f"            loss = loss * ({factor})",
+        "        return loss",
+        "",
+    ]
 
 
 def _data_of(call: Call, spec: Training, *, epochs: bool = False) -> tuple[str, list[str]]:
@@ -341,8 +444,8 @@ def _data_of(call: Call, spec: Training, *, epochs: bool = False) -> tuple[str, 
     if call.source == "arrays":
         weights = ["sample_weight=w"] if call.weights else []
         return ", ".join(parts[:2]), [*weights, f"batch_size={batch}"]
-    if call.source == "pydataset":
-        return f"Batches({everything}, {batch})", []
+    if call.source in ("pydataset", "growing"):
+        return f"{'Growing' if call.source == 'growing' else 'Batches'}({everything}, {batch})", []
     if call.source == "generator":
         steps = [] if call.kind == "fit" else ["steps=2"]
         return f"endless({everything}, {batch})", steps
@@ -378,6 +481,8 @@ def _call_lines(name: str, call: Call, spec: Training) -> list[str]:
     given = [data, *given, "verbose=0"]
     if call.kind == "fit":
         given += _fit_arguments(call, spec)
+        if call.validation == "shared":
+            imports, given[0] = [*imports, f"batches = {data}"], "batches"
         return [*imports, f'found["{name}"] = model.fit({", ".join(given)}).history']
     if call.kind == "evaluate":
         given.append("return_dict=True")
@@ -405,8 +510,11 @@ def _fit_arguments(call: Call, spec: Training) -> list[str]:
         given.append("class_weight={0: 0.5, 1: 1.5, 2: 1.0}")
     if call.validation == "split":
         given.append("validation_split=0.4")
+    elif call.validation == "shared":
+        given += ["validation_data=batches", "validation_steps=1"]
     elif call.validation == "data":
-        validation = Call("evaluate", "arrays" if call.source != "pydataset" else call.source, call.weights)
+        source = "pydataset" if call.source in ("pydataset", "growing") else "arrays"
+        validation = Call("evaluate", source, call.weights)
         data, _ = _data_of(validation, spec)
         if validation.source == "arrays":
             data = f"({data}, w)" if call.weights else f"({data})"
@@ -496,9 +604,68 @@ class Own(keras.Model):
 """
 
 
+def _with_loss(backend: str, loss: str) -> str:
+    """Return a model whose `train_step` computes a loss of its own, from one output."""
+    formula = {"sum": "ops.sum(errors) / 12", "mean": "ops.mean(errors)"}.get(
+        loss, "ops.mean(errors) / strategy.num_replicas_in_sync"
+    )
+    compute = f"""\
+    def loss_from(self, y, prediction):
+        errors = ops.square(ops.cast(y, prediction.dtype) - prediction)
+        return {formula}
+"""
+    if backend == "jax":
+        return f"""\
+import jax
+
+
+class Own(keras.Model):
+{compute}
+    def loss_of(self, trainable, others, x, y):
+        prediction, others = self.stateless_call(trainable, others, x, training=True)
+        return self.loss_from(y, prediction), others
+
+    def train_step(self, state, data):
+        trainable, others, slots, metrics = state
+        x, y, w = keras.utils.unpack_x_y_sample_weight(data)
+        (loss, others), gradients = jax.value_and_grad(self.loss_of, has_aux=True)(trainable, others, x, y)
+        trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+        return {{"loss": loss}}, (trainable, others, slots, metrics)
+
+"""
+    if backend == "tensorflow":
+        gradients = """\
+        with tf.GradientTape() as tape:
+            loss = self.loss_from(y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))"""
+        imports = "import tensorflow as tf"
+    else:
+        gradients = """\
+        self.zero_grad()
+        loss = self.loss_from(y, self(x, training=True))
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)"""
+        imports = "import torch"
+    return f"""\
+{imports}
+
+
+class Own(keras.Model):
+{compute}
+    def train_step(self, data):
+        x, y, w = keras.utils.unpack_x_y_sample_weight(data)
+{gradients}
+        return {{"loss": loss}}
+
+"""
+
+
 _BACKENDS = ("jax", "tensorflow", "torch")
 STEPS = {
     "super": {backend: _SUPER_JAX if backend == "jax" else _SUPER for backend in _BACKENDS},
     "own": {backend: _own(backend, 1) for backend in _BACKENDS},
     "two": {backend: _own(backend, 2) for backend in _BACKENDS},
+    **{loss: {name: _with_loss(name, loss) for name in _BACKENDS} for loss in ("sum", "mean", "scaled")},
 }

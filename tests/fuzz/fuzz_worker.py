@@ -3,12 +3,14 @@
     fuzz_worker.py [--plain] [--save FOLDER] [--first NUMBER] PROGRAMS
 
 An error ends a program on every worker; if workers may then be out of step, it ends the process. With --save,
-the chief saves the arrays to a folder.
+the chief saves the arrays to a folder. The line of the chief has the parts that notes name as per replica.
 """
 
 import argparse
+import contextlib
 import gc
 import hashlib
+import io
 import json
 import random
 import runpy
@@ -21,9 +23,12 @@ import keras
 import numpy as np
 
 from lockstep.errors import LockstepError, PeerError
+from lockstep.keras import patches
 from lockstep.worker import job
 
 BACKEND = keras.backend.backend()
+NAMES = "computed per replica: "
+"""Begins the end of a note that names the parts of a program which replicas compute separately."""
 
 
 def main() -> None:
@@ -54,8 +59,10 @@ def main() -> None:
 def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:
     """Run one program; return its result, and whether workers may be out of step."""
     begin()
+    notes = io.StringIO()
     try:
-        names = runpy.run_path(str(path), run_name="program")
+        with contextlib.redirect_stderr(notes):
+            names = runpy.run_path(str(path), run_name="program")
         parts = {name: leaves(value) for name, value in names["found"].items()}
     except LockstepError as error:
         return {"refused": type(error).__name__, "says": str(error)}, isinstance(error, PeerError)
@@ -64,7 +71,11 @@ def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:
     if save and job.current().is_chief:
         arrays = {f"{name}/{i}": leaf for name, found in parts.items() for i, leaf in enumerate(found)}
         np.savez(save / f"{path.stem}.npz", **arrays)
-    return {"found": {name: hashed(found) for name, found in parts.items()}}, False
+    line = {"found": {name: hashed(found) for name, found in parts.items()}}
+    if job.is_worker() and job.current().is_chief:
+        found = [note.partition(NAMES)[2] for note in notes.getvalue().splitlines()]
+        line["named"] = "; ".join(filter(None, found))
+    return line, False
 
 
 def begin() -> None:
@@ -75,6 +86,11 @@ def begin() -> None:
     keras.config.set_dtype_policy("float32")
     random.seed(1)
     np.random.seed(1)
+    if job.is_worker():
+        # As in a job that runs one program: its models have no strategy yet, and its notes repeat nothing.
+        methods = patches.install(job.current())
+        methods.adopt_all()
+        methods._introduced = None
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

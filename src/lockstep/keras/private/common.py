@@ -169,6 +169,7 @@ OWN_ATTRIBUTES: frozenset[str] = frozenset(
         "_distribution_strategy",
         "_dtype_policy",
         "_eval_epoch_iterator",
+        "_exclude_from_weight_decay_cache",
         "_functional",
         "_inbound_nodes",
         "_initial_epoch",
