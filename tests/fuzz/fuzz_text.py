@@ -351,7 +351,7 @@ def _subclass(spec: Training, kind: str, body: list[str], heads: list[str]) -> l
         f"        self.body = [{', '.join(body)}]",
         f"        self.heads = [{', '.join(heads)}]",
         "",
-        "    def call(self, inputs):",
+        "    def call(self, inputs, training=None):",
         f"        h = {first}",
         "        for layer in self.body:",
         "            h = layer(h)",
