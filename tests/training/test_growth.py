@@ -61,7 +61,11 @@ def one_output(
         model = keras.Sequential(
             [keras.Input((4,)), layer(3, activation="tanh", **options), keras.layers.Dense(1)]
         )
-        model.compile(keras.optimizers.SGD(0.003), loss, metrics=list(metrics))
+        model.compile(
+            keras.optimizers.SGD(0.003),
+            loss,
+            metrics=[one() if isinstance(one, type) else one for one in metrics],
+        )
         return model, Y
 
     return build
@@ -74,6 +78,22 @@ def two_outputs() -> Built:
     model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(1)(hidden)])
     model.compile(keras.optimizers.SGD(0.003), [sum_of_squares, "mae"], loss_weights=[0.5, 2.0])
     return model, [Y, 2 * Y]
+
+
+class Misses(keras.metrics.Metric):
+    """Counts in variables that have the names of attributes of Keras's metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(name="misses")
+        self.fn = self.add_variable((), "zeros", name="fn")
+        self._fn = self.add_variable((), "zeros", name="all")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.fn.assign_add(ops.sum(ops.cast((y > 0) & (p <= 0), "float32")))
+        self._fn.assign_add(ops.sum(ops.ones_like(p)))
+
+    def result(self) -> Any:
+        return self.fn / self._fn
 
 
 class Adding(keras.layers.Dense):
@@ -139,7 +159,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "a vector that is added up": one_output(SumPlusOne()),
     "a sum of Keras": one_output(keras.losses.MeanSquaredError(reduction="sum")),
     "a sum and a mean": two_outputs,
-    "metrics": one_output("mse", [mean_error, summed_error, "mae"]),
+    "metrics": one_output("mse", [mean_error, summed_error, "mae", Misses]),
     "a sum that a layer adds": one_output("mse", layer=Adding),
     "a regularizer of sums": one_output("mse", activity_regularizer=lambda a: 0.1 * ops.sum(ops.abs(a))),
     "a regularizer of means": one_output("mse", activity_regularizer=lambda a: ops.mean(ops.square(a))),
@@ -180,6 +200,22 @@ def test_sums_and_means_have_the_numbers_of_plain_keras(name: str, capfd: pytest
 def f1(y: Any, p: Any) -> Any:
     right = ops.sum(ops.cast(y > 0, "float32") * ops.sigmoid(p))
     return 2 * right / (ops.sum(ops.cast(y > 0, "float32")) + ops.sum(ops.sigmoid(p)))
+
+
+def mean_of_positives(y: Any, p: Any) -> Any:
+    """Return a mean over some examples: nearly one over all of them, while the outputs are nearly equal."""
+    positive = ops.cast(y > 0, "float32")
+    return ops.sum(ops.exp(p) * positive) / ops.sum(positive)
+
+
+def nearly_equal_outputs(loss: Any) -> Callable[[], Built]:
+    def build() -> Built:
+        dense = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e-6))
+        model = keras.Sequential([keras.Input((4,)), dense])
+        model.compile(keras.optimizers.SGD(0.003), loss)
+        return model, Y
+
+    return build
 
 
 class Sparse(keras.regularizers.Regularizer):
@@ -227,6 +263,7 @@ def with_own_maximum() -> Built:
     [
         (one_output(lambda y, p: 1 - f1(y, p)), "the loss lambda"),
         (one_output("mse", [f1]), "the metric f1"),
+        (nearly_equal_outputs(mean_of_positives), "the loss mean_of_positives"),
         (one_output(keras.losses.CosineSimilarity(axis=0)), "the loss cosine_similarity"),
         (one_output("mse", [keras.metrics.PearsonCorrelation(axis=0)]), "the metric pearson_correlation"),
         (one_output("mse", activity_regularizer=Sparse()), "the activity_regularizer of dense"),

@@ -32,6 +32,7 @@ if HERE:
 
     from lockstep.keras.backends.torch import TorchBackend, TorchProgram
     from lockstep.keras.backends.torch_tensors import borrowed, copied
+    from lockstep.keras.private.torch import constant_modules, normalizing_or_dropping
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :1]
@@ -307,6 +308,29 @@ def test_a_replica_gives_the_new_value_of_integer_layer_state() -> None:
     assert (int(partial[name]), int(layer.calls)) == (7, 6)
     prepared.apply(None, [as_total(partial)])
     assert int(layer.calls) == 7
+
+
+@here
+@pytest.mark.parametrize("mode", [True, False])
+def test_modules_that_normalize_or_drop_are_named_in_each_mode(mode: bool) -> None:
+    modules = [torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0), torch.nn.Dropout(0.1)]
+    module = torch.nn.Sequential(*modules).train(mode)
+    assert normalizing_or_dropping(module) == [modules[1], modules[3]]
+    assert [one.training for one in module.modules()] == [mode] * 5
+
+
+@here
+def test_a_trial_leaves_modules_as_they_were() -> None:
+    normalization = torch.nn.BatchNorm1d(6)
+    module = torch.nn.Sequential(normalization, torch.nn.Dropout(0.1)).eval()
+    rows = torch.from_numpy(X)
+    with constant_modules(list(module.modules())):
+        module.train()
+        assert [one.training for one in module] == [False, True]
+        normalization.running_mean = normalization.running_mean + 1
+        normalization.running_var.add_(1)
+    assert not any(one.training for one in module.modules())
+    torch.testing.assert_close(module(rows), rows / (1 + normalization.eps) ** 0.5)
 
 
 @here

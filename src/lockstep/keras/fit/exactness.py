@@ -67,9 +67,9 @@ def _statistics_and_draws(layer: Any) -> list[str]:
     modules = modules_of(layer)
     if not modules:
         return []
-    from lockstep.keras.private.torch import normalizes_or_drops
+    from lockstep.keras.private.torch import normalizing_or_dropping
 
-    return [type(module).__name__ for module in modules if normalizes_or_drops(module)]
+    return [type(module).__name__ for module in normalizing_or_dropping(modules[0])]
 
 
 def _draws(layer: Any) -> bool:

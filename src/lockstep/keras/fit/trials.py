@@ -198,7 +198,7 @@ class Trial:
     def _outputs(self) -> Iterator[tuple[Nest, Nest]]:
         """Yield the outputs of the model and the sample weights, then changed values of both.
 
-        Equal rows would hide whether a function compares them.
+        Equal rows, as those of a new model nearly are, would hide whether a function compares them.
         """
         x, _, weight = self._whole.data
         with keras.StatelessScope():
@@ -206,12 +206,9 @@ class Trial:
             outputs = keras.tree.map_structure(lambda leaf: leaf + 0, self._model(x, training=False))
         yield outputs, weight
         random = np.random.default_rng(0)
-
-        def changed(leaf: Any) -> Any:
-            # Probabilities remain probabilities.
-            return leaf if leaf is None else _multiplied(leaf, random.uniform(0.3, 1.0, tuple(leaf.shape)))
-
-        yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
+        weight = keras.tree.map_structure(lambda leaf: _rescaled(leaf, random), weight)
+        outputs = keras.tree.map_structure(lambda leaf: _rescaled(leaf, random), outputs)
+        yield outputs, weight
 
     # Layers.
 
@@ -254,8 +251,6 @@ class Trial:
 
     def _calls(self, layers: Sequence[Any], x: Nest) -> list[dict[int, "_Calls"]]:
         """Return what some layers do with all rows of inputs, and with each part of them."""
-        # Modules of PyTorch would change their state in training.
-        training = not any(map(modules_of, layers))
 
         def calls(part: TriedRows) -> dict[int, _Calls]:
             records = {id(layer): _Calls() for layer in layers}
@@ -263,7 +258,7 @@ class Trial:
                 for layer in layers:
                     stack.enter_context(records[id(layer)].recording(layer))
                 with keras.StatelessScope(collect_losses=True):
-                    self._model(_cut(x, part), training=training)
+                    self._model(_cut(x, part), training=True)
             return records
 
         return self._each(calls)
@@ -475,9 +470,12 @@ class Trial:
         return results
 
     def _growth(self, values: Sequence[Array], weights: Sequence[float] = ()) -> Any:
-        """Return the growth of a value from that of all rows and those of the parts; `_NOTHING` for zeros."""
+        """Return the growth of a value from that of all rows and those of the parts.
+
+        It is `_NOTHING` for zeros, and for a value that is not a number.
+        """
         whole, *parts = values
-        if not any(np.any(value) for value in values):
+        if not any(np.any(value) for value in values) or not np.any(np.isfinite(whole)):
             return _NOTHING
         return measured_growth(whole, parts, weights or self._weights, _tolerance(whole))
 
@@ -503,7 +501,7 @@ _HALVES = (0.5, 0.5)
 """The weights of the parts in the trial of a step: programs may divide by the number of equal replicas."""
 
 _NOTHING = object()
-"""Stands for the growth of a value that is zero for all rows and for each part."""
+"""Stands for the growth of a value that is zero for all rows and for each part, or not a number."""
 
 
 class _Calls:
@@ -539,8 +537,16 @@ class _Calls:
 
 @contextmanager
 def constant_statistics(model: Any) -> Iterator[None]:
-    """Within the block, BatchNormalization uses its averages, also in training."""
+    """Within the block, BatchNormalization uses its averages, also in training.
+
+    Modules of PyTorch, which have state of their own, have that from before afterwards.
+    """
+    modules = [module for layer in layers_of(model) for module in modules_of(layer)]
     with ExitStack() as stack:
+        if modules:
+            from lockstep.keras.private.torch import constant_modules
+
+            stack.enter_context(constant_modules(modules))
         for layer in layers_of(model):
             if isinstance(layer, keras.layers.BatchNormalization):
                 stack.enter_context(replaced(layer, "call", _without_statistics(layer.call)))
@@ -588,6 +594,17 @@ def _multiplied(leaf: Any, factors: Array) -> Any:
         return leaf
     factors = factors.reshape(factors.shape + (1,) * (len(leaf.shape) - factors.ndim))
     return leaf * keras.ops.convert_to_tensor(factors, dtype)
+
+
+def _rescaled(leaf: Any, random: np.random.Generator) -> Any:
+    """Return a tensor with each element multiplied by a number; small logits and the like become larger."""
+    if leaf is None:
+        return None
+    factors = random.uniform(0.3, 1.0, tuple(leaf.shape))
+    array = _numpy(leaf)
+    if array.dtype.kind == "f" and np.any(array < 0):
+        factors /= min(1.0, _largest(array))
+    return _multiplied(leaf, factors)
 
 
 def _examples(data: Any) -> int:

@@ -394,9 +394,11 @@ def compiled_loss(model: Any) -> Any:
 def wrapped_function(loss_or_metric: Any) -> tuple[Any, Mapping[str, Any]]:
     """Return the function that a loss or metric of Keras wraps, or None, and its options by name.
 
-    A `LossFunctionWrapper` has a public attribute `fn`, and a `MeanMetricWrapper` a private one.
+    A `LossFunctionWrapper` has a public attribute `fn`, and a `MeanMetricWrapper` a private one. A metric of
+    the program's own may give such a name to anything, such as a variable with false negatives.
     """
-    function = getattr(loss_or_metric, "fn", None) or getattr(loss_or_metric, "_fn", None)
+    attributes = (getattr(loss_or_metric, name, None) for name in ("fn", "_fn"))
+    function = next((one for one in attributes if callable(one)), None)
     options = getattr(loss_or_metric, "_fn_kwargs", None)
     return function, vars(loss_or_metric) if options is None else options
 
