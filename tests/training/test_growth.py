@@ -270,7 +270,7 @@ def with_own_maximum() -> Built:
         (with_own_maximum, "the figure largest of compute_metrics"),
         (clipped, "train_step of ClippedStep, the figure most of train_step"),
     ],
-    ids=["f1 loss", "f1", "cosine", "correlation", "sparse", "maximum", "clipped"],
+    ids=["f1 loss", "f1", "nearly equal", "cosine", "correlation", "sparse", "maximum", "clipped"],
 )
 def test_what_is_neither_is_named(
     build: Callable[[], Built], names: str, capfd: pytest.CaptureFixture[str]

@@ -32,7 +32,8 @@ if HERE:
 
     from lockstep.keras.backends.torch import TorchBackend, TorchProgram
     from lockstep.keras.backends.torch_tensors import borrowed, copied
-    from lockstep.keras.private.torch import constant_modules, normalizing_or_dropping
+    from lockstep.keras.fit.torch_modules import constant_modules
+    from lockstep.keras.private.torch import normalizing_or_dropping
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :1]

@@ -206,9 +206,8 @@ class Trial:
             outputs = keras.tree.map_structure(lambda leaf: leaf + 0, self._model(x, training=False))
         yield outputs, weight
         random = np.random.default_rng(0)
-        weight = keras.tree.map_structure(lambda leaf: _rescaled(leaf, random), weight)
-        outputs = keras.tree.map_structure(lambda leaf: _rescaled(leaf, random), outputs)
-        yield outputs, weight
+        changed = partial(_rescaled, random=random)
+        yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
 
     # Layers.
 
@@ -544,7 +543,7 @@ def constant_statistics(model: Any) -> Iterator[None]:
     modules = [module for layer in layers_of(model) for module in modules_of(layer)]
     with ExitStack() as stack:
         if modules:
-            from lockstep.keras.private.torch import constant_modules
+            from lockstep.keras.fit.torch_modules import constant_modules
 
             stack.enter_context(constant_modules(modules))
         for layer in layers_of(model):

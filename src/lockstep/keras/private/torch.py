@@ -3,14 +3,11 @@
 Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-
-from lockstep.keras.backends.common import replaced
 
 
 def scale_in_place(tensors: list[torch.Tensor], factor: float) -> None:
@@ -38,6 +35,11 @@ def keeps_iterator(loader: Any) -> bool:
     return loader._iterator is not None
 
 
+def normalizes(module: torch.nn.Module) -> bool:
+    """Whether a module is one that uses the statistics of a batch: PyTorch's kinds have one base class."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
 def normalizing_or_dropping(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the inner modules that use the statistics of a batch, or drop values at random, in training.
 
@@ -54,32 +56,3 @@ def normalizing_or_dropping(module: torch.nn.Module) -> list[torch.nn.Module]:
     finally:
         for one, mode in modes:
             one.training = mode
-
-
-@contextmanager
-def constant_modules(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the block, BatchNorm uses its averages, also in training; afterwards nothing has changed.
-
-    Args:
-        modules: with all inner ones.
-    """
-    modes = [(one, one.training) for one in modules]
-    buffers = [
-        (one, name, buffer, buffer.clone())
-        for one in modules
-        for name, buffer in one.named_buffers(recurse=False)
-    ]
-    with ExitStack() as stack:
-        for one in modules:
-            if isinstance(one, torch.nn.modules.batchnorm._BatchNorm):
-                one.training = False
-                stack.enter_context(replaced(one, "train", lambda mode=True, one=one: one))
-        try:
-            yield
-        finally:
-            for one, name, buffer, copy in buffers:
-                setattr(one, name, buffer)
-                with torch.no_grad():
-                    buffer.copy_(copy)
-            for one, mode in modes:
-                one.training = mode
