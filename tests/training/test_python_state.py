@@ -167,6 +167,18 @@ def test_what_keras_keeps_itself_is_no_state_of_the_program() -> None:
     ]
 
 
+def test_a_metric_that_is_built_by_its_first_update_is_built_once() -> None:
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    model.score = keras.metrics.R2Score()
+    graph = graph_of(model)
+    rows = np.ones((4, 2), "float32")
+    model.score.update_state(rows, rows)
+    variables = [id(variable) for variable in model.score.variables]
+    graph.restore()
+    model.score.update_state(rows, rows)
+    assert [id(variable) for variable in model.score.variables] == variables
+
+
 def test_parts_that_keras_creates_once_are_kept() -> None:
     class Lazy(keras.layers.Layer):
         def __init__(self) -> None:

@@ -153,6 +153,7 @@ OWN_ATTRIBUTES: frozenset[str] = frozenset(
         "_allow_non_tensor_positional_args",
         "_auto_config",
         "_build_shapes_dict",
+        "_built",
         "_call_context_args",
         "_call_has_context_arg",
         "_call_has_mask_arg",
