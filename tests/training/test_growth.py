@@ -197,6 +197,42 @@ def test_sums_and_means_have_the_numbers_of_plain_keras(name: str, capfd: pytest
     assert "per replica" not in capfd.readouterr().err
 
 
+class DividedStep(SummedStep):
+    """Divides a mean by the number of replicas, as programs for `tf.distribute` do."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        weights, others, slots, metrics = state
+
+        def loss_of(weights: Any) -> Any:
+            p, _ = self.stateless_call(weights, others, data[0])
+            return ops.mean(ops.square(data[1] - p)) / STRATEGIES[-1].num_replicas_in_sync
+
+        gradients = jax.grad(loss_of)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"mean": ops.mean(data[1])}, (weights, others, slots, metrics)
+
+
+STRATEGIES: list[lockstep.MultiWorkerMirroredStrategy] = []
+
+
+def test_a_mean_divided_by_the_number_of_replicas_is_exact_for_equal_shares(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    STRATEGIES.append(lockstep.MultiWorkerMirroredStrategy())
+    keras.utils.set_random_seed(2)
+    with STRATEGIES[-1].scope():
+        model = DividedStep([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1))
+    kernel, bias = (np.array(weight, "float64") for weight in model.get_weights())
+    for batch in (X[:12], X[12:24]):
+        error = 2 * (batch @ kernel + bias - batch.sum(axis=1, keepdims=True)) / 12
+        kernel, bias = kernel - 0.1 * batch.T @ error, bias - 0.1 * error.sum(axis=0)
+    model.fit(X[:24], Y[:24], batch_size=12, shuffle=False, verbose=0)
+    np.testing.assert_allclose(model.get_weights()[0], kernel, rtol=1e-4)
+    named = "computed per replica: train_step of DividedStep where replicas have unequal shares\n"
+    assert named in capfd.readouterr().err
+
+
 def f1(y: Any, p: Any) -> Any:
     right = ops.sum(ops.cast(y > 0, "float32") * ops.sigmoid(p))
     return 2 * right / (ops.sum(ops.cast(y > 0, "float32")) + ops.sum(ops.sigmoid(p)))

@@ -179,6 +179,15 @@ def test_a_metric_that_is_built_by_its_first_update_is_built_once() -> None:
     assert [id(variable) for variable in model.score.variables] == variables
 
 
+def test_what_a_layer_sets_when_it_is_built_is_kept() -> None:
+    """A layer without a bias sets it to None."""
+    model = keras.Sequential([keras.layers.Dense(2, use_bias=False)])
+    graph = graph_of(model)
+    first = model(np.ones((2, 3), "float32"))
+    graph.restore()
+    assert np.array_equal(model(np.ones((2, 3), "float32")), first)
+
+
 def test_parts_that_keras_creates_once_are_kept() -> None:
     class Lazy(keras.layers.Layer):
         def __init__(self) -> None:

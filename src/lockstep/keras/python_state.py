@@ -133,6 +133,10 @@ class _Holder(_Changeable):
         self.built = self.attributes.get("built")
         for name, value in now.items():
             before = known.get(name)
+            if self.built is not was_built and name not in known:
+                # Such as the bias of a layer without one, which is None.
+                self.grown, known[name] = True, value
+                continue
             if self.built is not was_built:
                 part = before is None or not (type(before) in _LEAVES and type(value) in _LEAVES)
             else:

@@ -425,12 +425,25 @@ class Trial:
 
             while True:
                 arrays = [compute(whole, 1), *(compute(part, 2) for part in halves)]
+                if self._context is not nullcontext and not summed:
+                    self._name_if_divided(arrays[1], compute(halves[0], 1), kind)
                 rounds.append(
                     [_unweighted(model, one, w) for one, w in zip(arrays, (1.0, *_HALVES), strict=True)]
                 )
                 totals.append(arrays[0])
                 if program.is_last(len(totals) - 1):
                     return rounds
+
+    def _name_if_divided(self, of_two: Mapping[str, Array], of_one: Mapping[str, Array], kind: Kind) -> None:
+        """Name a step whose gradients depend on the number of replicas that the script sees.
+
+        It divides the mean of a replica by their number, which is right for replicas with equal numbers of
+        examples only.
+        """
+        if not all(
+            np.allclose(of_two[name], of_one[name]) for name in of_two if name.startswith("gradient/")
+        ):
+            self._name(f"{kind}_step of {type(self._model).__name__} where replicas have unequal shares")
 
     # What all trials share.
 
