@@ -865,7 +865,9 @@ class ModelMethods:
         if kind in measured:
             return
         trial = Trial(self._job, self._backend, model, rows, self._step_context(model))
-        trial.measure(["train", "test"] if kind == "train" else [kind])
+        if self._job.context.tasks is None:
+            # With parameter servers, workers compute whole batches, and a trial would read tables.
+            trial.measure(["train", "test"] if kind == "train" else [kind])
         measured.update({"train", "test"} if kind == "train" else {kind})
         parts = per_replica_parts(model, trial) if self._adopts_all else trial.names
         text = ""

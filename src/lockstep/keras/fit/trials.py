@@ -636,7 +636,7 @@ def _largest(array: Array) -> float:
 def _is_own(layer: Any) -> bool:
     """Whether a method of a layer is not one of Keras's, or it wraps a module of PyTorch."""
     module = getattr(type(layer).call, "__module__", "")
-    return not module.startswith("keras.") or _may_add_losses(layer) or bool(modules_of(layer))
+    return not module.startswith(("keras.", "lockstep.")) or _may_add_losses(layer) or bool(modules_of(layer))
 
 
 def _may_add_losses(layer: Any) -> bool:
