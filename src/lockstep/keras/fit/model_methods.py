@@ -864,11 +864,12 @@ class ModelMethods:
         measured = self._measured.setdefault(model, set())
         if kind in measured:
             return
-        trial = Trial(self._job, self._backend, model, rows, self._step_context(model))
-        if self._job.context.tasks is None:
-            # With parameter servers, workers compute whole batches, and a trial would read tables.
-            trial.measure(["train", "test"] if kind == "train" else [kind])
-        measured.update({"train", "test"} if kind == "train" else {kind})
+        kinds: list[Kind] = ["train", "test"] if kind == "train" else [kind]
+        # All processes read the tables of servers together, and as often.
+        tries = not server_layers(model)
+        trial = Trial(self._job, self._backend, model, rows, self._step_context(model), tries=tries)
+        trial.measure(kinds)
+        measured.update(kinds)
         parts = per_replica_parts(model, trial) if self._adopts_all else trial.names
         text = ""
         if self._adopts_all and self._introduced is None:

@@ -10,7 +10,7 @@ numbers for each row, because parts of a batch would draw other numbers than the
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -92,6 +92,14 @@ class TriedRows:
 class Trial:
     """The trials of one model with the rows of one batch.
 
+    Args:
+        job: in which the model trains.
+        backend: of the model.
+        model: built and compiled.
+        read: reads a batch; called only if the program has parts to try.
+        context: returns the context of the program's own `train_step`.
+        tries: whether the model may be called; otherwise the parts to try are named.
+
     Attributes:
         names: of the parts of the program that compare examples, or could not be tried.
         growths: what was measured.
@@ -104,7 +112,10 @@ class Trial:
         model: Any,
         read: Callable[[], Any],
         context: Callable[[], AbstractContextManager[None]],
+        *,
+        tries: bool = True,
     ) -> None:
+        self._tries = tries
         self._job = job
         self._context = context
         self._backend = backend
@@ -453,15 +464,17 @@ class Trial:
 
     def _tried(self, names: Sequence[str], attempt: Callable[[], list[Any]]) -> list[Any]:
         """Return the result of a trial; if it fails, name the parts of the program that it was to measure."""
-        try:
-            if _examples(self._data) < 2:
-                return []
-            with self._undisturbed():
-                return attempt()
-        except Exception:  # The program may call its parts in another way than the trial does.
-            for name in names:
-                self._name(name, tried=False)
-            return []
+        # The program may call its parts in another way than the trial does.
+        with suppress(Exception):
+            if self._tries:
+                # Reading may draw random numbers, which a trial would undo.
+                if _examples(self._data) < 2:
+                    return []
+                with self._undisturbed():
+                    return attempt()
+        for name in names:
+            self._name(name, tried=False)
+        return []
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
