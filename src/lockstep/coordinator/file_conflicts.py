@@ -69,7 +69,7 @@ class FileConflicts:
         self._named[appends] += 1
         both = name_workers(tuple(sorted((min(others), worker))))
         does, so = ("append to", ", so it has each line several times") if appends else ("write", "")
-        # The line may do more than write: workers that skip a training let the others wait.
+        # The line may do more than write: workers that skip training let the others wait.
         where, unless = (f"{line}, in {library}", _UNLESS) if library else (line, "")
         return first, (
             f"{both} both {does} {self._shown(path)} ({where}){so}; every worker runs the whole script: "

@@ -2,8 +2,8 @@
 
 Each replica begins with the values before the step, and the values after it are those that every replica
 leaves. They are part of the round's form, which all replicas must have in common. A plain value that a step
-only writes, such as the last loss, is no state: it may differ. Whether a step reads it is measured: a replica
-computes again with another value in its place.
+only writes, such as the last loss, is not state: it may differ. Whether a step reads it is measured: a
+replica computes again with another value in its place.
 """
 
 import sys
@@ -39,8 +39,8 @@ _TESTS = 8
 
 _ADVICE = (
     "look for a global variable, a variable of an enclosing function, the clock, or random numbers of a "
-    "generator that is no attribute; what changes from step to step belongs in an attribute of the model or "
-    "of a layer"
+    "generator that is not an attribute; what changes from step to step belongs in an attribute of the model "
+    "or of a layer"
 )
 _REMEDY = (
     "keep it in a metric or in a variable of a layer (add_weight), or return it from train_step as a log"

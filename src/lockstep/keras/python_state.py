@@ -81,7 +81,7 @@ class _Changeable:
 class _Holder(_Changeable):
     """An object with attributes; those that Keras and its backend keep themselves do not count.
 
-    Parts that it gets, such as the variables that a layer creates when it is built, are no changes: Keras
+    Parts that it gets, such as the variables that a layer creates when it is built, are not changes: Keras
     creates them once.
 
     Attributes:
@@ -238,7 +238,7 @@ class _Array(_Changeable):
 
 
 class _Tensor(_Changeable):
-    """A tensor of PyTorch that is no variable."""
+    """A tensor of PyTorch that is not a variable."""
 
     __slots__ = ("version",)
 

@@ -84,7 +84,7 @@ class ClusterCoordinator:
             kwargs: its keyword arguments, likewise.
 
         Raises:
-            TypeError: `fn` is no function.
+            TypeError: `fn` is not a function.
             Exception: of an earlier function; functions that no worker had begun then are dropped.
             ModelError: parameter servers do not support what `fn` changes.
         """

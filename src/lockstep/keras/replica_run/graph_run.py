@@ -328,7 +328,7 @@ class GraphRun:
         return keras.tree.pack_sequence_as(self._arguments, leaves)
 
     def _flat_result(self, result: Any) -> list[Any]:
-        # As in a `tf.function`, an operation is computed, and has no value.
+        # As in a `tf.function`, an operation runs and becomes None.
         leaves = [None if isinstance(leaf, tf.Operation) else leaf for leaf in keras.tree.flatten(result)]
         self._nest = result
         self._places = [None if leaf is None else ResultPlace.of(leaf) for leaf in leaves]
