@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def train(folder: Path, program: Program) -> None:
         context = JobContext(0, program.job_seed, program.threads, bus)
         own = Job(context, (view, Hub(ReducePlan.of(view)).member(0)))
         job.enter(own)
-        with patches.install(own).scope(), _faults(program):
+        with patches.install(own).scope(nullcontext), _faults(program):
             model = _model(program)
             _fit(program, model)
             keras_digest = __import__("lockstep").digest(model)
