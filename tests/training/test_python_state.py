@@ -179,6 +179,27 @@ def test_a_metric_that_is_built_by_its_first_update_is_built_once() -> None:
     assert [id(variable) for variable in model.score.variables] == variables
 
 
+def test_a_layer_may_have_attributes_that_keras_gives_models() -> None:
+    class Recent(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history: list[int] = []
+            self.compiled = 0
+
+        def call(self, x: Any) -> Any:
+            self.history.append(self.compiled)
+            self.compiled += 1
+            return x
+
+    layer = Recent()
+    model = keras.Sequential([keras.Input((2,)), layer])
+    graph, before = graph_of(model), (list(layer.history), layer.compiled)
+    model(np.ones((1, 2), "float32"))
+    assert layer.compiled > before[1]
+    graph.restore()
+    assert (list(layer.history), layer.compiled) == before
+
+
 def test_what_a_layer_sets_when_it_is_built_is_kept() -> None:
     """A layer without a bias sets it to None."""
     model = keras.Sequential([keras.layers.Dense(2, use_bias=False)])

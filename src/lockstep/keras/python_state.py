@@ -27,7 +27,7 @@ import keras
 import numpy as np
 import xxhash
 
-from lockstep.keras.private.common import KERAS_HOLDERS, OWN_ATTRIBUTES, layers_of
+from lockstep.keras.private.common import KERAS_HOLDERS, MODEL_ATTRIBUTES, OWN_ATTRIBUTES, layers_of
 from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _MANY = 1000
@@ -93,6 +93,8 @@ class _Holder(_Changeable):
     def __init__(self, path: str, value: Any) -> None:
         self.attributes: dict[str, Any] = vars(value)
         self.ignored = OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) else frozenset()
+        if isinstance(value, keras.Model):
+            self.ignored |= MODEL_ATTRIBUTES
         self.keys: list[str] = []
         self.values: list[Any] = []
         self.built = self.attributes.get("built")

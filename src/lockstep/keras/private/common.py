@@ -217,20 +217,9 @@ OWN_ATTRIBUTES: frozenset[str] = frozenset(
         "build",
         "built",
         "call_signature_parameters",
-        "compiled",
-        "history",
         "name",
-        "output_names",
-        "predict_function",
         "quantize",
-        "steps_per_execution",
-        "stop_evaluating",
-        "stop_predicting",
-        "stop_training",
         "supports_jit",
-        "test_function",
-        "train_function",
-        "unrolled_steps_per_execution",
         # Of modules of PyTorch, which every layer is on that backend.
         "_backward_hooks",
         "_backward_pre_hooks",
@@ -264,6 +253,23 @@ OWN_ATTRIBUTES: frozenset[str] = frozenset(
 They hold variables and parts, which are compared and restored as such, and what Keras remembers of calls,
 which does not change what a step computes.
 """
+
+MODEL_ATTRIBUTES: frozenset[str] = frozenset(
+    {
+        "compiled",
+        "history",
+        "output_names",
+        "predict_function",
+        "steps_per_execution",
+        "stop_evaluating",
+        "stop_predicting",
+        "stop_training",
+        "test_function",
+        "train_function",
+        "unrolled_steps_per_execution",
+    }
+)
+"""Those of models only: a layer of the program may have attributes with these names."""
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
