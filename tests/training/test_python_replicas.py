@@ -58,6 +58,18 @@ def test_replicas_count_once_and_leave_equal_values() -> None:
     assert "small/only'.seen = list(1, 2, 3)" in forms[-1][0]
 
 
+def test_a_worker_that_joins_has_the_forms_of_the_members() -> None:
+    """It takes a step before it gets the state, as it compiles its program then."""
+    member, joiner = new_model(), new_model()
+    of_member, of_joiner = take(member, counted, [3, 2], 6), take(joiner, counted, [3, 2], 6)
+    for _ in range(3):
+        next(of_member)
+    next(of_joiner)
+    set_python(joiner, saved_python(member))
+    assert list(of_joiner)[:3] == list(of_member)
+    assert joiner.layers[0].seen[:6] == member.layers[0].seen
+
+
 def test_a_value_that_is_only_written_may_differ() -> None:
     def step(layer: Any, rows: int) -> float:
         layer.last, layer.held.most = float(rows), rows

@@ -96,7 +96,9 @@ class PythonOfReplicas:
         for place in self._graph.refresh().places():
             self._places.setdefault(place, False)
         self._steps += 1
-        self._due += sorted(self._new)
+        # A worker that joins knows from the members what is state: it must not announce it again.
+        self._state.update(key for key in (*self._due, *self._new) if self._is_told(key))
+        self._due = [key for key in (*self._due, *sorted(self._new)) if key not in self._state]
         self._new.clear()
         self._by_replica.clear()
         self._began.clear()
@@ -134,6 +136,7 @@ class PythonOfReplicas:
             self._due.remove(key)
             if not written:
                 self._begin_with(key, what)
+        self._state.update(key for key in changes.leaves if self._is_told(key))
         self._new.update(key for key in changes.leaves if key not in self._state and key not in self._untold)
         if twice and self._steps == _TRIED_STEPS and rows > 1 and self._texts(changes):
             self._refuse_counts(run, rows, changes, what)
@@ -185,6 +188,11 @@ class PythonOfReplicas:
                 f"{what}: the step reads {name}, and replicas have left different values there: {_REMEDY}"
             )
         self._began.append(f"{name} was {text_of(self._graph.known_value(key))}")
+
+    def _is_told(self, key: Key) -> bool:
+        """Whether a step, perhaps of another process, has told replicas the value of an attribute."""
+        position, name = key
+        return self._places.get((self._graph.nodes[position].path, name), False)
 
     @property
     def _untold(self) -> set[Key]:
