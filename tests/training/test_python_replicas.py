@@ -162,3 +162,14 @@ def test_trials_leave_nothing() -> None:
     with unchanged(model):
         counted(model.layers[0], 1)
     assert (model.layers[0].steps, model.layers[0].seen) == (0, [])
+
+
+@pytest.mark.ci
+def test_a_lost_worker_is_replaced_by_one_with_the_same_counts(launch: Callable[..., Any]) -> None:
+    one = launch("-n 1 --replicas 2", "counting.py", "whole")
+    lost = launch("-n 2 --min-workers 2", "counting.py", "lost")
+    assert (one.status, lost.status) == (0, 0), one.stderr + lost.stderr
+    assert "worker 2 joined" in lost.stderr
+    (result,) = one.marked(0, "result ")
+    assert "] 16 [4, 0, 1] " in result
+    assert lost.marked(0, "result ") == lost.marked(2, "result ") == [result]
