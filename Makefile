@@ -19,6 +19,9 @@ CORE := $(addprefix tests/,agent checkpoint cluster collectives coordinator data
 	observability parameter_server protocol rendezvous supervisor system transport worker \
 	test_parsers.py test_topology.py)
 
+# Files in these rooms that compare with TensorFlow.
+WITH_TENSORFLOW := cluster/test_tensorflow_equivalence.py parameter_server/test_partitioners.py
+
 # Pytest keeps its rewritten modules, which take seconds to make, also where PYTHONDONTWRITEBYTECODE is set.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) --ignore tests/checks
 
@@ -38,7 +41,7 @@ gallery: .venv/gallery
 # While you edit: the tests that need no framework.
 test-core: .venv/dev
 	$(COMPILE_OWN)
-	$(TESTS) -m "not ci and not slow" $(CORE)
+	$(TESTS) -m "not ci and not slow" $(CORE) $(addprefix --ignore tests/,$(WITH_TENSORFLOW))
 
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(COMPILE_OWN)
