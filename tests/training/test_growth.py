@@ -197,6 +197,52 @@ def test_sums_and_means_have_the_numbers_of_plain_keras(name: str, capfd: pytest
     assert "per replica" not in capfd.readouterr().err
 
 
+class Sampling(keras.layers.Layer):
+    """Draws without a generator."""
+
+    def call(self, x: Any) -> Any:
+        return x + self.noise(x)
+
+    def noise(self, x: Any) -> Any:
+        return keras.random.normal(ops.shape(x), stddev=0.1, seed=3)
+
+
+class SamplingOfItsOwn(Sampling):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.generator = keras.random.SeedGenerator(3)
+
+    def noise(self, x: Any) -> Any:
+        return jax.random.normal(self.generator.next(), x.shape)
+
+
+class ByNumPy(Sampling):
+    def noise(self, x: Any) -> Any:
+        return np.random.normal(size=x.shape[-1:]).astype("float32")
+
+
+@pytest.mark.parametrize(
+    ("layer", "names"),
+    [
+        (Sampling, "random numbers of Sampling.noise"),
+        (SamplingOfItsOwn, ""),
+        (ByNumPy, "random numbers of NumPy"),
+        (lambda **options: keras.layers.Dropout(0.5, **options), ""),
+    ],
+    ids=["keras", "own", "numpy", "layer of Keras"],
+)
+def test_random_numbers_that_are_not_of_a_layer_are_named(
+    layer: Callable[..., Any], names: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Replicas draw other numbers than one process; a layer with a generator is named by its kind."""
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), layer(name="drawing"), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    told = [line for line in capfd.readouterr().err.splitlines() if "per replica" in line]
+    assert [line.partition("per replica: ")[2] for line in told] == ([names] if names else [])
+
+
 class DividedStep(SummedStep):
     """Divides a mean by the number of replicas, as programs for `tf.distribute` do."""
 

@@ -162,7 +162,7 @@ class Adds(keras.layers.Layer):
         ),
         (keras.Sequential, (), mean_of_squares, []),
         (keras.Sequential, (), contrast, ["the loss contrast"]),
-        (keras.Sequential, (), noisy, []),
+        (keras.Sequential, (), noisy, ["random numbers of Python", "random numbers of NumPy"]),
         (keras.Sequential, (), "dice", ["the loss dice"]),
         (keras.Sequential, (), fails, ["the loss fails (possibly: it could not be tested)"]),
         (

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import keras
@@ -13,16 +14,48 @@ from lockstep.keras.private.common import BACKEND_RANDOM
 Draw = Callable[..., Any]
 
 
+_BETWEEN = ("lockstep.", "keras.src.random", "keras.src.backend", "jax.", "tensorflow.", "torch.")
+"""The modules between what draws numbers, a function of the program or a layer, and the operation."""
+
+_DROPOUT = "torch.nn.modules.dropout"
+"""The module of PyTorch's layers that draw numbers, which the note names by their kinds."""
+
+
 @contextmanager
-def equal_draws() -> Iterator[None]:
+def equal_draws(note: Callable[[str], object]) -> Iterator[None]:
     """Within the block, operations that draw an array draw one row of it and repeat the row.
 
-    These are the operations of Keras, which its layers use, and the usual ones of the backend.
+    These are the operations of Keras, which its layers use, and the usual ones of the backend. Numbers that
+    a layer or a module of a library draws are its own; `note` gets the name of each function of the program
+    that draws others.
     """
     with ExitStack() as stack:
         for owner, name, wrap in (*_of_keras(), *_of_backend()):
-            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
+            repeated = wrap(getattr(owner, name))
+
+            def noted(*args: Any, repeated: Draw = repeated, **kwargs: Any) -> Any:
+                if (drawing := _drawing_function()) is not None:
+                    note(drawing)
+                return repeated(*args, **kwargs)
+
+            stack.enter_context(replaced(owner, name, noted))
         yield
+
+
+def _drawing_function() -> str | None:
+    """Return the name of the function of the program that draws numbers; None if a library's layer does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == _DROPOUT or (module.startswith("keras.") and not module.startswith(_BETWEEN)):
+            return None
+        if not f"{module}.".startswith(_BETWEEN):
+            parts = getattr(frame.f_locals.get("self"), "__dict__", {}).values()
+            generator = any(isinstance(part, keras.random.SeedGenerator) for part in parts)
+            # A layer with a generator is named by its kind.
+            return None if generator else frame.f_code.co_qualname
+        frame = frame.f_back
+    return None
 
 
 def _of_keras() -> Iterator[tuple[Any, str, Callable[[Draw], Draw]]]:

@@ -45,7 +45,7 @@ from lockstep.keras.private.common import (
     wrapped_function,
 )
 from lockstep.keras.python_state import unchanged
-from lockstep.keras.randomness import random_numbers
+from lockstep.keras.randomness import current_states, random_numbers
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.job import Job
 
@@ -216,8 +216,8 @@ class Trial:
             # The sum is a new tensor without a mask, which would change the examples in the mean.
             outputs = keras.tree.map_structure(lambda leaf: leaf + 0, self._model(x, training=False))
         yield outputs, weight
-        random = np.random.default_rng(0)
-        changed = partial(_rescaled, random=random)
+        generator = np.random.default_rng(0)
+        changed = partial(_rescaled, generator=generator)
         yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
 
     # Layers.
@@ -429,7 +429,12 @@ class Trial:
             def compute(part: TriedRows, replicas: int) -> dict[str, Array]:
                 set_growths(model, replace(growths, divisor=replicas if summed else 1))
                 share = Share(0, part.count, part.count / whole.count, 0, lambda: part.batch)
-                with self._job.trying(replicas), self._context(), unchanged(model):
+                with (
+                    self._job.trying(replicas),
+                    self._context(),
+                    unchanged(model),
+                    self._global_draws_named(),
+                ):
                     arrays = program.parts(len(totals), program.compute(state, share, totals))
                 # The next computation may use the memory again.
                 return {name: np.array(self._backend.to_numpy(array)) for name, array in arrays.items()}
@@ -480,7 +485,7 @@ class Trial:
     def _undisturbed(self) -> Iterator[None]:
         with (
             random_numbers(0),
-            equal_draws(),
+            equal_draws(self._name_draws),
             constant_statistics(self._model),
             without_summaries(),
         ):
@@ -490,9 +495,22 @@ class Trial:
         """Return what is computed for all rows, and for each part, from equal random states."""
         results = []
         for part in (self._whole, *self._parts):
-            with random_numbers(0), unchanged(self._model):
+            with random_numbers(0), unchanged(self._model), self._global_draws_named():
                 results.append(compute(part))
         return results
+
+    def _name_draws(self, function: str) -> None:
+        self._name(f"random numbers of {function}")
+
+    @contextmanager
+    def _global_draws_named(self) -> Iterator[None]:
+        """Name the global generators of Python and NumPy if the block draws from them."""
+        before = current_states()
+        yield
+        after = current_states()
+        for key, library in (("python", "Python"), ("numpy", "NumPy")):
+            if after[key] is not before[key]:
+                self._name_draws(library)
 
     def _growth(self, values: Sequence[Array], weights: Sequence[float] = ()) -> Any:
         """Return the growth of a value from that of all rows and those of the parts.
@@ -621,11 +639,11 @@ def _multiplied(leaf: Any, factors: Array) -> Any:
     return leaf * keras.ops.convert_to_tensor(factors, dtype)
 
 
-def _rescaled(leaf: Any, random: np.random.Generator) -> Any:
+def _rescaled(leaf: Any, generator: np.random.Generator) -> Any:
     """Return a tensor with each element multiplied by a number; small logits and the like become larger."""
     if leaf is None:
         return None
-    factors = random.uniform(0.3, 1.0, tuple(leaf.shape))
+    factors = generator.uniform(0.3, 1.0, tuple(leaf.shape))
     array = _numpy(leaf)
     if array.dtype.kind == "f" and np.any(array < 0):
         factors /= min(1.0, _largest(array))
