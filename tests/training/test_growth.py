@@ -384,6 +384,25 @@ def test_equal_rows_do_not_hide_a_comparison(capfd: pytest.CaptureFixture[str]) 
     assert "computed per replica: the loss largest_error\n" in capfd.readouterr().err
 
 
+def masked_accuracy(y: Any, p: Any) -> Any:
+    """The share of right classes among the labels that are not 0."""
+    counts = ops.cast(y[:, 0] > 0, "float32")
+    right = ops.cast(ops.equal(ops.argmax(p, axis=-1), ops.cast(y[:, 0], "int32")), "float32")
+    return ops.sum(right * counts) / (ops.sum(counts) + 1e-7)
+
+
+def test_a_figure_that_is_zero_at_first_is_tried_with_right_outputs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    layers = [keras.Input((4,)), keras.layers.Dense(4, kernel_initializer="zeros", name="zeros")]
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential(layers)
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[masked_accuracy])
+    labels = np.array([0, 1, 2, 3, 1, 0, 0, 2] * 3)[:, None]
+    model.fit(X[:24], labels, batch_size=24, verbose=0)
+    assert "computed per replica: the metric masked_accuracy\n" in capfd.readouterr().err
+
+
 def test_modules_of_pytorch_that_use_a_batch_or_draw_numbers() -> None:
     torch = pytest.importorskip("torch")
     from lockstep.keras.private.torch import normalizing_or_dropping

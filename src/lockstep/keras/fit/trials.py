@@ -219,6 +219,9 @@ class Trial:
         generator = np.random.default_rng(0)
         changed = partial(_rescaled, generator=generator)
         yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
+        right = [_partly_right(*pair) for pair in _pairs(outputs, self._whole.data[1])]
+        if right and None not in right:
+            yield keras.tree.pack_sequence_as(outputs, right), weight
 
     # Layers.
 
@@ -648,6 +651,26 @@ def _rescaled(leaf: Any, generator: np.random.Generator) -> Any:
     if array.dtype.kind == "f" and np.any(array < 0):
         factors /= min(1.0, _largest(array))
     return _multiplied(leaf, factors)
+
+
+def _pairs(outputs: Nest, labels: Nest) -> list[tuple[Any, Any]]:
+    """Return the outputs with their labels; nothing where they do not belong together one by one."""
+    leaves, targets = keras.tree.flatten(outputs), keras.tree.flatten(labels)
+    return list(zip(leaves, targets, strict=True)) if len(leaves) == len(targets) else []
+
+
+def _partly_right(output: Any, label: Any) -> Any:
+    """Return an output that is the label, or its class, for every second example; None if it cannot be."""
+    array, target = _numpy(output), None if label is None else _numpy(label)
+    if target is None or array.dtype.kind != "f" or target.dtype.kind not in "biuf":
+        return None
+    if target.shape != array.shape:
+        classes = array.shape[-1]
+        if target.size != array.size // classes or not np.all((target >= 0) & (target < classes)):
+            return None
+        target = 0.05 + 0.9 * np.eye(classes)[target.astype("int64").reshape(array.shape[:-1])]
+    even = (np.arange(len(array)) % 2 == 0).reshape((-1,) + (1,) * (array.ndim - 1))
+    return keras.ops.convert_to_tensor(np.where(even, target, array), output.dtype)
 
 
 def _examples(data: Any) -> int:
