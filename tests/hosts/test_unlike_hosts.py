@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 from host_network import Host, Running
 
 PROGRAM = Path(__file__).parents[1] / "training/verified.py"
@@ -34,6 +35,7 @@ def test_the_first_step_finds_what_the_small_program_does_not(hosts: Sequence[Ho
     )
 
 
+@pytest.mark.slow
 def test_unlike_hosts_train_if_that_is_allowed(hosts: Sequence[Host], lean: Lean) -> None:
     job = start(hosts, lean, "unlike", "--allow-unlike")
     assert job.end() == 0, job.err

@@ -85,6 +85,7 @@ def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_
     assert sorted(named) == sorted(results + taken)
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
     launch: Launch, repeat: Repeat, thorough_backend: str

@@ -28,8 +28,7 @@ def flat(values: Any) -> list[float]:
     return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]
 
 
-@pytest.mark.slow("jax", "tensorflow")
-@pytest.mark.ci("tensorflow", "torch")
+@pytest.mark.slow
 def test_one_function_at_a_time_is_one_process(
     launch: Launch, plain: Callable[..., str], backend: str
 ) -> None:

@@ -11,6 +11,7 @@ from lockstep.keras.input.fit_inputs import AN_ITERATOR
 KINDS = ["endless", "finite", "short", *(name for name in ("tensorflow", "torch") if find_spec(name))]
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_streams_give_the_same_bits_on_one_and_two_workers(
     launch: Callable[..., Any], thorough_backend: str
