@@ -9,12 +9,12 @@ from typing import Any
 import keras
 
 from lockstep.keras.backends.common import replaced
-from lockstep.keras.private.common import BACKEND_RANDOM
+from lockstep.keras.private.common import BACKEND_RANDOM, RANDOM_MODULES
 
 Draw = Callable[..., Any]
 
 
-_BETWEEN = ("lockstep.", "keras.src.random", "keras.src.backend", "jax.", "tensorflow.", "torch.")
+_BETWEEN = ("lockstep.", *RANDOM_MODULES, "jax.", "tensorflow.", "torch.")
 """The modules between what draws numbers, a function of the program or a layer, and the operation."""
 
 _DROPOUT = "torch.nn.modules.dropout"
@@ -47,7 +47,7 @@ def _drawing_function() -> str | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module == _DROPOUT or (module.startswith("keras.") and not module.startswith(_BETWEEN)):
+        if module == _DROPOUT or (module.startswith("keras.") and not f"{module}.".startswith(_BETWEEN)):
             return None
         if not f"{module}.".startswith(_BETWEEN):
             parts = getattr(frame.f_locals.get("self"), "__dict__", {}).values()

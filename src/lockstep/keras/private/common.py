@@ -113,6 +113,10 @@ BACKEND_RANDOM = backend.random
 (inputs, rate, noise_shape, seed).
 """
 
+RANDOM_MODULES = ("keras.src.random.", "keras.src.backend.")
+"""The packages through which an operation of `keras.random` reaches that of the backend."""
+
+
 # Models and layers
 
 SYMBOLIC_BUILD = "_symbolic_build"
