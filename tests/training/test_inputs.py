@@ -1,6 +1,7 @@
 """The rows that a worker reads, and the times at which it reads them."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from lockstep.errors import DataError
+from lockstep.data.batch import PendingBatch
 from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.private.common import is_grain_dataset
@@ -189,24 +190,41 @@ def test_a_grain_dataset_has_the_batches_of_keras() -> None:
             assert batches == expected
 
 
-@pytest.mark.parametrize("kind", ["scipy", "jax"])
-def test_sparse_batches_are_whole_or_refused(kind: str) -> None:
-    dense = np.eye(4, dtype="float32")
+class SparseBatches(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of SciPy, read by their index."""
 
-    def sparse() -> Any:
-        if kind == "scipy":
-            return pytest.importorskip("scipy.sparse").coo_matrix(dense)
-        return pytest.importorskip("jax.experimental.sparse").BCOO.fromdense(dense)
+    def __init__(self, matrix: Any) -> None:
+        super().__init__()
+        self.matrix = matrix
 
-    if kind == "jax" and keras.backend.backend() != "jax":
-        pytest.skip("an array of JAX")
-    batches = ((sparse(), np.ones((4, 1))) for _ in range(3))
-    source = global_input(batches, **OPTIONS)
-    for read in (lambda: next(source.batches()), source.first):
-        with pytest.raises(DataError, match="cannot be split into the rows"):
-            read()
-    if keras.backend.backend() == "jax":
-        alone = global_input(((sparse(), np.ones((4, 1))) for _ in range(3)), **{**OPTIONS, "unsplit": True})
-        read_whole = [np.asarray(x.todense()) for x, _ in alone.get_jax_iterator()]
-        assert len(read_whole) == 3
-        np.testing.assert_array_equal(read_whole[2], dense)
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.matrix[4 * index : 4 * index + 4], np.full((4, 1), index)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "generator"])
+def test_sparse_batches_are_cut_into_dense_rows(kind: str) -> None:
+    dense = np.random.default_rng(3).integers(0, 3, (8, 5)).astype("float32")
+    dataset = SparseBatches(pytest.importorskip("scipy.sparse").csr_matrix(dense))
+
+    def source() -> GlobalInput:
+        return global_input(dataset if kind == "dataset" else (dataset[i] for i in range(2)), **OPTIONS)
+
+    np.testing.assert_array_equal(source().first()[0], dense[:4])
+    for index, pending in enumerate(source().batches()):
+        batch = pending.read(nullcontext) if isinstance(pending, PendingBatch) else pending
+        x, y = batch.share(2, 3).data()
+        np.testing.assert_array_equal(x, dense[4 * index + 3 : 4 * index + 4], strict=True)
+        np.testing.assert_array_equal(y, [[index]])
+
+
+def test_one_replica_on_jax_trains_on_sparse_batches_as_they_are() -> None:
+    if keras.backend.backend() != "jax":
+        pytest.skip("JAX only")
+    batches = (SparseBatches(pytest.importorskip("scipy.sparse").eye(8, format="csr"))[i] for i in range(2))
+    alone = global_input(batches, **{**OPTIONS, "unsplit": True})
+    read = [x for x, _ in alone.get_jax_iterator()]
+    assert [type(x).__name__ for x in read] == ["BCOO", "BCOO"]
+    np.testing.assert_array_equal(np.asarray(read[1].todense()), np.eye(8)[4:])

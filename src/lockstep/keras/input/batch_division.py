@@ -32,7 +32,8 @@ from lockstep.errors import DataError
 from lockstep.keras.input.held_state import held_generator, held_iterator, held_variable
 from lockstep.keras.input.item_draws import ItemDraws
 from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
-from lockstep.keras.input.streams import on_host
+from lockstep.keras.input.sparse_rows import SparseRows
+from lockstep.keras.input.streams import on_host, sliceable_rows
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of, parts_of
 from lockstep.keras.private.common import OrderedEnqueuer
@@ -575,7 +576,7 @@ class HeldPart:
         count: the number of rows of the whole part.
     """
 
-    array: npt.NDArray[Any]
+    array: npt.NDArray[Any] | SparseRows
     start: int
     count: int
 
@@ -621,7 +622,7 @@ class HeldRows:
             if leaf is None:
                 parts.append(None)
                 continue
-            array = on_host(leaf)
+            array = sliceable_rows(leaf)
             parts.append(HeldPart(array, 0, len(array) if array.shape else 0))
         examples = next((part.count for part in parts if part is not None), 0)
         if not examples:
@@ -670,7 +671,7 @@ def encoded(batches: Mapping[int, HeldRows]) -> list[Bytes]:
         structure = _structure_of(held.pack(held.parts), parts)
         forms = [(_name_of(p.array.dtype), list(p.array.shape), p.start, p.count) for p in parts]
         described.append((step, held.examples, held.rows.start, held.rows.stop, structure, forms))
-        arrays += (np.ascontiguousarray(part.array).reshape(-1).view(np.uint8) for part in parts)
+        arrays += (np.ascontiguousarray(part.array[:]).reshape(-1).view(np.uint8) for part in parts)
     header = msgspec.msgpack.encode(described)
     front = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
     padded = []

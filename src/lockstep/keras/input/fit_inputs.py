@@ -32,8 +32,9 @@ from lockstep.keras.input.readings import (
 )
 from lockstep.keras.input.shards import shard_pipelines
 from lockstep.keras.input.sources import DividedSource, Element, GlobalBatchPass, GlobalBatchSource, Source
+from lockstep.keras.input.sparse_rows import is_sparse
 from lockstep.keras.input.stored_arrays import StoredArray, stored
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable, refuse_rows_of_their_own
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable, refuse_ragged
 from lockstep.keras.input.visits import (
     OrderSeed,
     ReorderedDataset,
@@ -153,6 +154,15 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         return tf.data.Dataset.from_generator(self._optional, output_signature=signature).with_options(
             options
         )
+
+    def _sample(self, batch: Any) -> Any:
+        """Return a batch that was read to build a model with, in the form in which replicas get rows."""
+        if self._unsplit:
+            return batch
+        leaves, pack = parts_of(batch)
+        for leaf in leaves:
+            refuse_ragged(leaf)
+        return pack([on_host(leaf) if is_sparse(leaf) else leaf for leaf in leaves])
 
     def _samples(self) -> list[Any]:
         """Return the batches that Keras reads on TensorFlow to infer the form of batches."""
@@ -312,7 +322,7 @@ class DatasetInput(GlobalInput):
     def first(self) -> Any:
         """Return the first batch of a pass."""
         draw_as_a_loader()
-        self._sampled = [self._standardize(self._dataset.first())]
+        self._sampled = [self._sample(self._standardize(self._dataset.first()))]
         self._keep_sample()
         return self._sampled[0]
 
@@ -321,14 +331,14 @@ class DatasetInput(GlobalInput):
         if self._sampled:
             return self._sampled[0]
         if self._division is not None:
-            return self._standardize(self._dataset.inner[0])
+            return self._sample(self._standardize(self._dataset.inner[0]))
         if keras.backend.backend() == "tensorflow":
             return self._samples()[0]
         dataset = self._dataset.inner
         known = _sampled.get(dataset) if isinstance(dataset, Hashable) else None
         if known is not None:
             return known
-        self._sampled = [self._standardize(dataset[0])]
+        self._sampled = [self._sample(self._standardize(dataset[0]))]
         self._keep_sample()
         return self._sampled[0]
 
@@ -350,7 +360,8 @@ class DatasetInput(GlobalInput):
             batches = NUM_BATCHES_FOR_TENSOR_SPEC
             if self.num_batches is not None:
                 batches = min(batches, self.num_batches)
-            self._sampled = [self._standardize(self._dataset.inner[number]) for number in range(batches)]
+            read = (self._standardize(self._dataset.inner[number]) for number in range(batches))
+            self._sampled = [self._sample(batch) for batch in read]
         return self._sampled
 
     def on_epoch_begin(self) -> None:
@@ -490,11 +501,7 @@ class StreamInput(GlobalInput):
         """
         if self._unsplit and keras.backend.backend() == "tensorflow":
             return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
-        batch = first_of_pass(_begin(self._inner))
-        if not self._unsplit:
-            for leaf in parts_of(batch)[0]:
-                refuse_rows_of_their_own(leaf)
-        return batch
+        return self._sample(first_of_pass(_begin(self._inner)))
 
     def peek(self) -> Any:
         """Return the first batch of the next pass, which still yields it."""

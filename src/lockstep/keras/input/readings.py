@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, owned_rows, replica_rows
 from lockstep.data.digest import SpotChecks, digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.streams import on_host, refuse_rows_of_their_own
+from lockstep.keras.input.sparse_rows import SparseRows
+from lockstep.keras.input.streams import on_host, sliceable_rows
 from lockstep.keras.nests import leaves_of, parts_of
 from lockstep.keras.seeds import GOLDEN
 from lockstep.system.notes import note
@@ -194,9 +196,7 @@ def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | Non
         DataError: it has no rows.
     """
     leaves, pack = parts_of(data)
-    for leaf in leaves:
-        refuse_rows_of_their_own(leaf)
-    leaves = [None if leaf is None else on_host(leaf) for leaf in leaves]
+    leaves = [None if leaf is None else sliceable_rows(leaf) for leaf in leaves]
     known = [leaf for leaf in leaves if leaf is not None]
     if not known or not known[0].shape or not known[0].shape[0]:
         raise DataError(f"batch {step + 1} of the input has no rows")
@@ -233,7 +233,7 @@ def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int],
     return rows
 
 
-def rows_in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any]) -> slice:
+def rows_in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any] | SparseRows) -> slice:
     """Return the rows of one part of a batch that belong to `rows` of its first part; see `in_proportion`."""
     return in_proportion(rows, examples, len(leaf) if leaf.shape else 0)
 
@@ -256,9 +256,9 @@ def in_proportion(rows: slice, examples: int, count: int) -> slice:
     return slice(start, stop)
 
 
-def _near(leaf: npt.NDArray[Any], rows: slice, examples: int) -> npt.NDArray[Any]:
+def _near(leaf: npt.NDArray[Any] | SparseRows, rows: slice, examples: int) -> npt.NDArray[Any]:
     """Return at least the rows of one part of a batch that belong to `rows` of its first part."""
-    if not leaf.shape:
+    if isinstance(leaf, np.ndarray) and not leaf.shape:
         return leaf
     count = len(leaf)
     return leaf[rows.start * count // examples : -(-rows.stop * count // examples)]

@@ -13,14 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
+from lockstep.keras.input.sparse_rows import SparseRows, is_sparse
 from lockstep.keras.nests import Nest, leaves_of, parts_of
 from lockstep.keras.per_replica import Spec
 
 
 def on_host(leaf: Any) -> npt.NDArray[Any]:
-    """Return an array or a tensor as a NumPy array, without a copy if NumPy can read its memory."""
+    """Return an array or a tensor as a NumPy array, without a copy if NumPy can read its memory.
+
+    That of a sparse one is dense.
+    """
     if isinstance(leaf, np.ndarray):
         return leaf
+    if is_sparse(leaf):
+        return SparseRows.of(leaf)[:]
     if type(leaf).__module__.startswith("torch"):
         leaf = leaf.detach().cpu()
     elif hasattr(leaf, "__array__"):
@@ -211,7 +217,7 @@ def array_of(leaf: Any) -> npt.NDArray[Any]:
     Raises:
         DataError: it is not a dense array.
     """
-    refuse_rows_of_their_own(leaf)
+    _refuse_rows_of_their_own(leaf)
     array = on_host(leaf)
     if (
         array is not leaf
@@ -238,7 +244,7 @@ def _declared(element_spec: Any, parts: int | None) -> Form:
 
 
 def _share_of(spec: Any, parts: int | None) -> Spec:
-    refuse_rows_of_their_own(spec)
+    _refuse_rows_of_their_own(spec)
     if spec.shape.rank == 0:
         raise DataError(
             "the dataset has elements without an axis of examples, so it cannot be split over the "
@@ -254,18 +260,44 @@ def _share_of(spec: Any, parts: int | None) -> Spec:
     return Spec(spec.dtype.name, (rows // parts if even else None, *others))
 
 
-def refuse_rows_of_their_own(leaf: Any) -> None:
-    """Refuse a ragged or a sparse array.
+def sliceable_rows(leaf: Any) -> "npt.NDArray[Any] | SparseRows":
+    """Return an array or a tensor in a form whose slices are rows: NumPy arrays, also of a sparse one.
+
+    Raises:
+        DataError: it is ragged.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    if is_sparse(leaf):
+        return SparseRows.of(leaf)
+    refuse_ragged(leaf)
+    return on_host(leaf)
+
+
+def refuse_ragged(leaf: Any) -> None:
+    """Refuse a ragged tensor, or its spec.
 
     Raises:
         DataError: it is one.
     """
-    kind, module = type(leaf).__name__, type(leaf).__module__
-    sparse = module.startswith(("scipy.sparse", "jax.experimental.sparse"))
-    if sparse or "Ragged" in kind or "Sparse" in kind or getattr(leaf, "is_sparse", False):
-        raise DataError(
-            f"the dataset has a {kind.removesuffix('Spec')}, which cannot be split into the rows of "
-            "replicas; make it dense in the dataset: `.map(lambda x: x.to_tensor())` for ragged tensors, "
-            "`.map(tf.sparse.to_dense)` for sparse ones, `.toarray()` for those of SciPy; or train with one "
-            "replica, which splits nothing"
-        )
+    if "Ragged" in type(leaf).__name__:
+        raise DataError(_no_rows(leaf, "`.map(lambda x: x.to_tensor())`"))
+
+
+def _refuse_rows_of_their_own(leaf: Any) -> None:
+    """Refuse a ragged or a sparse tensor, or its spec.
+
+    Raises:
+        DataError: it is one.
+    """
+    refuse_ragged(leaf)
+    if is_sparse(leaf) or "Sparse" in type(leaf).__name__:
+        raise DataError(_no_rows(leaf, "`.map(tf.sparse.to_dense)`"))
+
+
+def _no_rows(leaf: Any, remedy: str) -> str:
+    kind = type(leaf).__name__.removesuffix("Spec")
+    return (
+        f"the dataset has a {kind}, which cannot be split into the rows of "
+        f"replicas; make it dense in the dataset: {remedy}; or train with one replica, which splits nothing"
+    )
