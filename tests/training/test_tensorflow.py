@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lockstep.errors import ModelError
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
+from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext, by_itself
 
 HERE = keras.backend.backend() == "tensorflow"
@@ -43,6 +45,7 @@ if HERE:
     from lockstep.keras.backends.adapter import adapter
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import borrowed, executable
+    from lockstep.keras.fit.trials import Trial
     from lockstep.keras.parameter_server.function_results import pack_result, unpack_results
     from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables, plain
     from lockstep.keras.parameter_server.tf_functions import exchanged_in_graph
@@ -206,6 +209,70 @@ def test_computing_changes_nothing(kind: str, options: dict[str, Any]) -> None:
     assert first.keys() == other.keys()
     if kind == "train":
         assert first["gradient/0"] != other["gradient/0"]
+
+
+if HERE:
+
+    class Annealed(keras.Sequential):  # type: ignore[misc]
+        """Keeps the number of its steps, and a mean of its losses, in variables that are not Keras's."""
+
+        def __init__(self) -> None:
+            super().__init__([keras.layers.Input((6,)), keras.layers.Dense(1)])
+            self.held = {"steps": tf.Variable(0), "losses": [tf.Variable(0.0)]}
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            steps, (losses,) = self.held["steps"], self.held["losses"]
+            steps.assign_add(1)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2) / tf.cast(steps, tf.float32)
+            losses.assign(losses / 2 + loss / 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+        def kept(self) -> list[float]:
+            return [float(self.held["steps"]), float(self.held["losses"][0])]
+
+
+@here
+@pytest.mark.parametrize("eager", [False, True])
+def test_variables_of_tensorflow_are_state_of_a_step(eager: bool) -> None:
+    keras.utils.set_random_seed(1)
+    model = Annealed()
+    steps = program(model, run_eagerly=eager)
+    losses = []
+    for step in (1, 2):
+        before = model.kept()
+        total = as_total(steps.compute(None, share(weight=1.0), []))
+        assert model.kept() == before
+        logs, _ = steps.apply(None, [total])
+        losses.append(float(logs["loss"]))
+        assert model.kept()[0] == step
+    assert model.kept()[1] == pytest.approx(losses[0] / 4 + losses[1] / 2, rel=1e-6)
+
+
+@here
+def test_trials_leave_variables_of_tensorflow() -> None:
+    model = Annealed()
+    model.compile("sgd", "mse")
+    trial = Trial(job.current(), adapter().steps(), model, lambda: (X, Y), nullcontext)
+    trial.measure(["train"])
+    assert model.kept() == [0, 0]
+    assert trial.names == []
+
+
+@here
+def test_a_step_that_is_not_the_same_for_half_of_the_rows_is_named() -> None:
+    class Counting(keras.Sequential):
+        def test_step(self, data: Any) -> Any:
+            return {"few" if len(data[0]) < 8 else "many": tf.constant(1.0)}
+
+    model = Counting([keras.layers.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    trial = Trial(job.current(), adapter().steps(), model, lambda: (X, Y), nullcontext)
+    trial.measure(["test"])
+    assert trial.names == ["test_step of Counting (possibly: it could not be tested)"]
 
 
 @here

@@ -365,10 +365,13 @@ class ObjectGraph:
 
     Attributes:
         nodes: in the order in which they were found.
+        variables: those of TensorFlow that are not Keras's, by their ids. They are no nodes: the state of a
+            program may be in variables, too, which its backend combines.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.nodes: list[_Changeable] = []
+        self.variables: dict[int, Any] = {}
         self._positions: dict[int, int] = {}
         self._kept: list[Any] = []
         self._walk(list(roots))
@@ -470,7 +473,9 @@ class ObjectGraph:
                 if len(value) <= _MANY:
                     waiting.extend((f"{path}[{i}]", one) for i, one in enumerate(value))
                 continue
-            if (kind := _kind_of(value)) is not None:
+            if _is_variable(value):
+                self.variables[id(value)] = value
+            elif (kind := _kind_of(value)) is not None:
                 node = kind(path, value)
                 # The node keeps the object, so that its id remains unique.
                 self._positions[id(value)] = len(self.nodes)
@@ -576,7 +581,10 @@ def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def unchanged(model: Any) -> "Kept":
-    """Within a block, what the program changes in Python attributes of a model is undone."""
+    """Within a block, what the program changes in Python attributes of a model is undone.
+
+    So is what it assigns to variables of TensorFlow in them.
+    """
     return Kept(graph_of(model))
 
 
@@ -585,12 +593,17 @@ class Kept:
 
     def __init__(self, graph: ObjectGraph) -> None:
         self._graph = graph
+        self._values: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
         self._graph.refresh()
+        self._values = [(variable, variable.numpy()) for variable in self._graph.variables.values()]
 
     def __exit__(self, *error: Sequence[Any]) -> None:
         self._graph.restore()
+        for variable, value in self._values:
+            if not _same_array(variable.numpy(), value):
+                variable.assign(value)
 
 
 def encoded(value: Any) -> Any:
@@ -700,6 +713,14 @@ def _is_in_program(name: str | None) -> bool:
         except (ImportError, ValueError):
             return True
     return not file.startswith(_LIBRARIES)
+
+
+def _is_variable(value: Any) -> bool:
+    """Whether a value is a variable of TensorFlow with numbers, which belongs to no variable of Keras."""
+    kind: Any = getattr(sys.modules.get("tensorflow"), "Variable", None)
+    if kind is None or not isinstance(value, kind):
+        return False
+    return bool(value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -74,7 +74,7 @@ from lockstep.keras.private.tensorflow import (
     summaries_recorded_if,
     wait_for_operations,
 )
-from lockstep.keras.python_state import unchanged
+from lockstep.keras.python_state import graph_of, unchanged
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
@@ -533,6 +533,8 @@ class TensorFlowProgram(VariableState):
         model = self._model
         seeds = {id(variable) for variable in seeds_of(model)}
         others = [variable.value for variable in model.non_trainable_variables]
+        # In a graph, the assignments themselves show the variables that are not Keras's.
+        others += graph_of(model).variables.values()
         taken = [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
         watched = [variable for variable in others if all(variable is not one for one in taken)]
         trained = self._trained()

@@ -247,8 +247,9 @@ def _refused_additions(model: Any) -> Iterator[None]:
     if found:
         raise ModelError(
             f"the step adds to the gradient of {min(found)!r} that the step before has left, as PyTorch does "
-            "until zero_grad: replicas keep such gradients only within a step; add them up in variables with "
-            "trainable=False, or give the optimizer gradient_accumulation_steps"
+            "until zero_grad: replicas keep such gradients only within a step; call self.zero_grad() at the "
+            "beginning of the step, or add gradients of several steps up in variables with trainable=False, "
+            "or give the optimizer gradient_accumulation_steps"
         )
 
 

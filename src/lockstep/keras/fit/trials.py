@@ -444,6 +444,8 @@ class Trial:
 
             while True:
                 arrays = [compute(whole, 1), *(compute(part, 2) for part in halves)]
+                if any(one.keys() != arrays[0].keys() for one in arrays):
+                    raise _UnlikeStepsError
                 if self._context is not nullcontext and not summed:
                     self._name_if_divided(arrays[1], compute(halves[0], 1), kind)
                 rounds.append(
@@ -605,6 +607,10 @@ def _without_statistics(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(inputs, training=False, mask=mask)
 
     return constant
+
+
+class _UnlikeStepsError(Exception):
+    """A step has made another update, or other figures, of a half of the rows than of all."""
 
 
 def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
