@@ -792,11 +792,12 @@ class Coordinator:
                 self._decide(job_events.ViewBroken(worker, view, reason, fatal))
             case FileOpened():
                 self._tell_of_file(worker, message)
-            case Failed(status, summary, traceback, blames, prints):
+            case Failed(status, summary, traceback, blames, prints, differs):
                 self.events.publish(run_events.ScriptFailed(worker, summary, traceback))
                 if not prints and self.agents[self.state.workers[worker].host].remote:
                     self._output.log_only(worker, traceback)
-                self._decide(job_events.FailureReported(worker, status, summary, blames, prints))
+                failure = job_events.FailureReported(worker, status, summary, blames, prints, differs)
+                self._decide(failure)
             case Finished(status):
                 self._publish_and_decide(run_events.ScriptEnded(worker, status))
 

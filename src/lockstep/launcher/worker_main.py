@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError, with_code
+from lockstep.errors import (
+    ChangedError,
+    ConfigError,
+    DisagreementError,
+    LockstepError,
+    PeerLostError,
+    PeerStuckError,
+    with_code,
+)
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import (
     WORKER_DIGESTS,
@@ -248,7 +256,8 @@ def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
     flush_streams()
     # Notify the other workers first: writing the output may block on a slow reader.
     blames = isinstance(error, PeerLostError | PeerStuckError)
-    if not client.failed(status, summary, text, blames=blames, prints=prints) or prints:
+    differs = isinstance(error, DisagreementError)
+    if not client.failed(status, summary, text, blames=blames, prints=prints, differs=differs) or prints:
         sys.excepthook(type(error), error, error.__traceback__)
     return status
 

@@ -66,6 +66,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         traceback: as Python prints it.
         blames: whether the error only says that another worker is lost or stuck.
         prints: whether the worker prints the traceback; otherwise the agent writes it to the worker's log.
+        differs: whether workers compute different things, which perhaps only this one has found.
     """
 
     status: int
@@ -73,6 +74,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     traceback: str
     blames: bool
     prints: bool = True
+    differs: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

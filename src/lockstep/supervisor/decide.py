@@ -375,7 +375,8 @@ def _failure_reported(state: State, event: FailureReported, now: float) -> Decis
             state = _with_deadline(state, now + state.limits.leave)
         return Decision(state, reason=f"{message}; the job is already ending")
     if not event.blames:
-        if not state.elastic or worker in state.vital:
+        # The results of the others are as doubtful where workers differ.
+        if not state.elastic or worker in state.vital or event.differs:
             return _end(state, outcome, now)
         state = _with_failure(state, worker, outcome, now)
         return Decision(state, reason=f"{message}; the others may fail too")

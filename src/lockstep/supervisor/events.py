@@ -36,6 +36,7 @@ class FailureReported:
         summary: the error in one line.
         blames: whether it raised only because of another worker.
         prints: whether the worker prints the traceback; otherwise only its log has it.
+        differs: whether workers compute different things, which perhaps only this one has found.
     """
 
     worker: int
@@ -43,6 +44,7 @@ class FailureReported:
     summary: str
     blames: bool
     prints: bool = True
+    differs: bool = False
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,18 @@ class AgentClient:
         """Report that a line of the program opens a file for writing or appending, perhaps in a library."""
         self._channel.send(FileOpened(path, line, is_shared(Path(path)), appends, library), _PATIENCE)
 
-    def failed(self, status: int, summary: str, traceback: str, *, blames: bool, prints: bool) -> bool:
+    def failed(
+        self,
+        status: int,
+        summary: str,
+        traceback: str,
+        *,
+        blames: bool,
+        prints: bool,
+        differs: bool = False,
+    ) -> bool:
         """Report that the script raised; return whether the report was sent."""
-        return self._channel.send(Failed(status, summary, traceback, blames, prints), _PATIENCE)
+        return self._channel.send(Failed(status, summary, traceback, blames, prints, differs), _PATIENCE)
 
     def finished(self, status: int = 0) -> None:
         """Report that the script ended, or exited with a status of its own."""
