@@ -13,9 +13,11 @@ import keras
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep.keras.backends.adapter import adapter
-from lockstep.keras.fit.exactness import introduction, per_replica_parts
+from lockstep.keras.fit.exactness import introduction, kinds_per_replica, tried_parts
 from lockstep.keras.fit.trials import Trial
+from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.topology import place
 from lockstep.worker import job
 
@@ -107,9 +109,10 @@ def test_the_first_note_describes_the_replicas(
 
 def parts_of(model: Any, rows: Callable[[], Any]) -> list[str]:
     """Return the parts of a program that are per replica, after a trial of it."""
-    trial = Trial(job.current(), adapter().steps(), model, rows, nullcontext)
+    batch = TriedBatch(rows)
+    trial = Trial(job.current(), adapter().steps(), model, batch, nullcontext)
     trial.measure(["train", "test"])
-    return per_replica_parts(model, trial)
+    return [*kinds_per_replica(model), *tried_parts(model, batch), *trial.names]
 
 
 def mean_of_squares(y: Any, p: Any) -> Any:
@@ -268,6 +271,10 @@ class Centered(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
+def over_examples(x: Any) -> Any:
+    return keras.ops.softmax(x, axis=0)
+
+
 class Within(keras.layers.Layer):
     """Has a layer that compares examples."""
 
@@ -290,12 +297,88 @@ class Within(keras.layers.Layer):
             [keras.layers.BatchNormalization(), Within(name="outer")],
             ["BatchNormalization", "the layer inner"],
         ),
+        ([keras.layers.Lambda(lambda x: x - keras.ops.mean(x, axis=0), name="less")], ["the layer less"]),
+        ([keras.layers.Lambda(lambda x: x - keras.ops.mean(x, axis=1, keepdims=True))], []),
+        ([keras.layers.Dense(3, activation=over_examples, name="shares")], ["the layer shares"]),
+        ([keras.layers.Softmax(axis=0, name="softmax")], ["the layer softmax"]),
     ],
 )
 def test_layers_that_compare_examples_are_named(layers: list[Any], parts: list[str]) -> None:
     model = keras.Sequential([keras.layers.Input((4,)), *layers, keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     assert parts_of(model, lambda: (X, Y)) == parts
+
+
+def with_operation(operation: Callable[[Any], Any]) -> keras.Model:
+    inputs = keras.Input((4,))
+    inner = keras.Model(inputs, operation(keras.layers.Dense(3)(inputs)), name="inner")
+    return keras.Model(inputs, keras.layers.Dense(1)(inner(inputs)), name="outer")
+
+
+@pytest.mark.parametrize(
+    ("operation", "parts"),
+    [
+        (lambda h: h - keras.ops.mean(h, axis=0), ["the operation subtract"]),
+        (lambda h: keras.ops.softmax(h, axis=0), ["the operation softmax"]),
+        (lambda h: keras.ops.tanh(h) * 2, []),
+    ],
+)
+def test_operations_of_a_functional_model_that_compare_examples_are_named(
+    operation: Any, parts: list[str]
+) -> None:
+    keras.utils.clear_session()
+    model = with_operation(operation)
+    model.compile("sgd", "mse")
+    assert parts_of(model, lambda: (X, Y)) == parts
+
+
+class Shares(keras.Sequential):  # type: ignore[misc]
+    """Predicts the shares of the examples in the sum of a batch."""
+
+    def predict_step(self, *arguments: Any) -> Any:
+        outputs, *state = super().predict_step(*arguments)
+        return (outputs / keras.ops.sum(outputs, axis=0), *state)
+
+
+@pytest.mark.parametrize(
+    ("build", "parts"),
+    [
+        (lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), []),
+        (lambda: keras.Sequential([keras.Input((4,)), Centered(name="centered")]), ["the layer centered"]),
+        (lambda: with_operation(lambda h: keras.ops.softmax(h, axis=0)), ["the operation softmax"]),
+        (lambda: Shares([keras.Input((4,)), keras.layers.Dense(1)]), ["predict_step of Shares"]),
+    ],
+)
+def test_predictions_that_compare_examples_are_named(
+    build: Any, parts: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    keras.utils.clear_session()
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = build()
+        model.compile()
+    model.predict(X, batch_size=6, verbose=0)
+    model.predict_on_batch(X)
+    expected = [f"lockstep: model {model.name!r}: computed per replica: {', '.join(parts)}"] if parts else []
+    assert [line for line in capfd.readouterr().err.splitlines() if "per replica" in line] == expected
+
+
+def test_a_part_is_named_again_for_another_model(capfd: pytest.CaptureFixture[str]) -> None:
+    def named(loss: Any, units: int) -> list[str]:
+        with lockstep.MultiWorkerMirroredStrategy().scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+            model.compile("sgd", loss)
+        model.fit(X, Y, batch_size=6, verbose=0)
+        lines = [line for line in capfd.readouterr().err.splitlines() if "per replica" in line]
+        return [line.rpartition(": ")[2] for line in lines]
+
+    def spread(y: Any, p: Any) -> Any:
+        return keras.ops.std(y - p)
+
+    keras.utils.clear_session()
+    assert named(spread, 3) == ["the loss spread"]
+    assert named(spread, 3) == []
+    assert named(spread, 2) == ["the loss spread"]
+    assert named("mse", 2) == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.losses import observed_denominators
-from lockstep.keras.fit.trials import Trial
+from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import compiled_loss, layers_of, modules_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.variables import flat_metrics
@@ -24,9 +24,6 @@ Result = TypeVar("Result")
 
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 """Attributes of Keras's layers that draw no random numbers if all of these are zero."""
-
-_PROBED_ROWS = 8
-"""Rows of a batch to test, against as many others."""
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:
@@ -43,21 +40,22 @@ def per_replica_note(parts: Sequence[str]) -> str:
     return f"computed per replica: {', '.join(parts)}"
 
 
-def per_replica_parts(model: Any, trial: Trial) -> list[str]:
-    """Name the parts of a model's training that differ from one process by more than rounding.
+def kinds_per_replica(model: Any) -> list[str]:
+    """Name the kinds of layers of a model that normalize over the batch, or draw different random numbers."""
+    counted = Counter(name for layer in layers_of(model) for name in _statistics_and_draws(layer))
+    return [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
 
-    These use several examples at once: the statistics of BatchNormalization, the state of a layer that is no
-    mean over examples, losses with different denominators, and what `trial` has found. Random layers draw
-    different numbers in each replica.
+
+def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
+    """Name the parts of a model's training that use several examples at once, as a trial shows.
+
+    These are the state of a layer that is no mean over examples, and losses with different denominators.
 
     Args:
         model: built.
-        trial: of the model, after its measurement.
+        batch: of the training.
     """
-    counted = Counter(name for layer in layers_of(model) for name in _statistics_and_draws(layer))
-    parts = [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
-    parts += _states_across_examples(model, trial.read) + _different_denominators(model, trial.read)
-    return parts + trial.names
+    return _states_across_examples(model, batch) + _different_denominators(model, batch)
 
 
 def _statistics_and_draws(layer: Any) -> list[str]:
@@ -80,7 +78,7 @@ def _draws(layer: Any) -> bool:
     return holds and (any(rates) or not rates)
 
 
-def _different_denominators(model: Any, rows: Callable[[], Any]) -> list[str]:
+def _different_denominators(model: Any, batch: TriedBatch) -> list[str]:
     """Name several losses if one of them is a mean over unmasked elements, or over the sum of weights."""
     given = keras.tree.flatten(model.loss)
     weighs = any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in given)
@@ -90,8 +88,7 @@ def _different_denominators(model: Any, rows: Callable[[], Any]) -> list[str]:
         return []
     name = "the sum of losses with different denominators"
     try:
-        data = rows()
-        x, y, weight = rows_of(data, slice(0, 2 * tried_rows(data)))
+        x, y, weight = batch.whole.data
         with random_numbers(0), keras.StatelessScope(), observed_denominators() as own:
             compiled_loss(model)(y, model(x, training=False), weight)
     except Exception:  # A custom step may pass anything to losses.
@@ -105,7 +102,7 @@ def _masks(layer: Any) -> bool:
     return bool(getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking) or own)
 
 
-def _states_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
+def _states_across_examples(model: Any, batch: TriedBatch) -> list[str]:
     """Name the variables of the program's own layers whose change in a step is no mean over examples."""
     variables = _own_states(model)
     if not variables:
@@ -119,7 +116,7 @@ def _states_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
         return [old if value is None else _float64(value) for old, value in zip(before, found, strict=True)]
 
     try:
-        parts = _each_part(rows(), states)
+        parts = _each_part(batch, states)
     except Exception:  # The program may call the model in another way.
         return [f"the variable {one.path} (possibly: it could not be tested)" for one in variables]
     if not parts:
@@ -150,22 +147,19 @@ def _own_states(model: Any) -> list[Any]:
     ]
 
 
-def _each_part(data: Any, compute: Callable[[Any, Any], Result]) -> list[Result]:
-    """Return `compute(x, y)` of some rows of `data` and of each half of them; none for fewer than two."""
-    half = tried_rows(data)
-    if not half:
-        return []
+def _each_part(batch: TriedBatch, compute: Callable[[Any, Any], Result]) -> list[Result]:
+    """Return `compute(x, y)` of some rows of `batch` and of each half of them; none for fewer than two."""
 
-    def of(rows: slice) -> Result:
-        x, y, _ = rows_of(data, rows)
+    def of(rows: TriedRows) -> Result:
+        x, y, _ = rows.data
         # Random numbers drawn here must not affect later ones.
         with random_numbers(0):
             return compute(x, y)
 
-    return [of(slice(0, 2 * half)), of(slice(0, half)), of(slice(half, 2 * half))]
+    return [of(rows) for rows in batch.halves] if batch.count > 1 else []
 
 
-def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
+def refuse_metrics_that_do_not_add(model: Any, batch: TriedBatch) -> None:
     """Raise ModelError if a metric's state is not a sum over examples; leave the model unchanged.
 
     Replicas start a step from zero, and their states are added to that of the metric, which may be that of
@@ -175,7 +169,7 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
 
     Args:
         model: built, with its metrics.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tested.
+        batch: of the input; read only if a metric is tested.
     """
     for metric in model.metrics:
         with keras.StatelessScope() as scope:
@@ -186,9 +180,9 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
     if not own:
         return
     try:
-        data = rows()
-        with random_numbers(0):
-            _try(model, data)
+        if batch.count > 1:
+            with random_numbers(0):
+                _try(model, batch)
     except ModelError:
         raise
     except Exception as error:  # A custom step may pass anything to metrics.
@@ -204,12 +198,6 @@ def _own_metrics(model: Any) -> list[Any]:
     return [one for one in flat_metrics(model.metrics) if not type(one).__module__.startswith("keras.")]
 
 
-def tried_rows(data: Any) -> int:
-    """Return the number of rows to test against as many others; 0 if the batch has fewer than two."""
-    counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None]
-    return min(_PROBED_ROWS, min(counts) // 2)
-
-
 def _refuse_unless_zero(variable: Any, value: Any) -> None:
     """Raise ModelError if a metric resets a variable to another value than zero; None if it keeps its own."""
     if variable.dtype == "bool":
@@ -221,11 +209,8 @@ def _refuse_unless_zero(variable: Any, value: Any) -> None:
         )
 
 
-def _try(model: Any, data: Any) -> None:
-    half = tried_rows(data)
-    if half == 0:
-        return
-    first, second = _updates(model, data, slice(0, half)), _updates(model, data, slice(half, 2 * half))
+def _try(model: Any, batch: TriedBatch) -> None:
+    first, second = (_updates(model, rows) for rows in batch.halves[1:])
     apart = [a + b for a, b in zip(_state(model, [first]), _state(model, [second]), strict=True)]
     for variable, sum_of_both, both in zip(
         model.metrics_variables, apart, _state(model, [first, second]), strict=True
@@ -254,18 +239,9 @@ def _try(model: Any, data: Any) -> None:
             )
 
 
-def rows_of(data: Any, rows: slice) -> tuple[Any, Any, Any]:
-    """Return some rows of a batch as tensors: (x, y, sample_weight)."""
-    sliced = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf[rows]), data
-    )
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(sliced)
-    return x, y, weight
-
-
-def _updates(model: Any, data: Any, rows: slice) -> tuple[Any, Any, Any, Any]:
+def _updates(model: Any, rows: TriedRows) -> tuple[Any, Any, Any, Any]:
     """Return (x, y, predictions, sample_weight) of some rows."""
-    x, y, weight = rows_of(data, rows)
+    x, y, weight = rows.data
     with keras.StatelessScope():
         return x, y, model(x, training=False), weight
 

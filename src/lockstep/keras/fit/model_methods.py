@@ -38,12 +38,14 @@ from lockstep.keras.fit.callbacks import (
 )
 from lockstep.keras.fit.exactness import (
     introduction,
+    kinds_per_replica,
     per_replica_note,
-    per_replica_parts,
     refuse_metrics_that_do_not_add,
+    tried_parts,
 )
 from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
 from lockstep.keras.fit.trials import Trial
+from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
@@ -156,7 +158,8 @@ class ModelMethods:
         self._entered: weakref.WeakKeyDictionary[Any, Callable[[], AbstractContextManager[None]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._introduced: list[str] | None = None
+        self._introduced = False
+        self._told_parts: set[str] = set()
         self._plain_steps = 0
         self._trained_by_batch: tuple[Any, int] | None = None
         self._told_paths: set[str] = set()
@@ -635,6 +638,8 @@ class ModelMethods:
             if keras.backend.backend() == "jax":
                 # While some layer is not built, Keras first calls the model on a batch of its own.
                 data.plain_first = not all(layer.built for layer in layers_of(model))
+            if not self._alone:
+                self._introduce(call, model, "predict", data.peek)
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
             with rows_read_together(self._job):
@@ -678,10 +683,10 @@ class ModelMethods:
         if kind != "predict" and (not self._alone or self._models.awaits(model)):
             self._models.build(model, kind, batch)
             if not self._alone:
-                with unchanged(model):
-                    refuse_metrics_that_do_not_add(model, batch)
-                    self._introduce(call, model, kind, batch)
+                self._introduce(call, model, kind, batch)
         self._models.load_waiting(model)
+        if kind == "predict" and not self._alone and self._models.is_built(model):
+            self._introduce(call, model, kind, batch)
         if self._models.is_built(model):
             first = self._calls.outermost == 1
             self._compare(
@@ -850,33 +855,61 @@ class ModelMethods:
         self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model, kind)))
         if self._alone:
             return
-        with unchanged(model):
-            refuse_metrics_that_do_not_add(model, data.peek)
-            self._introduce(call, model, kind, data.peek)
+        self._introduce(call, model, kind, data.peek)
         self._compare(call, model, facts, settings)
 
-    def _introduce(self, call: NumberedCall, model: Any, kind: Kind, rows: Callable[[], Any]) -> None:
+    def _introduce(self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]) -> None:
         """Measure how replicas combine what a step of a model computes; name each part that is per replica.
 
         This is done once for a compiled model. The first note says that a script without a strategy is
         distributed.
+
+        Raises:
+            ModelError: a metric does not add up over replicas.
         """
-        measured = self._measured.setdefault(model, set())
-        if kind in measured:
-            return
-        kinds: list[Kind] = ["train", "test"] if kind == "train" else [kind]
-        # All processes read the tables of servers together, and as often.
-        tries = not server_layers(model)
-        trial = Trial(self._job, self._backend, model, rows, self._step_context(model), tries=tries)
-        trial.measure(kinds)
-        measured.update(kinds)
-        parts = per_replica_parts(model, trial) if self._adopts_all else trial.names
+        batch = TriedBatch(read)
+        with unchanged(model):
+            if kind != "predict":
+                refuse_metrics_that_do_not_add(model, batch)
+            measured = self._measured.setdefault(model, set())
+            if kind in measured:
+                return
+            # All processes read the tables of servers together, and as often.
+            tries = not server_layers(model)
+            trial = Trial(self._job, self._backend, model, batch, self._step_context(model), tries=tries)
+            if kind == "predict":
+                # A trial of training has tried the same layers.
+                if not measured or has_own(model, "predict_step"):
+                    trial.name_predictions()
+                kinds, parts = [], trial.names
+            else:
+                trial.measure(["train", "test"] if kind == "train" else [kind])
+                kinds = kinds_per_replica(model) if self._adopts_all else []
+                parts = [*(tried_parts(model, batch) if self._adopts_all else ()), *trial.names]
+            measured.update(["train", "test"] if kind == "train" else [kind])
+        self._tell_of_parts(call, model, kinds, parts, introduces=kind != "predict")
+
+    def _tell_of_parts(
+        self, call: NumberedCall, model: Any, kinds: list[str], parts: list[str], *, introduces: bool
+    ) -> None:
+        """Note which parts of a model are per replica, kinds of layers once, others once for models alike.
+
+        Args:
+            call: in progress.
+            model: of the call.
+            kinds: of layers.
+            parts: of this model.
+            introduces: whether the first note says that a script without a strategy is distributed.
+        """
+        alike = repr({**settings_of_call(model, (), first=True), **settings_of_model(model)}) if parts else ""
+        named = [*((kind, kind) for kind in kinds), *((f"{alike}{part}", part) for part in parts)]
         text = ""
-        if self._adopts_all and self._introduced is None:
-            text = introduction(call.name.partition(" ")[0], self._job.view, parts)
-        elif new := [part for part in parts if part not in (self._introduced or ())]:
+        if introduces and self._adopts_all and not self._introduced:
+            self._introduced = True
+            text = introduction(call.name.partition(" ")[0], self._job.view, [part for _, part in named])
+        elif new := [part for key, part in named if key not in self._told_parts]:
             text = f"model {model.name!r}: {per_replica_note(new)}"
-        self._introduced = [*(self._introduced or ()), *parts]
+        self._told_parts |= {key for key, _ in named}
         if text and self._job.is_chief and not self._resumable.catches_up:
             note(text)
 

@@ -11,8 +11,9 @@ numbers for each row, because parts of a batch would draw other numbers than the
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 import keras
@@ -36,6 +37,7 @@ from lockstep.keras.backends.growth import (
 from lockstep.keras.backends.logs import LogTemplate, recorded_results
 from lockstep.keras.backends.losses import divided, weighted_means
 from lockstep.keras.fit.random_rows import equal_draws
+from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
     compiled_loss,
     flat_losses,
@@ -49,44 +51,12 @@ from lockstep.keras.randomness import current_states, random_numbers
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.job import Job
 
-_ROWS = 16
-"""The maximum number of rows to try."""
-
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
 Array = npt.NDArray[Any]
 Nest = Any
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class TriedRows:
-    """Some rows of a batch.
-
-    Attributes:
-        batch: these rows, in the form in which the program's step gets a batch.
-        weight: their number divided by that of all rows of the trial.
-        rows: their places among the rows of the trial.
-    """
-
-    batch: Nest
-    weight: float
-    rows: slice
-
-    @property
-    def data(self) -> tuple[Nest, Nest, Nest]:
-        """The tensors (x, y, sample_weight)."""
-        tensors = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), self.batch
-        )
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(tensors)
-        return x, y, weight
-
-    @property
-    def count(self) -> int:
-        """The number of the rows."""
-        return int(self.rows.stop - self.rows.start)
 
 
 class Trial:
@@ -96,7 +66,7 @@ class Trial:
         job: in which the model trains.
         backend: of the model.
         model: built and compiled.
-        read: reads a batch; called only if the program has parts to try.
+        batch: read only if the program has parts to try.
         context: returns the context of the program's own `train_step`.
         tries: whether the model may be called; otherwise the parts to try are named.
 
@@ -110,7 +80,7 @@ class Trial:
         job: Job,
         backend: Backend,
         model: Any,
-        read: Callable[[], Any],
+        batch: TriedBatch,
         context: Callable[[], AbstractContextManager[None]],
         *,
         tries: bool = True,
@@ -120,14 +90,9 @@ class Trial:
         self._context = context
         self._backend = backend
         self._model = model
-        self._read_batch = read
-        self._batch: Any = None
+        self._batch = batch
         self.names: list[str] = []
         self.growths = growths_of(model)
-
-    def read(self) -> Any:
-        """Return the batch, which is read once."""
-        return self._data
 
     def measure(self, kinds: Sequence[Kind]) -> None:
         """Measure the losses, layers, metrics, and some kinds of steps, of the program's own."""
@@ -139,35 +104,6 @@ class Trial:
         for kind in kinds:
             self._step(kind)
         set_growths(self._model, self.growths)
-
-    # Rows.
-
-    @property
-    def _whole(self) -> TriedRows:
-        return self._rows(slice(0, self._count))
-
-    @property
-    def _parts(self) -> list[TriedRows]:
-        # Parts of unlike sizes tell a sum from a mean that is multiplied by their number.
-        first = max(1, self._count // 3)
-        return [self._rows(slice(0, first)), self._rows(slice(first, self._count))]
-
-    @property
-    def _count(self) -> int:
-        return min(_ROWS, _examples(self._data))
-
-    @property
-    def _data(self) -> Any:
-        if self._batch is None:
-            self._batch = self._read_batch()
-        return self._batch
-
-    def _rows(self, rows: slice) -> TriedRows:
-        # Spread over the batch, whose first rows may all have one label.
-        step = _examples(self._data) // self._count
-        part = slice(rows.start * step, (rows.stop - 1) * step + 1, step)
-        batch = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], self._data)
-        return TriedRows(batch, (rows.stop - rows.start) / self._count, rows)
 
     # Losses.
 
@@ -211,7 +147,7 @@ class Trial:
 
         Equal rows, as those of a new model nearly are, would hide whether a function compares them.
         """
-        x, _, weight = self._whole.data
+        x, _, weight = self._batch.whole.data
         with keras.StatelessScope():
             # The sum is a new tensor without a mask, which would change the examples in the mean.
             outputs = keras.tree.map_structure(lambda leaf: leaf + 0, self._model(x, training=False))
@@ -219,17 +155,20 @@ class Trial:
         generator = np.random.default_rng(0)
         changed = partial(_rescaled, generator=generator)
         yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
-        right = [_partly_right(*pair) for pair in _pairs(outputs, self._whole.data[1])]
+        right = [_partly_right(*pair) for pair in _pairs(outputs, self._batch.whole.data[1])]
         if right and None not in right:
             yield keras.tree.pack_sequence_as(outputs, right), weight
 
     # Layers.
 
     def _layers(self) -> None:
-        """Measure what layers add to the loss, and name the program's own layers that compare examples."""
+        """Measure what layers add to the loss, and name layers and operations that compare examples."""
         layers = [
-            one for one in layers_of(self._model) if _is_own(one) or one.activity_regularizer is not None
+            one
+            for one in layers_of(self._model)
+            if _may_compare_rows(one) or one.activity_regularizer is not None
         ]
+        layers += _operations_of(self._model)
         if not layers:
             return
         attempts = self._tried([], lambda: [self._calls(layers, x) for x in self._inputs()])
@@ -239,30 +178,39 @@ class Trial:
                     self._name(self._addition(layer), tried=False)
             return
         measured: dict[int, int] = {}
-        comparing: set[int] = set()
-        # Inner layers come last: a layer that compares examples is not named again with those around it.
-        for layer in reversed(layers):
+        for layer in layers:
             records = [[call[id(layer)] for call in calls] for calls in attempts]
             if growth := self._growth_of_additions(layer, records):
                 measured[id(layer)] = growth
-            inner_ids = {id(one) for one in layers_of(layer, include_self=False)}
-            if any(map(self._compares, records)) and not inner_ids & comparing:
-                self._name(
-                    f"the call of {type(layer).__name__}"
-                    if layer is self._model
-                    else f"the layer {layer.name}"
-                )
-                comparing.add(id(layer))
         self.growths = replace(self.growths, layers=measured)
+        self._name_comparing(layers, attempts)
+
+    def _name_comparing(
+        self, layers: Sequence[Any], attempts: Sequence[Sequence[dict[int, "_Calls"]]]
+    ) -> None:
+        """Name the innermost of some layers and operations whose outputs compare examples."""
+        comparing: set[int] = set()
+        # Inner layers, and then operations, come last: what is around one of them is not named again.
+        for layer in reversed(layers):
+            inner_ids = {id(one) for one in _within(layer)}
+            compares = any(self._compares([call[id(layer)] for call in calls]) for calls in attempts)
+            if compares and not inner_ids & comparing:
+                if layer is self._model:
+                    self._name(f"the call of {type(layer).__name__}")
+                else:
+                    kind = "layer" if isinstance(layer, keras.Layer) else "operation"
+                    self._name(f"the {kind} {layer.name}")
+            if compares:
+                comparing.add(id(layer))
 
     def _inputs(self) -> Iterator[Nest]:
         """Yield the inputs of the rows, then changed ones, of which the rows differ more."""
-        x = self._whole.data[0]
+        x = self._batch.whole.data[0]
         yield x
-        factors = np.linspace(0.1, 3.0, self._count)
+        factors = np.linspace(0.1, 3.0, self._batch.count)
         yield keras.tree.map_structure(lambda leaf: _multiplied(leaf, factors), x)
 
-    def _calls(self, layers: Sequence[Any], x: Nest) -> list[dict[int, "_Calls"]]:
+    def _calls(self, layers: Sequence[Any], x: Nest, *, training: bool = True) -> list[dict[int, "_Calls"]]:
         """Return what some layers do with all rows of inputs, and with each part of them."""
 
         def calls(part: TriedRows) -> dict[int, _Calls]:
@@ -271,7 +219,7 @@ class Trial:
                 for layer in layers:
                     stack.enter_context(records[id(layer)].recording(layer))
                 with keras.StatelessScope(collect_losses=True):
-                    self._model(_cut(x, part), training=True)
+                    self._model(_cut(x, part), training=training)
             return records
 
         return self._each(calls)
@@ -318,7 +266,7 @@ class Trial:
 
     def _equal_rows(self, whole: Sequence[Array], parts: Sequence[Sequence[Array]]) -> bool:
         for leaf, *pieces in zip(whole, *parts, strict=True):
-            counts = [self._whole.count, *(part.count for part in self._parts)]
+            counts = [self._batch.count, *(part.count for part in self._batch.parts)]
             shapes = [piece.shape for piece in (leaf, *pieces)]
             if not all(shape[:1] == (count,) for shape, count in zip(shapes, counts, strict=True)):
                 continue
@@ -329,6 +277,35 @@ class Trial:
             elif not np.allclose(leaf, joined, 0, 10 * _tolerance(leaf) * _largest(leaf), equal_nan=True):
                 return False
         return True
+
+    # Predictions.
+
+    def name_predictions(self) -> None:
+        """Name what compares examples when the model predicts: layers, operations and its `predict_step`."""
+        layers = [one for one in layers_of(self._model) if _may_compare_rows(one)]
+        layers += _operations_of(self._model)
+        if layers:
+            calls = partial(self._calls, layers, training=False)
+            self._name_comparing(layers, self._tried([], lambda: [calls(x) for x in self._inputs()]))
+        if has_own(self._model, "predict_step") and not self.names:
+            name = f"predict_step of {type(self._model).__name__}"
+            for whole, *parts in self._tried([name], self._predictions):
+                if not self._equal_rows(whole, parts):
+                    self._name(name)
+
+    def _predictions(self) -> list[list[list[Array]]]:
+        """Return, for one attempt, the outputs for all rows, and for each part of them."""
+        with run_eagerly(self._model):
+            program = self._backend.program(self._model, "predict")
+            state = program.present()
+
+            def outputs(part: TriedRows) -> list[Array]:
+                share = Share(0, part.count, part.weight, 0, lambda: part.batch)
+                program.compute(state, share, ())
+                ((_, nest),) = program.outputs()
+                return _arrays(nest)
+
+            return [self._each(outputs)]
 
     # Metrics.
 
@@ -420,9 +397,7 @@ class Trial:
     def _rounds(self, kind: Kind, summed: bool) -> list[list[dict[str, Array]]]:
         """Return the arrays of each round of a step, for some rows and for each half of them."""
         model, growths = self._model, self.growths
-        half = self._count // 2
-        rows = [slice(0, 2 * half), slice(0, half), slice(half, 2 * half)]
-        whole, *halves = [self._rows(part) for part in rows]
+        whole, *halves = self._batch.halves
         totals: list[Any] = []
         rounds = []
         with run_eagerly(model):
@@ -470,7 +445,7 @@ class Trial:
 
     @property
     def _weights(self) -> list[float]:
-        return [part.weight for part in self._parts]
+        return [part.weight for part in self._batch.parts]
 
     def _tried(self, names: Sequence[str], attempt: Callable[[], list[Any]]) -> list[Any]:
         """Return the result of a trial; if it fails, name the parts of the program that it was to measure."""
@@ -478,7 +453,7 @@ class Trial:
         with suppress(Exception):
             if self._tries:
                 # Reading may draw random numbers, which a trial would undo.
-                if _examples(self._data) < 2:
+                if self._batch.count < 2:
                     return []
                 with self._undisturbed():
                     return attempt()
@@ -499,7 +474,7 @@ class Trial:
     def _each(self, compute: Callable[[TriedRows], Result]) -> list[Result]:
         """Return what is computed for all rows, and for each part, from equal random states."""
         results = []
-        for part in (self._whole, *self._parts):
+        for part in (self._batch.whole, *self._batch.parts):
             with random_numbers(0), unchanged(self._model), self._global_draws_named():
                 results.append(compute(part))
         return results
@@ -567,7 +542,7 @@ class _Calls:
     @contextmanager
     def recording(self, layer: Any) -> Iterator[None]:
         """Within the block, record the calls of a layer."""
-        call, add = layer.call, layer.add_loss
+        call, add = layer.call, getattr(layer, "add_loss", None)
 
         @functools.wraps(call)
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -577,9 +552,11 @@ class _Calls:
 
         def added(loss: Any) -> None:
             self.added.extend(_arrays(loss))
+            assert add is not None
             add(loss)
 
-        with replaced(layer, "call", recorded), replaced(layer, "add_loss", added):
+        adding = nullcontext() if add is None else replaced(layer, "add_loss", added)
+        with replaced(layer, "call", recorded), adding:
             yield
 
 
@@ -679,11 +656,6 @@ def _partly_right(output: Any, label: Any) -> Any:
     return keras.ops.convert_to_tensor(np.where(even, target, array), output.dtype)
 
 
-def _examples(data: Any) -> int:
-    counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None]
-    return min(counts, default=0)
-
-
 def _tolerance(array: Array) -> float:
     half = array.dtype.itemsize < 4 or keras.config.dtype_policy().compute_dtype in ("float16", "bfloat16")
     return HALF_TOLERANCE if half else TOLERANCE
@@ -697,6 +669,30 @@ def _is_own(layer: Any) -> bool:
     """Whether a method of a layer is not one of Keras's, or it wraps a module of PyTorch."""
     module = getattr(type(layer).call, "__module__", "")
     return not module.startswith(("keras.", "lockstep.")) or _may_add_losses(layer) or bool(modules_of(layer))
+
+
+def _may_compare_rows(layer: Any) -> bool:
+    """Whether a layer is the program's own, holds a function of the program, or works along the examples."""
+    if _is_own(layer) or isinstance(layer, keras.layers.Lambda):
+        return True
+    axis = getattr(layer, "axis", None)
+    return 0 in (axis if isinstance(axis, list | tuple) else (axis,)) or any(
+        isinstance(value, FunctionType) and not value.__module__.startswith("keras.")
+        for value in vars(layer).values()
+    )
+
+
+def _operations_of(model: Any) -> list[Any]:
+    """Return the operations of functional models that are not layers."""
+    functions = [layer for layer in layers_of(model) if isinstance(layer, keras.Function)]
+    return [one for function in functions for one in function.operations if not isinstance(one, keras.Layer)]
+
+
+def _within(layer: Any) -> list[Any]:
+    """Return the layers and operations within a layer."""
+    if not isinstance(layer, keras.Layer):
+        return []
+    return [*layers_of(layer, include_self=False), *_operations_of(layer)]
 
 
 def _may_add_losses(layer: Any) -> bool:
