@@ -33,10 +33,14 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def errors(launch: Callable[..., Any]) -> list[dict[str, str]]:
+def run(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A job whose workers differ."""
+    return launch("-n 2", "disagreements.py", str(tmp_path_factory.mktemp("saved")))
+
+
+@pytest.fixture(scope="module")
+def errors(run: Any) -> list[dict[str, str]]:
     """For each worker: the error of each case."""
-    run = launch("-n 2", "disagreements.py")
-    assert run.status == 0, run.stderr
     lines = [run.marked(worker, "case ") for worker in range(2)]
     return [dict(line.removeprefix("case ").split(": ", 1) for line in own) for own in lines]
 
@@ -45,3 +49,11 @@ def errors(launch: Callable[..., Any]) -> list[dict[str, str]]:
 def test_both_workers_name_the_difference(errors: list[dict[str, str]], case: str) -> None:
     for own in errors:
         assert re.fullmatch(f"DisagreementError: {EXPECTED[case]}", own[case]), own[case]
+
+
+def test_a_difference_that_only_one_worker_finds_fails_the_job(run: Any) -> None:
+    assert run.status == 1
+    assert re.search(
+        r"worker [01] saves .*unlike\.weights\.h5 with other weights, or arguments, than worker [01]",
+        run.stderr,
+    )
