@@ -275,6 +275,17 @@ def over_examples(x: Any) -> Any:
     return keras.ops.softmax(x, axis=0)
 
 
+def first_column(x: Any) -> Any:
+    return x[:, :1]
+
+
+class Products(keras.layers.Layer):
+    """A column for each example."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.matmul(x, keras.ops.transpose(x))
+
+
 class Within(keras.layers.Layer):
     """Has a layer that compares examples."""
 
@@ -301,6 +312,7 @@ class Within(keras.layers.Layer):
         ([keras.layers.Lambda(lambda x: x - keras.ops.mean(x, axis=1, keepdims=True))], []),
         ([keras.layers.Dense(3, activation=over_examples, name="shares")], ["the layer shares"]),
         ([keras.layers.Softmax(axis=0, name="softmax")], ["the layer softmax"]),
+        ([Products(name="products"), keras.layers.Lambda(first_column)], ["the layer products"]),
     ],
 )
 def test_layers_that_compare_examples_are_named(layers: list[Any], parts: list[str]) -> None:

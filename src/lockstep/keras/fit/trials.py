@@ -270,6 +270,8 @@ class Trial:
             shapes = [piece.shape for piece in (leaf, *pieces)]
             if not all(shape[:1] == (count,) for shape, count in zip(shapes, counts, strict=True)):
                 continue
+            if len({shape[1:] for shape in shapes}) > 1:
+                return False
             joined = np.concatenate(pieces)
             if leaf.dtype.kind != "f":
                 if not np.array_equal(leaf, joined):
