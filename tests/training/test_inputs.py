@@ -1,6 +1,6 @@
 """The rows that a worker reads, and the times at which it reads them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
@@ -12,9 +12,11 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from lockstep.data.batch import PendingBatch
 from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input
-from lockstep.keras.input.readings import whole_batch
+from lockstep.keras.input.readings import ReadingWorker, whole_batch
 from lockstep.keras.private.common import is_grain_dataset
+from lockstep.worker import job
 
+HANDED_OVER = "each worker makes some of the batches, and hands over the rows of others' replicas"
 SEED = (0, 0, 1)
 OPTIONS: dict[str, Any] = {
     "batch_size": None,
@@ -188,6 +190,56 @@ def test_a_grain_dataset_has_the_batches_of_keras() -> None:
         for _ in range(2):
             batches = [batch.read(slice(0, batch.examples))[0][:, 0].tolist() for batch in source.batches()]
             assert batches == expected
+
+
+def noisy(element: Any, generator: np.random.Generator) -> Any:
+    return tuple(part + generator.normal() for part in element)
+
+
+def own_generator(element: Any, held: Any = np.random.default_rng(3)) -> Any:  # noqa: B008
+    return element
+
+
+GRAIN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "batches": (lambda data: data.seed(4).shuffle().batch(4), ""),
+    "random": (lambda data: data.seed(4).random_map(noisy).batch(4), ""),
+    "each batch alone": (lambda data: data.batch(4).map(lambda batch: batch[0]), ""),
+    "repeated": (lambda data: data.batch(4).repeat(2), ""),
+    "in order": (lambda data: data.to_iter_dataset().batch(4), "in its own order"),
+    "without some": (lambda data: data.batch(4).filter(lambda batch: batch[0][0, 0] != 4), "drops batches"),
+    "with a generator": (lambda data: data.map(own_generator).batch(4), "is a numpy.random"),
+}
+
+
+@pytest.mark.parametrize("kind", GRAIN)
+def test_a_grain_dataset_is_divided_by_its_batches(kind: str) -> None:
+    grain = pytest.importorskip("grain")
+    if not is_grain_dataset(grain.MapDataset.source([1])):
+        pytest.skip("this version of Keras does not read datasets of Grain")
+    make, why = GRAIN[kind]
+    dataset = make(grain.MapDataset.source(Sequences()))
+    expected = [np.concatenate(keras.tree.flatten(batch), axis=1).tolist() for batch in dataset]
+    source = global_input(dataset, **OPTIONS, reader=ReadingWorker(job.current(), 0))
+    assert why in source.way.why
+    assert source.way.how == ("every worker reads the whole dataset" if why else HANDED_OVER)
+    assert source.num_batches is None
+    for _ in range(2):
+        read = []
+        for pending in source.batches():
+            batch = pending.read(nullcontext) if isinstance(pending, PendingBatch) else pending
+            leaves = keras.tree.flatten(batch.read(slice(0, batch.examples)))
+            read.append(np.concatenate(leaves, axis=1).tolist())
+        assert read == expected
+
+
+def test_an_endless_grain_dataset_is_divided() -> None:
+    grain = pytest.importorskip("grain")
+    endless = grain.MapDataset.source(Sequences()).batch(4).repeat()
+    if not is_grain_dataset(endless):
+        pytest.skip("this version of Keras does not read datasets of Grain")
+    batches = global_input(endless, **OPTIONS, reader=ReadingWorker(job.current(), 0)).batches()
+    read = [next(batches).read(nullcontext).read(slice(0, 1))[0][0, 0] for _ in range(5)]
+    assert read == [0, 4, 8, 0, 4]
 
 
 class SparseBatches(keras.utils.PyDataset):  # type: ignore[misc]

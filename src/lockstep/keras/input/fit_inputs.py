@@ -19,6 +19,7 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.grain_batches import grain_batches
 from lockstep.keras.input.loader_reading import is_loader, loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import (
@@ -72,9 +73,6 @@ _sampled: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
 """The reason for joint reading of a generator."""
-
-GRAIN = "a grain dataset; a keras.utils.PyDataset of the same batches is divided"
-"""The reason for joint reading of a dataset or a loader of Grain."""
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -377,6 +375,21 @@ class DatasetInput(GlobalInput):
     def _note_epoch(self) -> None:
         if self._division is not None:
             self._division.note_epoch()
+
+
+class GrainInput(DatasetInput):
+    """A `grain.MapDataset` that is read by its indices. As in Keras, the number of its batches is unknown."""
+
+    num_batches = None
+
+    @classmethod
+    def divided(cls, dataset: Any, seed: OrderSeed, reader: ReadingWorker) -> "GrainInput | str":
+        """Return an input that the workers divide, or why every worker has to read all of the dataset."""
+        batches = grain_batches(dataset)
+        if isinstance(batches, str):
+            return batches
+        found = cls(ReorderedDataset(batches, False, seed), None, reader, unsplit=False)
+        return found if found._division is not None else found.way.why
 
 
 class JointReading:
@@ -704,7 +717,12 @@ def global_input(
             if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
                 return PipelinesInput(source)
         reading: Reading = JointReading(inner, reader)
-        if reader is not None and not unsplit:
+        if is_grain_dataset(x) and reader is not None and not unsplit:
+            found = GrainInput.divided(x, seed, reader)
+            if isinstance(found, GrainInput):
+                return found
+            reading = JointReading(inner, reader, found)
+        elif reader is not None and not unsplit:
             reading = _reading(x, inner, reader, class_weight)
             inner = reading.inner if isinstance(reading, JointReading) else inner
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
@@ -722,8 +740,6 @@ def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, class_weig
         divided = JOINT_INPUT
     elif isinstance(dataset, GeneratorType):
         divided = AN_ITERATOR
-    elif is_grain_dataset(dataset):
-        divided = GRAIN
     elif is_loader(dataset):
         divided = loader_reading(dataset, reader)
     else:

@@ -26,8 +26,8 @@ _MEMBERS = 200
 _LIBRARIES = frozenset(
     {
         *sys.stdlib_module_names,
-        *("absl", "jax", "jaxlib", "keras", "lockstep", "ml_dtypes", "numpy", "pandas", "PIL", "pyarrow"),
-        *("scipy", "tensorflow", "torch", "torchvision"),
+        *("absl", "grain", "jax", "jaxlib", "keras", "lockstep", "ml_dtypes", "numpy", "pandas", "PIL"),
+        *("pyarrow", "scipy", "tensorflow", "torch", "torchvision"),
     }
 )
 """Packages whose functions and classes hold no generators except the global ones."""
@@ -191,7 +191,11 @@ def _attributes(place: str, found: Any) -> Iterator[tuple[str, Any]]:
         members = vars(found)
     except TypeError:
         members = {}
-    yield from ((f"{place}.{name}", value) for name, value in list(members.items()))
+    grain = type(found).__module__.startswith("grain.")
+    for name, value in list(members.items()):
+        # Grain's own parts draw from generators that they seed for each element.
+        if not grain or hasattr(value, "__getitem__") or not type(value).__module__.startswith("grain."):
+            yield f"{place}.{name}", value
     for base in type(found).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
