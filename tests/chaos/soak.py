@@ -1,10 +1,10 @@
 """Kills thousands of workers and prints a table of the results; the status is 1 if any job failed.
 
-    soak.py [--jobs N] [--programs N] [--backends NAME...]
+    soak.py [--jobs N] [--programs N] [--first-seed N] [--backends NAME...]
 
 First N jobs of each kind without a framework (`harness.py`), then real training on each backend: a worker is
 lost, and then another one at a named point, for every point. Last N random programs on each backend
-(`tests/fuzz`), which lose no workers.
+(`tests/fuzz`), which lose no workers; `--first-seed` selects others than the last soak has run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SURVIVAL = HERE.parent / "training" / "survival.py"
 BACKENDS = ("jax", "tensorflow", "torch")
 FUZZ = HERE.parent / "fuzz" / "fuzz.py"
 FIRST_SEED = 1000
-"""The first seed of the random programs: `make test` runs lower ones."""
+"""The first seed of the random programs by default: `make test-ci` runs lower ones."""
 FIRST = "2:3:after apply"
 """The first loss of a job, from which the other workers recover."""
 
@@ -114,15 +114,16 @@ def with_backend(backend: str) -> Row:
     return row
 
 
-def with_programs(backend: str, programs: int) -> Row:
-    """Run random programs; print their faults."""
+def with_programs(backend: str, programs: int, first: int) -> Row:
+    """Run random programs; print the number of verdicts of each kind, and the faults."""
     row, begun = Row(f"random programs on {backend}", jobs=programs), time.monotonic()
-    seeds = f"{FIRST_SEED}:{FIRST_SEED + programs}"
+    seeds = f"{first}:{first + programs}"
     command = [sys.executable, str(FUZZ), "--backend", backend, "--seeds", seeds]
     done = subprocess.run(command, capture_output=True, text=True)
     counts = dict(re.findall(r"^programs \d+ (faults) (\d+)$", done.stdout, re.MULTILINE))
     row.failed = int(counts.get("faults", programs))
-    print(f"{row.name}: seeds {seeds}")
+    verdicts = re.findall(r"^\w+ seeds \d+ to \d+: (\{.*\})", done.stdout, re.MULTILINE)
+    print(f"{row.name}: seeds {seeds}: {verdicts[-1] if verdicts else 'none'}")
     if row.failed or done.returncode:
         print(done.stdout, done.stderr[-3000:], sep="\n")
     row.seconds = time.monotonic() - begun
@@ -135,7 +136,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=600)
-    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--programs", type=int, default=1000, help="on each backend")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     installed = [name for name in BACKENDS if importlib.util.find_spec(name)]
     parser.add_argument("--backends", nargs="*", default=installed)
     options = parser.parse_args()
@@ -147,7 +149,7 @@ def main() -> int:
     for backend in options.backends:
         rows.append(with_backend(backend))
         print(rows[-1], flush=True)
-        rows.append(with_programs(backend, options.programs))
+        rows.append(with_programs(backend, options.programs, options.first_seed))
         print(rows[-1], flush=True)
     total = Row("all")
     for row in rows:

@@ -1,16 +1,48 @@
 """The programs that are valid on a backend, and those that may differ from plain Keras without a note."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from fuzz_specs import Call, Loop, Output, Spec, Training
+from fuzz_specs import (
+    BATCH_FUNCTIONS,
+    BATCH_LAYERS,
+    CHANGING,
+    OWN_STEPS,
+    SUM_LAYERS,
+    SUMS,
+    Call,
+    Loop,
+    Output,
+    Spec,
+    Training,
+)
 
-OWN_LOSS = ("sum", "mean", "scaled")
-"""Steps that compute a loss of their own."""
+EAGER = "run_eagerly=True"
 
 
 def settled(spec: Spec, backend: str) -> Spec:
     """Return the program without the features that Keras refuses on `backend`."""
     return _settled_loop(spec, backend) if isinstance(spec, Loop) else _settled_training(spec, backend)
+
+
+def quicker(seed: int, spec: Spec, backend: str) -> Spec:
+    """Return a program that costs less: tracing and compiling its steps take most of the time.
+
+    On TensorFlow, the steps of one program in four are traced; on JAX, only those with Python state are
+    eager. In two of three programs there, all replicas have as many examples in each step.
+    """
+    if backend == "torch":
+        return spec
+    if seed % 3:
+        changes = isinstance(spec, Training) and "input" in features(spec)
+        spec = replace(spec, count=12, batch=3 if changes else 6)
+    if isinstance(spec, Loop):
+        return replace(spec, graph=spec.graph and seed % 4 == 0, epochs=1)
+    if backend == "tensorflow" and seed % 4:
+        spec = replace(spec, compiling=(EAGER,))
+    elif backend == "jax" and spec.compiling == (EAGER,) and not spec.memory:
+        spec = replace(spec, compiling=())
+    return settled(replace(spec, calls=spec.calls[:2]), backend)
 
 
 def inexact(spec: Spec, backend: str) -> str | None:
@@ -19,6 +51,28 @@ def inexact(spec: Spec, backend: str) -> str | None:
     None if the values agree up to rounding, or a note says what replicas compute separately.
     """
     return _inexact_loop(spec, backend) if isinstance(spec, Loop) else _inexact_training(spec, backend)
+
+
+def features(spec: Spec) -> set[str]:
+    """Return what a program has of its own, in the words of `fuzz_specs.KINDS`."""
+    if isinstance(spec, Loop):
+        return {"loop"}
+    pieces = {*spec.back}
+    for output in spec.outputs:
+        pieces |= {output.loss, *output.metrics, *output.weighted}
+    found = {
+        "state": spec.memory != "",
+        "step": spec.step in OWN_STEPS,
+        "input": any(call.source in CHANGING or call.validation == "shared" for call in spec.calls),
+        "sum": bool(pieces & _pieces(SUM_LAYERS, SUMS))
+        or any(one.reduction == "sum" for one in spec.outputs),
+        "batch": bool(pieces & _pieces(BATCH_LAYERS, BATCH_FUNCTIONS)) or "root" in spec.figures,
+    }
+    return {name for name, has in found.items() if has}
+
+
+def _pieces(layers: tuple[str, ...], functions: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {*layers, *(name for names in functions.values() for name in names)}
 
 
 def tolerance(spec: Spec) -> float:
@@ -40,16 +94,23 @@ def _settled_training(spec: Training, backend: str) -> Training:
         spec = replace(spec, back=(), outputs=spec.outputs[:1])
     if backend == "torch":
         spec = replace(spec, compiling=tuple(o for o in spec.compiling if "run_eagerly" in o))
-    elif spec.memory and "run_eagerly=True" not in spec.compiling:
-        spec = replace(spec, memory="")
-    if spec.step in OWN_LOSS:
+    eager = backend == "torch" or EAGER in spec.compiling
+    if spec.memory == "last" and (backend == "jax" or not eager):
+        spec = replace(spec, memory="counter")
+    if spec.memory == "layer" and sequences:
+        spec = replace(spec, memory="list")
+    if spec.memory == "loss" and (spec.outputs[0].task != "regression" or len(spec.outputs) > 1):
+        spec = replace(spec, memory="dict")
+    if spec.step == "average" and backend != "tensorflow":
+        spec = replace(spec, step="scaled")
+    if spec.step in OWN_STEPS:
         # It computes no other loss, and no metrics.
         first = Output("regression" if spec.outputs[0].task == "classes" else spec.outputs[0].task)
         spec = replace(spec, outputs=(first,), memory="", figures=())
-    parts = spec.step or spec.figures or spec.memory
+    parts = spec.step or spec.figures or spec.memory not in ("", "layer", "loss")
     if spec.style in ("sequential", "lazy") and (spec.inputs > 1 or len(spec.outputs) > 1 or parts):
         spec = replace(spec, style="functional")
-    if backend == "jax" and spec.step in ("own", "two", *OWN_LOSS):
+    if backend == "jax" and spec.step in ("own", "two", *OWN_STEPS):
         # On these, only Keras's own steps can update metrics within the loss and the layers.
         back = tuple(layer for layer in spec.back if layer != "Metered()")
         front = tuple(layer for layer in spec.front if layer != "Metered()")
@@ -59,11 +120,14 @@ def _settled_training(spec: Training, backend: str) -> Training:
     options = spec.options
     if "nesterov" in names and "momentum" not in names:
         options = tuple(option for option in options if "nesterov" not in option)
+    if backend == "jax" and spec.step in ("own", "two", *OWN_STEPS):
+        # Keras averages weights in its own steps only.
+        options = tuple(option for option in options if "use_ema" not in option)
     if spec.policy == "mixed_float16":
         options = tuple(option for option in options if "loss_scale" not in option)
     spec = replace(spec, outputs=outputs, options=options)
     calls = tuple(_settled_call(call, spec, backend) for call in spec.calls)
-    strategy = spec.strategy or spec.step == "scaled" or any(call.source == "strategy" for call in calls)
+    strategy = spec.strategy or "scaled" in spec.step or any(call.source == "strategy" for call in calls)
     return replace(spec, calls=calls, strategy=strategy)
 
 
@@ -91,8 +155,8 @@ def _settled_call(call: Call, spec: Training, backend: str) -> Call:
         call = replace(call, shuffle=False)
     if call.source in ("strategy", "generator"):
         call = replace(call, class_weight=False)
-    if call.source == "growing" and call.kind != "fit":
-        call = replace(call, source="pydataset")
+    if call.source in CHANGING:
+        call = replace(call, source=call.source if call.kind == "fit" else "pydataset", steps=0)
     if call.validation == "split" and call.source != "arrays":
         call = replace(call, validation="data")
     if spec.outputs[0].task not in ("classes", "binary") or len(spec.outputs) > 1 or call.weights:
@@ -128,8 +192,12 @@ def _random(pieces: tuple[str, ...]) -> str | None:
 
 def _inexact_training(spec: Training, backend: str) -> str | None:
     layers = (*spec.front, spec.pool, *spec.back)
+    if spec.memory and backend != "torch" and EAGER not in spec.compiling:
+        return "graphs read the Python state when they are traced, which is not in each step"
     if spec.strategy and (layer := _random(layers)):
         return f"a script with a strategy knows that {layer} is per replica"
+    if backend == "tensorflow" and any(call.validation == "shared" for call in spec.calls):
+        return "there a thread of plain Keras reads ahead from a generator that training and validation share"
     changed = any("Shrinks()" in call.callbacks for call in spec.calls)
     if backend == "tensorflow" and changed and spec.style in ("subclass", "lazy"):
         return "there Keras makes weights after callbacks have begun, and so does not let them change any"

@@ -1,7 +1,8 @@
 """The features of a random Keras program: frozen values whose defaults are the simplest program.
 
-`draw(seed)` returns the program of a seed. `simpler(spec)` yields all programs with one feature less.
-Layers, metrics, optimizers and their options are pieces of the program's text.
+`draw(seed)` returns the program of a seed; the seed also determines its kind, one of `KINDS` in turn.
+`simpler(spec)` yields all programs with one feature less. Layers, metrics, optimizers and their options are
+pieces of the program's text.
 """
 
 import random
@@ -37,8 +38,8 @@ class Call:
 
     Attributes:
         kind: a method of `keras.Model`, or "freeze", "rate", "compile", "reset".
-        source: of the examples: "arrays", "tf", "pydataset", "loader", "generator", "strategy", "growing"
-            (a PyDataset that is longer in each epoch).
+        source: of the examples: "arrays", "tf", "pydataset", "loader", "generator", "strategy", or one of
+            `CHANGING`: a PyDataset that changes from epoch to epoch.
         weights: whether there are sample weights.
         class_weight: whether there are weights of classes.
         shuffle: whether `fit` shuffles.
@@ -78,10 +79,9 @@ class Training:
         policy: of dtypes; "" for float32.
         compiling: options of `compile`.
         step: "" for Keras's `train_step`, "super" for one that calls it, "own", or "two" with two updates; or
-            the loss of one that computes its own: "sum" (divided by a constant), "mean" or "scaled" (a mean
-            divided by the number of replicas).
+            the loss of one that computes its own, one of `OWN_STEPS`.
         figures: that the program's own `compute_metrics` adds to Keras's.
-        memory: the Python state that a training step changes and reads: "", "counter", "list" or "dict".
+        memory: the Python state that a training step changes and reads, one of `MEMORIES`; "" for none.
         strategy: whether the script has a strategy, with a scope.
         calls: at least one.
         count: of examples.
@@ -272,29 +272,55 @@ METRICS = {
         "keras.metrics.AUC(num_thresholds=9, multi_label=True)",
     ),
 }
-OWN_LOSSES = {
-    "regression": ("absolute", "summed", "part_of_a_sum", "averaged", "averaged_where_positive", "variance"),
-    "binary": ("averaged", "soft_f1"),
+SUMS = {
+    "regression": ("summed", "part_of_a_sum", "summed_rows"),
+    "binary": ("summed", "part_of_a_sum"),
     "classes": (),
-    "onehot": ("part_of_a_sum", "averaged", "soft_f1"),
+    "onehot": ("summed", "part_of_a_sum", "summed_rows"),
 }
-OWN_METRICS = {
-    "regression": ("absolute", "summed", "averaged", "root_of_a_mean", "variance"),
-    "binary": ("averaged", "soft_f1", "root_of_a_mean"),
+MEANS = {
+    "regression": ("absolute", "averaged"),
+    "binary": ("averaged",),
     "classes": (),
-    "onehot": ("summed", "averaged", "soft_f1"),
+    "onehot": ("averaged",),
 }
-OWN_LAYERS = (
-    "Spread()",
-    "Summed()",
+BATCH_FUNCTIONS = {
+    "regression": (
+        "averaged_where_positive",
+        "variance",
+        "root_of_a_mean",
+        "correlation",
+        "contrast",
+        "largest",
+    ),
+    "binary": ("soft_f1", "root_of_a_mean", "contrast"),
+    "classes": (),
+    "onehot": ("soft_f1", "contrast", "largest"),
+}
+"""Losses and metrics that are functions of the program: sums, means, and others of a whole batch."""
+
+SUM_LAYERS = ("Summed()", "layers.Dense(4, activity_regularizer=sum_of_squares)")
+MEAN_LAYERS = ("Spread()", "layers.Dense(4, activity_regularizer=mean_square)")
+BATCH_LAYERS = (
     "Diverse()",
-    "layers.Dense(4, activity_regularizer=mean_square)",
-    "layers.Dense(4, activity_regularizer=sum_of_squares)",
+    "Centered()",
+    "layers.Lambda(centered)",
     "layers.Dense(4, activation='tanh', activity_regularizer=divergence)",
 )
-"""Losses, metrics and layers that are functions of the program: sums, means, and others of a whole batch."""
+OWN_LAYERS = (*SUM_LAYERS, *MEAN_LAYERS, *BATCH_LAYERS)
+"""Layers that add a function of the program to the loss, or compare examples."""
 
 FIGURES = ("mean", "sum", "root")
+OWN_STEPS = ("sum", "mean", "scaled", "scaled sum", "average", "by rows", "penalized")
+"""Losses of a program's own `train_step`: sums and means, divided by constants, by the number of replicas
+("scaled", "scaled sum"), by TensorFlow ("average"), by the number of rows, or with a penalty on weights."""
+
+MEMORIES = ("counter", "list", "dict", "array", "generator", "last", "skips", "layer", "loss")
+"""Python state: attributes of the model, drawn numbers, the last loss, a step that has an update every other
+time, a layer's counter and a loss's."""
+
+CHANGING = ("growing", "shrinking", "rolling", "backwards", "mixed")
+"""A PyDataset whose `on_epoch_end` changes its length, its rows or their order."""
 OPTIMIZERS = {
     "SGD": ("momentum=0.9", "nesterov=True"),
     "Adam": ("amsgrad=True",),
@@ -337,14 +363,19 @@ TALKS = ("sum", "mean", "gather", "integers")
 RETURNS = ("loss", "sum rows", "mean rows", "gather", "mean")
 
 
+KINDS = ("loop", "state", "step", "input", "sum", "batch", "any", "own")
+"""The kinds of programs, drawn in turn: a custom loop, five kinds of parts of its own, two mixtures."""
+
+
 def draw(seed: int) -> Spec:
     """Return the program of `seed`."""
-    dice = random.Random(seed)
-    if dice.random() < 0.25:
+    dice, kind = random.Random(seed), KINDS[seed % len(KINDS)]
+    if kind == "loop":
         return _draw_loop(dice)
     spec = _draw_training(dice)
-    dice = random.Random(f"own {seed}")
-    return _with_own(dice, spec) if dice.random() < 0.6 else spec
+    if kind == "any":
+        return spec
+    return _with_own(dice, spec) if kind == "own" else _with_one(dice, _quiet(dice, spec), kind)
 
 
 def simpler(spec: Any) -> Iterator[Any]:
@@ -464,42 +495,99 @@ def _draw_training(dice: random.Random) -> Training:
     )
 
 
+def _with_one(dice: random.Random, spec: Training, kind: str) -> Training:
+    """Return a program with one part that is a function of the program, or changes from step to step."""
+    if kind == "state":
+        memory = dice.choice(MEMORIES)
+        compiling = ("run_eagerly=True",) if dice.random() < 0.9 else ()
+        return replace(spec, memory=memory, compiling=compiling, calls=_trained(dice, spec.calls))
+    if kind == "step":
+        return replace(spec, step=dice.choice(OWN_STEPS), strategy=dice.random() < 0.7)
+    if kind == "input":
+        if dice.random() < 0.25:
+            call = Call(source="generator", epochs=2, steps=dice.choice([2, 3]), validation="shared")
+        else:
+            call = Call(
+                source=dice.choice(CHANGING), epochs=dice.choice([2, 3]), validation=dice.choice(["", "data"])
+            )
+        return replace(spec, calls=(call, *spec.calls[1:]))
+    layers, losses = (SUM_LAYERS, SUMS) if kind == "sum" else (BATCH_LAYERS, BATCH_FUNCTIONS)
+    where = dice.choice(["loss", "loss", "metric", "layer"])
+    first, *rest = spec.outputs
+    known = losses[first.task]
+    if where == "loss" and known:
+        first = replace(first, loss=dice.choice(known), reduction="")
+    elif where == "metric" and known:
+        first = replace(first, metrics=(dice.choice(known),))
+    elif spec.data == "table" or spec.pool:
+        return replace(spec, back=(*spec.back, dice.choice(layers)))
+    elif kind == "sum":
+        return replace(spec, outputs=tuple(replace(output, reduction="sum") for output in spec.outputs))
+    else:
+        return replace(spec, figures=("root",))
+    return replace(spec, outputs=(first, *rest))
+
+
+def _trained(dice: random.Random, calls: tuple[Call, ...]) -> tuple[Call, ...]:
+    """Return calls that begin with several steps of training."""
+    first = calls[0]
+    if first.kind == "fit":
+        first = replace(first, epochs=2)
+    return (first, *calls[1:]) if dice.random() < 0.7 else (first,)
+
+
+def _quiet(dice: random.Random, spec: Training) -> Training:
+    """Return a program with few features, so that a part per replica rarely hides another."""
+    table = dice.random() < 0.6
+    return replace(
+        spec,
+        data="table" if table else spec.data,
+        front=(),
+        pool="" if table else spec.pool,
+        back=("layers.Dense(4, activation='tanh')",) if dice.random() < 0.5 else (),
+        policy="",
+        outputs=tuple(map(_without_reduction, spec.outputs[:2])),
+        compiling=spec.compiling if dice.random() < 0.5 else (),
+        step="",
+        calls=spec.calls[:2],
+    )
+
+
+def _without_reduction(output: Output) -> Output:
+    return replace(output, loss="MeanSquaredError" if output.loss == "Dice" else output.loss, reduction="")
+
+
 def _with_own(dice: random.Random, spec: Training) -> Training:
-    """Return a program that has, besides, parts which are functions of the user."""
+    """Return a program that has any parts which are functions of the program."""
 
     def own(output: Output) -> Output:
-        losses, metrics = OWN_LOSSES[output.task], OWN_METRICS[output.task]
-        if losses and dice.random() < 0.5:
-            output = replace(output, loss=dice.choice(losses), reduction="")
-        if metrics and dice.random() < 0.4:
-            output = replace(output, metrics=(*output.metrics[:1], dice.choice(metrics)))
+        parts = [name for kind in (SUMS, MEANS, BATCH_FUNCTIONS) for name in kind[output.task]]
+        if parts and dice.random() < 0.5:
+            output = replace(output, loss=dice.choice(parts), reduction="")
+        if parts and dice.random() < 0.4:
+            output = replace(output, metrics=(*output.metrics[:1], dice.choice(parts)))
         return output
 
     def other(call: Call) -> Call:
         if call.kind == "fit" and dice.random() < 0.15:
-            call = replace(call, source="growing", epochs=2, steps=0)
+            call = replace(call, source=dice.choice(CHANGING), epochs=2, steps=0)
         if call.kind == "fit" and dice.random() < 0.1:
             call = replace(call, source="generator", epochs=2, validation="shared")
         return call
 
     if dice.random() < 0.6:
-        # Few other features, so that a part per replica rarely hides another.
-        spec = replace(spec, front=(), back=(), policy="", outputs=tuple(_quiet(o) for o in spec.outputs))
+        spec = _quiet(dice, spec)
     if spec.pool or spec.data == "table":
         spec = replace(spec, back=(*spec.back, *((dice.choice(OWN_LAYERS),) if dice.random() < 0.3 else ())))
     return replace(
         spec,
         outputs=tuple(map(own, spec.outputs)),
-        step=dice.choice(["sum", "mean", "scaled"]) if dice.random() < 0.2 else spec.step,
+        step=dice.choice(OWN_STEPS) if dice.random() < 0.2 else spec.step,
         figures=_some(dice, FIGURES, 2) if dice.random() < 0.25 else (),
-        memory=dice.choice(["counter", "list", "dict"]) if dice.random() < 0.3 else "",
+        memory=dice.choice(MEMORIES) if dice.random() < 0.3 else "",
         strategy=dice.random() < 0.2,
         calls=tuple(map(other, spec.calls)),
     )
-
-
-def _quiet(output: Output) -> Output:
-    return replace(output, loss="MeanSquaredError" if output.loss == "Dice" else output.loss, reduction="")
 
 
 def _calls(

@@ -4,7 +4,7 @@ A program leaves its results in `found`: nests of arrays and numbers, by name.
 """
 
 from fuzz_loop_text import loop_lines
-from fuzz_specs import Call, Loop, Output, Spec, Training
+from fuzz_specs import CHANGING, OWN_STEPS, Call, Loop, Output, Spec, Training
 
 HEADER = """\
 import keras
@@ -174,6 +174,56 @@ def soft_f1(y, prediction):
     y = ops.cast(y, prediction.dtype)
     return 1 - 2 * ops.sum(y * prediction) / (ops.sum(y) + ops.sum(prediction) + 0.01)
 """,
+    "summed_rows": """\
+def summed_rows(y, prediction):
+    return ops.sum(ops.square(ops.cast(y, prediction.dtype) - prediction), axis=-1)
+""",
+    "correlation": """\
+def correlation(y, prediction):
+    y = ops.cast(y, prediction.dtype)
+    y, p = y - ops.mean(y, axis=0), prediction - ops.mean(prediction, axis=0)
+    return 1 - ops.sum(y * p) / (ops.sqrt(ops.sum(y * y) * ops.sum(p * p)) + 0.01)
+""",
+    "contrast": """\
+def contrast(y, prediction):
+    errors = ops.square(ops.cast(y, prediction.dtype) - prediction)
+    return ops.logsumexp(ops.reshape(errors, (-1,)))
+""",
+    "largest": """\
+def largest(y, prediction):
+    return ops.max(ops.square(ops.cast(y, prediction.dtype) - prediction))
+""",
+    "Warming(": """\
+class Warming(keras.losses.Loss):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, y, prediction):
+        self.calls += 1
+        return (0.5 if self.calls < 3 else 1.0) * ops.square(ops.cast(y, prediction.dtype) - prediction)
+""",
+    "Phases(": """\
+class Phases(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, inputs, training=False):
+        if training:
+            self.calls += 1
+            inputs = inputs * (0.5 if self.calls % 3 == 0 else 1.0)
+        return inputs
+""",
+    "Centered(": """\
+class Centered(layers.Layer):
+    def call(self, inputs):
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+""",
+    "Lambda(centered": """\
+def centered(inputs):
+    return inputs - ops.mean(inputs, axis=0, keepdims=True)
+""",
     "Growing(": """\
 class Growing(Batches):
     count = 2
@@ -183,6 +233,41 @@ class Growing(Batches):
 
     def on_epoch_end(self):
         self.count += 1
+""",
+    "Shrinking(": """\
+class Shrinking(Batches):
+    count = 3
+
+    def __len__(self):
+        return max(1, min(self.count, super().__len__()))
+
+    def on_epoch_end(self):
+        self.count -= 1
+""",
+    "Rolling(": """\
+class Rolling(Batches):
+    def on_epoch_end(self):
+        self.data = keras.tree.map_structure(lambda leaf: np.roll(leaf, 2, axis=0), self.data)
+""",
+    "Backwards(": """\
+class Backwards(Batches):
+    backwards = False
+
+    def __getitem__(self, index):
+        return super().__getitem__(len(self) - 1 - index if self.backwards else index)
+
+    def on_epoch_end(self):
+        self.backwards = not self.backwards
+""",
+    "Mixed(": """\
+class Mixed(Batches):
+    def __init__(self, data, batch):
+        super().__init__(data, batch)
+        self.generator = np.random.default_rng(5)
+
+    def on_epoch_end(self):
+        order = self.generator.permutation(len(keras.tree.flatten(self.data)[0]))
+        self.data = keras.tree.map_structure(lambda leaf: leaf[order], self.data)
 """,
     "Batches": """\
 class Batches(keras.utils.PyDataset):
@@ -306,7 +391,8 @@ def _body(spec: Training) -> list[str]:
         begin = [f"layers.Embedding(8, 3, mask_zero={spec.masked})"]
     elif spec.data == "series" and spec.masked:
         begin = ["layers.Masking()"]
-    return [*begin, *spec.front, *([spec.pool] if spec.pool else []), *spec.back]
+    end = ["Phases()"] if spec.memory == "layer" else []
+    return [*begin, *spec.front, *([spec.pool] if spec.pool else []), *spec.back, *end]
 
 
 def _model_lines(spec: Training, backend: str) -> list[str]:
@@ -375,7 +461,8 @@ def _compiling(spec: Training) -> list[str]:
         return f"keras.losses.{output.loss}({reduction})"
 
     given = [f"optimizer={optimizer_text(spec.optimizer, spec.options)}"]
-    given.append(f"loss={nested([losses(output) for output in spec.outputs])}")
+    own = ["Warming()"] if spec.memory == "loss" else []
+    given.append(f"loss={nested([*own, *map(losses, spec.outputs[len(own) :])])}")
     if any(output.weight != 1.0 for output in spec.outputs) and many:
         given.append(f"loss_weights={nested([str(output.weight) for output in spec.outputs])}")
     for name, attribute in (("metrics", "metrics"), ("weighted_metrics", "weighted")):
@@ -386,14 +473,18 @@ def _compiling(spec: Training) -> list[str]:
 
 
 def _step_lines(spec: Training, backend: str) -> tuple[list[str], str]:
-    """Return the classes of the program's own steps and figures, and the name of the last one."""
+    """Return the classes of the program's own steps, figures and memory, and the name of the last one."""
     lines, kind = [], "keras.Model"
     if spec.step:
         lines, kind = STEPS[spec.step][backend].splitlines(), "Own"
     if spec.figures:
         lines += [*_figured(spec.figures, kind), ""]
         kind = "Figured"
-    if spec.memory:
+    if spec.memory == "skips":
+        skipping = _SKIPPING_JAX if backend == "jax" else _SKIPPING
+        lines += [*skipping.format(kind=kind).splitlines(), ""]
+        kind = "Remembering"
+    elif spec.memory in FACTORS:
         lines += [*_remembering(spec.memory, kind), ""]
         kind = "Remembering"
     return lines, kind
@@ -412,12 +503,19 @@ def _figured(figures: tuple[str, ...], kind: str) -> list[str]:
     ]
 
 
+FACTORS = {
+    "counter": ("0", "self.memory += 1", "0.5 if self.memory % 3 == 0 else 1.0"),
+    "list": ("[]", "self.memory.append(len(self.memory))", "1 / len(self.memory)"),
+    "dict": ("{'steps': 0}", "self.memory['steps'] += 1", "2.0 if self.memory['steps'] > 2 else 1.0"),
+    "array": ("np.zeros(2)", "self.memory[0] += 1", "1 / float(self.memory[0])"),
+    "generator": ("np.random.default_rng(3)", "drawn = self.memory.random()", "0.5 + drawn"),
+    "last": ("0.0", "self.memory = float(loss)", "1.0"),
+}
+"""By memory: its start, its change in a step, and the factor of the loss that reads it."""
+
+
 def _remembering(memory: str, kind: str) -> list[str]:
-    start, change, factor = {
-        "counter": ("0", "self.memory += 1", "0.5 if self.memory % 3 == 0 else 1.0"),
-        "list": ("[]", "self.memory.append(len(self.memory))", "1 / len(self.memory)"),
-        "dict": ("{'steps': 0}", "self.memory['steps'] += 1", "2.0 if self.memory['steps'] > 2 else 1.0"),
-    }[memory]
+    start, change, factor = FACTORS[memory]
     return [
         f"class Remembering({kind}):",
         "    def __init__(self, *arguments, **options):",
@@ -444,8 +542,9 @@ def _data_of(call: Call, spec: Training, *, epochs: bool = False) -> tuple[str, 
     if call.source == "arrays":
         weights = ["sample_weight=w"] if call.weights else []
         return ", ".join(parts[:2]), [*weights, f"batch_size={batch}"]
-    if call.source in ("pydataset", "growing"):
-        return f"{'Growing' if call.source == 'growing' else 'Batches'}({everything}, {batch})", []
+    if call.source in ("pydataset", *CHANGING):
+        kind = call.source.title() if call.source in CHANGING else "Batches"
+        return f"{kind}({everything}, {batch})", []
     if call.source == "generator":
         steps = [] if call.kind == "fit" else ["steps=2"]
         return f"endless({everything}, {batch})", steps
@@ -513,7 +612,7 @@ def _fit_arguments(call: Call, spec: Training) -> list[str]:
     elif call.validation == "shared":
         given += ["validation_data=batches", "validation_steps=1"]
     elif call.validation == "data":
-        source = "pydataset" if call.source in ("pydataset", "growing") else "arrays"
+        source = "pydataset" if call.source in ("pydataset", *CHANGING) else "arrays"
         validation = Call("evaluate", source, call.weights)
         data, _ = _data_of(validation, spec)
         if validation.source == "arrays":
@@ -525,6 +624,30 @@ def _fit_arguments(call: Call, spec: Training) -> list[str]:
     return given
 
 
+_SKIPPING = """\
+class Remembering({kind}):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.steps = 0
+
+    def train_step(self, *arguments):
+        self.steps += 1
+        return super().train_step(*arguments) if self.steps % 2 else self.test_step(arguments[-1])
+"""
+_SKIPPING_JAX = """\
+class Remembering({kind}):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.steps = 0
+
+    def train_step(self, state, data):
+        self.steps += 1
+        if self.steps % 2:
+            return super().train_step(state, data)
+        trainable, others, slots, metrics = state
+        logs, (trainable, others, metrics) = self.test_step((trainable, others, metrics), data)
+        return logs, (trainable, others, slots, metrics)
+"""
 _SUPER = """\
 class Own(keras.Model):
     def train_step(self, *arguments):
@@ -606,11 +729,17 @@ class Own(keras.Model):
 
 def _with_loss(backend: str, loss: str) -> str:
     """Return a model whose `train_step` computes a loss of its own, from one output."""
-    formula = {"sum": "ops.sum(errors) / 12", "mean": "ops.mean(errors)"}.get(
-        loss, "ops.mean(errors) / strategy.num_replicas_in_sync"
-    )
+    formula = {
+        "sum": "ops.sum(errors) / 12",
+        "mean": "ops.mean(errors)",
+        "scaled": "ops.mean(errors) / strategy.num_replicas_in_sync",
+        "scaled sum": "ops.sum(errors) / 12 / strategy.num_replicas_in_sync",
+        "average": "tf.nn.compute_average_loss(ops.mean(errors, axis=-1))",
+        "by rows": "ops.sum(errors) / ops.shape(errors)[0]",
+        "penalized": "ops.mean(errors) + 0.01 * sum(ops.sum(ops.square(weight)) for weight in weights)",
+    }[loss]
     compute = f"""\
-    def loss_from(self, y, prediction):
+    def loss_from(self, y, prediction, weights):
         errors = ops.square(ops.cast(y, prediction.dtype) - prediction)
         return {formula}
 """
@@ -623,7 +752,7 @@ class Own(keras.Model):
 {compute}
     def loss_of(self, trainable, others, x, y):
         prediction, others = self.stateless_call(trainable, others, x, training=True)
-        return self.loss_from(y, prediction), others
+        return self.loss_from(y, prediction, trainable), others
 
     def train_step(self, state, data):
         trainable, others, slots, metrics = state
@@ -636,14 +765,14 @@ class Own(keras.Model):
     if backend == "tensorflow":
         gradients = """\
         with tf.GradientTape() as tape:
-            loss = self.loss_from(y, self(x, training=True))
+            loss = self.loss_from(y, self(x, training=True), self.trainable_variables)
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))"""
         imports = "import tensorflow as tf"
     else:
         gradients = """\
         self.zero_grad()
-        loss = self.loss_from(y, self(x, training=True))
+        loss = self.loss_from(y, self(x, training=True), self.trainable_variables)
         loss.backward()
         with torch.no_grad():
             self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)"""
@@ -667,5 +796,5 @@ STEPS = {
     "super": {backend: _SUPER_JAX if backend == "jax" else _SUPER for backend in _BACKENDS},
     "own": {backend: _own(backend, 1) for backend in _BACKENDS},
     "two": {backend: _own(backend, 2) for backend in _BACKENDS},
-    **{loss: {name: _with_loss(name, loss) for name in _BACKENDS} for loss in ("sum", "mean", "scaled")},
+    **{loss: {name: _with_loss(name, loss) for name in _BACKENDS} for loss in OWN_STEPS},
 }

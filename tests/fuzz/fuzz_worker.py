@@ -1,6 +1,6 @@
 """Runs the programs of a folder one after the other, and prints the result of each: a line of JSON.
 
-    fuzz_worker.py [--plain] [--save FOLDER] [--first NUMBER] PROGRAMS
+    fuzz_worker.py [--plain] [--save FOLDER] FOLDER NUMBER...
 
 An error ends a program on every worker; if workers may then be out of step, it ends the process. With --save,
 the chief saves the arrays to a folder. The line of the chief has the parts that notes name as per replica.
@@ -36,8 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--save", type=Path)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("programs", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("programs", type=int, nargs="+")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.plain and BACKEND == "tensorflow":
@@ -46,14 +46,13 @@ def main() -> None:
         # For TensorFlow's own strategy.
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
-    for path in sorted(options.programs.glob("*.py")):
-        if int(path.stem) >= options.first:
-            line, out_of_step = run(path, options.save)
-            print("program", path.stem, json.dumps(line), flush=True)
-            # After an error, TensorFlow's own collectives fail in the programs that follow.
-            broken = options.plain and BACKEND == "tensorflow" and "error" in line
-            if out_of_step or broken:
-                sys.exit(3)
+    for number in options.programs:
+        line, out_of_step = run(options.folder / f"{number:07}.py", options.save)
+        print("program", number, json.dumps(line), flush=True)
+        # After an error, TensorFlow's own collectives fail in the programs that follow.
+        broken = options.plain and BACKEND == "tensorflow" and "error" in line
+        if out_of_step or broken:
+            sys.exit(3)
 
 
 def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:
@@ -90,7 +89,8 @@ def begin() -> None:
         # As in a job that runs one program: its models have no strategy yet, and its notes repeat nothing.
         methods = patches.install(job.current())
         methods.adopt_all()
-        methods._introduced = None
+        methods._introduced = False
+        methods._told_parts.clear()
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

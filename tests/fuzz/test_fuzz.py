@@ -2,7 +2,8 @@
 
 import ast
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,59 +11,68 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzz_oracle import Verdict, judge
-from fuzz_rules import inexact, settled
-from fuzz_specs import Loop, Output, Spec, Training, draw, simpler, size
+from fuzz_rules import features, inexact, quicker, settled
+from fuzz_specs import KINDS, Loop, Output, Spec, Training, draw, simpler, size
 from fuzz_text import text
 
+from command_server import IMPORTS_OF_JOBS, CommandServers
 from fuzz import Bench, shrink
+from lockstep.launcher.import_scan import imports_for_training
+from lockstep.system.environment import job_environment
 
 ALL = ["jax", "tensorflow", "torch"]
 ASKED = os.environ.get("BACKENDS", "")
 INSTALLED = ALL if find_spec("torch") else ALL[:2]
 BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
-PROGRAMS, QUICK = 36, 12
-EAGER = ("run_eagerly=True",)
+PROGRAMS = 40
+PATIENCE = 1200.0
 WRONG = Loop(loss="replica")
 """Sums gradients of losses that are means over a replica's own rows."""
 
 
-def quicker(seed: int, spec: Spec, backend: str) -> Spec:
-    """Change how some programs run.
+@pytest.fixture
+def bench(commands: CommandServers, tmp_path: Path) -> Callable[[str], Bench]:
+    """Runs programs in processes that have imported Keras and a backend already."""
 
-    Every other program runs eagerly on TensorFlow, where creating graphs takes most of the time. A quarter of
-    the programs with eager steps remain eager on JAX, which lowers each operation separately.
-    """
-    if backend == "jax" and isinstance(spec, Training) and spec.compiling == EAGER and seed % 4 != 3:
-        return replace(spec, compiling=())
-    if backend != "tensorflow" or seed % 2:
-        return spec
-    return replace(spec, graph=False) if isinstance(spec, Loop) else replace(spec, compiling=EAGER)
+    def call(command: Sequence[str], environment: Mapping[str, str]) -> str:
+        backend = environment["KERAS_BACKEND"]
+        imports, importing = ("keras", backend), dict(environment)
+        if command[0] == "-m":
+            importing = job_environment(0, 1, environment, backend=backend)
+            imports = (*IMPORTS_OF_JOBS, *imports_for_training(backend))
+        return commands.run(command, environment, PATIENCE, imports, importing).stdout
+
+    # A server runs one command at a time.
+    return lambda backend: Bench(backend, tmp_path, quick=True, processes=1, call=call)
 
 
 @pytest.mark.ci
-@pytest.mark.slow("tensorflow")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("part", ["quick", pytest.param("rest", marks=pytest.mark.slow)])
-def test_random_programs(backend: str, part: str, tmp_path: Path) -> None:
-    """The quick tests run each of the first programs on one backend; the slow tests run the rest."""
-    own = range(ALL.index(backend), QUICK, len(ALL))
-    seeds = [seed for seed in range(PROGRAMS) if (seed in own) == (part == "quick")]
-    programs = {seed: quicker(seed, settled(draw(seed), backend), backend) for seed in seeds}
-    bench = Bench(backend, tmp_path, quick=True)
+def test_random_programs(backend: str, bench: Callable[[str], Bench]) -> None:
+    programs = {seed: quicker(seed, settled(draw(seed), backend), backend) for seed in range(PROGRAMS)}
     # TensorFlow's own strategy sums them too; with one pipeline per replica, one replica is the reference.
     wrong = replace(WRONG, source="function") if backend == "tensorflow" else WRONG
-    verdicts = bench.run({**programs, 10**6: settled(wrong, backend)})
+    verdicts = bench(backend).run({**programs, 10**6: settled(wrong, backend)})
     assert verdicts.pop(10**6).kind == "wrong"
     faults = [
-        f"--backend {backend} --seeds {seed}: {verdict}"
+        f"--backend {backend} --quick --seeds {seed}: {verdict}"
         for seed, verdict in verdicts.items()
         if verdict.is_fault
     ]
     assert not faults, "python tests/fuzz/fuzz.py " + "\n".join(faults)
     kinds = [verdict.kind for verdict in verdicts.values()]
-    assert len(kinds) == len(seeds)
-    assert kinds.count("true") > len(seeds) // 5
-    assert kinds.count("invalid") + kinds.count("refused") < len(seeds) // 2
+    assert len(kinds) == PROGRAMS
+    assert kinds.count("true") > PROGRAMS // 4
+    assert kinds.count("invalid") + kinds.count("refused") < PROGRAMS // 3
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_the_first_programs_have_parts_of_each_kind(backend: str) -> None:
+    counts = Counter[str]()
+    for seed in range(PROGRAMS):
+        counts.update(features(quicker(seed, settled(draw(seed), backend), backend)))
+    assert {kind: number for kind, number in counts.items() if number < 4} == {}
+    assert {*counts} == {*KINDS} - {"any", "own"}
 
 
 @pytest.mark.parametrize("backend", ALL)
@@ -70,6 +80,8 @@ def test_a_seed_determines_a_valid_program(backend: str) -> None:
     for seed in range(200):
         spec = settled(draw(seed), backend)
         assert spec == settled(draw(seed), backend) == settled(spec, backend)
+        quick = quicker(seed, spec, backend)
+        assert quick == settled(quick, backend)
         for plain in (False, True):
             ast.parse(text(spec, backend, plain=plain))
 

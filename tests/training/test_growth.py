@@ -372,6 +372,29 @@ def test_weights_of_examples_take_part_in_the_trial(capfd: pytest.CaptureFixture
     assert "computed per replica: the loss mean_of_squares\n" in capfd.readouterr().err
 
 
+class TrainedOnly(keras.Sequential):
+    """Counts the losses of layers twice, and refuses to be evaluated eagerly."""
+
+    def compute_loss(self, x: Any, y: Any, p: Any, weight: Any, training: bool = True) -> Any:
+        if not (training or isinstance(p, jax.core.Tracer)):
+            raise NotImplementedError
+        return super().compute_loss(x, y, p, weight, training) + sum(self.losses)
+
+
+def test_a_failed_trial_leaves_the_losses_of_layers_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    scopes = [nullcontext(), lockstep.MultiWorkerMirroredStrategy().scope()]
+    for fit, scope in zip((inspect.unwrap(keras.Model.fit), keras.Model.fit), scopes, strict=True):
+        keras.utils.set_random_seed(0)
+        with scope:
+            layer = keras.layers.Dense(1, activity_regularizer=keras.regularizers.L2(0.5))
+            model = TrainedOnly([keras.Input((4,)), layer])
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        losses.append(fit(model, X, Y, batch_size=8, verbose=0).history["loss"])
+    assert losses[1] == pytest.approx(losses[0], 1e-5)
+    assert "compute_loss of TrainedOnly (possibly: it could not be tested)" in capfd.readouterr().err
+
+
 def largest_error(y: Any, p: Any) -> Any:
     return ops.max(ops.square(y - p))
 
