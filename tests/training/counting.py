@@ -1,5 +1,7 @@
 """A layer that counts its steps in Python attributes and uses the counts, in a step that runs eagerly.
 
+On TensorFlow, it also keeps a mean of its inputs in a variable that is not Keras's.
+
     counting.py whole|lost: as it is; with worker 1 lost in step 7, whose replacement joins.
 
 Prints the losses, the counts and a digest.
@@ -17,6 +19,10 @@ import lockstep
 from lockstep.worker.job import current
 
 HOW = sys.argv[1]
+if keras.backend.backend() == "tensorflow":
+    import tensorflow
+else:
+    tensorflow = None
 
 
 class Warming(keras.layers.Layer):
@@ -26,11 +32,16 @@ class Warming(keras.layers.Layer):
         super().__init__()
         self.steps = 0
         self.recent: list[int] = []
+        self.held = {"mean": tensorflow.Variable(0.0)} if tensorflow else {}
 
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
             self.steps += 1
             self.recent = [*self.recent[-2:], self.steps % 5]
+            if tensorflow:
+                mean = self.held["mean"]
+                mean.assign(0.9 * mean + 0.1 * tensorflow.reduce_mean(x))
+                x = x + mean
         return x * min(1.0, self.steps / 10) * (1 + 0.1 * sum(self.recent))
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 
 import lockstep
+from lockstep.checkpoint.values import pack, unpack
 from lockstep.collectives.layout import allocate
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
@@ -46,10 +47,12 @@ if HERE:
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import borrowed, executable
     from lockstep.keras.fit.trials import Trial
+    from lockstep.keras.fit.tried_rows import TriedBatch
     from lockstep.keras.parameter_server.function_results import pack_result, unpack_results
     from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables, plain
     from lockstep.keras.parameter_server.tf_functions import exchanged_in_graph
     from lockstep.keras.private.tensorflow import RANDOM_WITHOUT_EQUIVALENT
+    from lockstep.keras.python_replicas import python_facts, saved_python, set_python
     from lockstep.keras.replica_run import merges, tf_merged_variables
     from lockstep.keras.tf_checkpoints import shared
 
@@ -253,10 +256,26 @@ def test_variables_of_tensorflow_are_state_of_a_step(eager: bool) -> None:
 
 
 @here
+def test_variables_of_tensorflow_are_part_of_what_is_saved_and_compared() -> None:
+    first, second = Annealed(), Annealed()
+    for model in (first, second):
+        program(model)
+    assert python_facts(first) == python_facts(second)
+    first.held["steps"].assign(3)
+    first.held["losses"][0].assign(0.5)
+    assert python_facts(first) != python_facts(second)
+    saved = saved_python(first)
+    packed, arrays = pack(saved, "python")
+    set_python(second, unpack(packed, arrays))
+    assert second.kept() == first.kept() == [3, 0.5]
+    assert python_facts(first) == python_facts(second)
+
+
+@here
 def test_trials_leave_variables_of_tensorflow() -> None:
     model = Annealed()
     model.compile("sgd", "mse")
-    trial = Trial(job.current(), adapter().steps(), model, lambda: (X, Y), nullcontext)
+    trial = Trial(job.current(), adapter().steps(), model, TriedBatch(lambda: (X, Y)), nullcontext)
     trial.measure(["train"])
     assert model.kept() == [0, 0]
     assert trial.names == []
@@ -270,7 +289,7 @@ def test_a_step_that_is_not_the_same_for_half_of_the_rows_is_named() -> None:
 
     model = Counting([keras.layers.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    trial = Trial(job.current(), adapter().steps(), model, lambda: (X, Y), nullcontext)
+    trial = Trial(job.current(), adapter().steps(), model, TriedBatch(lambda: (X, Y)), nullcontext)
     trial.measure(["test"])
     assert trial.names == ["test_step of Counting (possibly: it could not be tested)"]
 

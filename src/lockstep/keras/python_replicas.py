@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.values import pack
@@ -261,33 +262,37 @@ def _places(model: Any) -> dict[tuple[str, str], bool]:
 
 
 def python_facts(model: Any) -> dict[str, str]:
-    """Return a text for each value that steps of a model have changed, by name; equal on all workers."""
+    """Return a text for each value that steps of a model have changed, by name; equal on all workers.
+
+    Variables of TensorFlow that are not Keras's count, too.
+    """
     places = [place for place, by_step in _places(model).items() if by_step]
-    if not places:
+    if not (places or keras.backend.backend() == "tensorflow"):
         return {}
-    found = graph_of(model).values_at(sorted(places))
+    graph = graph_of(model)
     return {
         f"attribute {path}.{name}" if name else f"attribute {path}": text_of(value)
-        for (path, name), value in found.items()
-    }
+        for (path, name), value in graph.values_at(sorted(places)).items()
+    } | {f"variable {path}": text_of(variable.numpy()) for path, variable in graph.variables.items()}
 
 
 def saved_python(model: Any) -> list[list[Any]]:
     """Return the changed values of a model's Python state for `set_python`: path, attribute, value.
 
-    Values that a checkpoint cannot hold are left out.
+    Values that a checkpoint cannot hold are left out. A variable of TensorFlow has no attribute.
     """
-    found = []
-    if model is not None and _places(model):
-        places = _places(model)
-        for (path, name), value in graph_of(model).values_at(sorted(places)).items():
-            try:
-                plain = encoded(value)
-                pack(plain, path)
-            except TypeError:
-                continue
-            found.append([path, name, places[path, name], plain])
-    return found
+    found: list[list[Any]] = []
+    if model is None or not (_places(model) or keras.backend.backend() == "tensorflow"):
+        return found
+    graph, places = graph_of(model), _places(model)
+    for (path, name), value in graph.values_at(sorted(places)).items():
+        try:
+            plain = encoded(value)
+            pack(plain, path)
+        except TypeError:
+            continue
+        found.append([path, name, places[path, name], plain])
+    return found + [[path, "", True, np.asarray(one.numpy())] for path, one in graph.variables.items()]
 
 
 def set_python(model: Any, saved: Sequence[Sequence[Any]]) -> None:
@@ -296,5 +301,7 @@ def set_python(model: Any, saved: Sequence[Sequence[Any]]) -> None:
         return
     graph = graph_of(model)
     for path, name, by_step, value in saved:
-        if graph.set_at(path, name, decoded(value)):
+        if path in graph.variables:
+            graph.variables[path].assign(value)
+        elif graph.set_at(path, name, decoded(value)):
             _places(model)[path, name] = by_step

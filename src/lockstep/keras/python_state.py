@@ -365,13 +365,13 @@ class ObjectGraph:
 
     Attributes:
         nodes: in the order in which they were found.
-        variables: those of TensorFlow that are not Keras's, by their ids. They are no nodes: the state of a
-            program may be in variables, too, which its backend combines.
+        variables: those of TensorFlow that are not Keras's, by their paths. They are not nodes: the backend
+            combines what replicas assign to them, as for variables of Keras.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.nodes: list[_Changeable] = []
-        self.variables: dict[int, Any] = {}
+        self.variables: dict[str, Any] = {}
         self._positions: dict[int, int] = {}
         self._kept: list[Any] = []
         self._walk(list(roots))
@@ -474,7 +474,8 @@ class ObjectGraph:
                     waiting.extend((f"{path}[{i}]", one) for i, one in enumerate(value))
                 continue
             if _is_variable(value):
-                self.variables[id(value)] = value
+                self._positions[id(value)] = len(self.nodes)
+                self.variables[path] = value
             elif (kind := _kind_of(value)) is not None:
                 node = kind(path, value)
                 # The node keeps the object, so that its id remains unique.
