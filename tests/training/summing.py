@@ -30,6 +30,10 @@ def by_strategy(_: Any, errors: Any) -> Any:
     return tf.reduce_mean(errors) / strategy.num_replicas_in_sync
 
 
+def by_model(model: Any, errors: Any) -> Any:
+    return tf.reduce_mean(errors) / model.distribute_strategy.num_replicas_in_sync
+
+
 def by_keras(model: Any, errors: Any) -> Any:
     return model.compute_loss(y=tf.zeros_like(errors)[:, None], y_pred=tf.sqrt(errors)[:, None])
 
@@ -50,12 +54,14 @@ class Stepping(keras.Sequential):
 
 
 LOSSES = {
-    function.__name__: function for function in (average, constant, scaled, by_strategy, by_keras, unscaled)
+    function.__name__: function
+    for function in (average, constant, scaled, by_strategy, by_model, by_keras, unscaled)
 }
 for name in LOSSES:
     with strategy.scope():
         layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
         model = Stepping(layers, name=name)
         model.compile(keras.optimizers.SGD(0.1), "mse")
+    assert model.distribute_strategy is strategy
     model.fit(X, Y, batch_size=ROWS, shuffle=False, verbose=0)
     print("weight", name, round(float(model.get_weights()[0][0, 0]), 4), flush=True)

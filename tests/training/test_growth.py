@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.keras.backends.growth import GROWTHS, TOLERANCE, measured_growth
+from lockstep.keras.backends.growth import GROWTHS, MEAN, SUM, TOLERANCE, measured_growth, nearest_growth
+from lockstep.worker.job import Job
 
 ops = keras.ops
 RANDOM = np.random.default_rng(0)
@@ -454,3 +455,42 @@ def test_the_growth_of_a_value_is_found(seed: int, growth: int, first: int) -> N
     assert measured_growth(value(rows), [value(part) for part in parts], weights, TOLERANCE) == growth
     largest = [part.max(axis=0) for part in (rows, *parts)]
     assert measured_growth(largest[0], largest[1:], weights, TOLERANCE) is None
+
+
+class Decibels(SummedLoss):
+    """Has a figure that is nearly 0 for the first batch: a logarithm."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return {"level": ops.log(ops.mean(ops.square(y_pred)) / 0.9)}
+
+
+def test_a_logarithm_is_the_mean_of_those_of_the_replicas(
+    job_of_one_worker: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = np.linspace(0.2, 1.45, 8).astype("float32")[:, None]
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = Decibels([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile("sgd")
+    found = model.evaluate(rows, rows, batch_size=8, verbose=0, return_dict=True)
+    parts = np.array_split(rows, job_of_one_worker.view.replicas)
+    levels = [np.log(np.mean(np.square(part)) / 0.9) for part in parts]
+    np.testing.assert_allclose(found["level"], np.average(levels, weights=list(map(len, parts))), rtol=1e-5)
+    assert "computed per replica: the figure level of compute_metrics\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "growth"),
+    [
+        (44.4, [8.0, 26.4], SUM),
+        (44.4, [50.0, 41.0], MEAN),
+        (0.3, [0.5, 0.7], MEAN),
+        (-0.1, [0.02, -0.1], MEAN),
+        ([3.0, 2.0, 2.0], [[3.0, 0.0, 0.5], [0.0, 1.9, 1.0]], SUM),
+    ],
+    ids=["sum", "mean", "half of a mean", "signs", "apart"],
+)
+def test_a_value_without_a_growth_is_rather_a_sum_or_a_mean(whole: Any, parts: Any, growth: int) -> None:
+    arrays = [np.array(part) for part in parts]
+    weights = [5 / 16, 11 / 16]
+    assert measured_growth(np.array(whole), arrays, weights, TOLERANCE) is None
+    assert nearest_growth(np.array(whole), arrays, weights) == growth

@@ -169,7 +169,7 @@ def test_steps_of_the_program_add_up_gradients_as_in_tensorflow(launch: Callable
     """The mean of a replica that is not divided has the gradient of two replicas, and is named."""
     run = launch("-n 1 --replicas 2 --tf-distribute", "summing.py", backend="tensorflow")
     assert run.status == 0, run.stderr
-    scaled = ("average", "constant", "scaled", "by_strategy", "by_keras")
+    scaled = ("average", "constant", "scaled", "by_strategy", "by_model", "by_keras")
     assert run.marked(0, "weight ") == [*(f"weight {name} 0.8" for name in scaled), "weight unscaled 0.6"]
     named = [line for line in run.stderr.splitlines() if "per replica" in line]
     assert named == [

@@ -5,6 +5,7 @@ Each replacement is an entry of the registry in `lockstep.worker.patch_registry`
 
 import functools
 import os
+import sys
 import threading
 from collections import UserDict
 from collections.abc import Callable, Sequence
@@ -95,6 +96,9 @@ def install(job: Job) -> ModelMethods:
             from lockstep.keras.tf_checkpoints import share_checkpoints
 
             share_checkpoints(job, lambda: methods.behind)
+            owner = definer(keras.Model, "distribute_strategy")
+            found = functools.partial(_strategy_for_scripts, methods)
+            PATCHES.replace(__name__, owner, "distribute_strategy", found)
         _installed.append(methods)
         os.register_at_fork(after_in_child=_note_fork)
         job.events.publish(StrategyInstalled(keras.backend.backend(), libraries()))
@@ -130,6 +134,19 @@ def install_at_compile(job: Job) -> None:
 
     if not PATCHES.has(_AT_COMPILE):
         PATCHES.replace(_AT_COMPILE, owner, "compile", make)
+
+
+def _strategy_for_scripts(methods: ModelMethods, original: property) -> property:
+    """Let scripts find the strategy of a model; Keras would distribute by it, and finds TensorFlow's own."""
+
+    def strategy(model: Any) -> Any:
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        found = None
+        if asks.partition(".")[0] not in ("keras", "lockstep", "tensorflow") and not _in_child():
+            found = methods.strategy_of(model)
+        return original.__get__(model) if found is None else found
+
+    return property(strategy)
 
 
 def _in_child() -> bool:

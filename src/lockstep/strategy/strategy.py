@@ -356,7 +356,7 @@ class Strategy:
         return self._methods.turns.part(f"strategy.{name}", several=several)
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _entered(self) -> Iterator["Strategy"]:
         active = entered_strategy()
         if active is not None and active is not self and not active.is_default:
             raise RuntimeError(
@@ -365,7 +365,7 @@ class Strategy:
             )
         before, _entered.strategies = _entered.strategies, (*_entered.strategies, self)
         try:
-            yield
+            yield self
         finally:
             _entered.strategies = before
 

@@ -138,7 +138,7 @@ class ModelMethods:
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._served: weakref.WeakKeyDictionary[Any, ServerOptions] = weakref.WeakKeyDictionary()
         self._built_with: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._scopes: list[tuple[Callable[[], AbstractContextManager[None]], ServerOptions | None]] = []
+        self._scopes: list[tuple[Callable[[], AbstractContextManager[Any]], ServerOptions | None]] = []
         self._iterators = UsedIterators()
         # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
         # checkpoints are saved.
@@ -155,7 +155,7 @@ class ModelMethods:
         self._ends_functions: list[Callable[[], object]] = []
         self._adopts_all = False
         self._measured: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
-        self._entered: weakref.WeakKeyDictionary[Any, Callable[[], AbstractContextManager[None]]] = (
+        self._entered: weakref.WeakKeyDictionary[Any, Callable[[], AbstractContextManager[Any]]] = (
             weakref.WeakKeyDictionary()
         )
         self._introduced = False
@@ -330,12 +330,12 @@ class ModelMethods:
 
     @contextmanager
     def scope(
-        self, entered: Callable[[], AbstractContextManager[None]], servers: ServerOptions | None = None
+        self, entered: Callable[[], AbstractContextManager[Any]], servers: ServerOptions | None = None
     ) -> Iterator[None]:
         """Adopt models that are compiled within the block, the scope of a strategy.
 
         Args:
-            entered: returns a context in which the strategy is the current one.
+            entered: returns a context in which the strategy, its value, is the current one.
             servers: the options of a strategy with parameter servers; None for other strategies.
         """
         self._scopes.append((entered, servers))
@@ -343,6 +343,14 @@ class ModelMethods:
             yield
         finally:
             self._scopes.pop()
+
+    def strategy_of(self, model: Any) -> Any:
+        """Return the strategy in whose scope a model was compiled, or is now; None if there is none."""
+        active: Callable[[], AbstractContextManager[Any]] = (
+            self._scopes[-1][0] if self._scopes else nullcontext
+        )
+        with self._entered.get(model, active)() as strategy:
+            return strategy
 
     def adopt_all(self) -> None:
         """Also adopt models outside of all scopes: the script has no strategy."""
@@ -913,7 +921,7 @@ class ModelMethods:
         if text and self._job.is_chief and not self._resumable.catches_up:
             note(text)
 
-    def _step_context(self, model: Any) -> Callable[[], AbstractContextManager[None]]:
+    def _step_context(self, model: Any) -> Callable[[], AbstractContextManager[Any]]:
         """Return what returns the context of the program's own `train_step`: its strategy is the current one.
 
         Keras's own step must not see a strategy, by whose number of replicas it would divide losses.

@@ -243,7 +243,11 @@ class Trial:
         whole, *parts = (np.array([np.sum(value) for value in record.added]) for record in attempts[0])
         if len({len(added) for added in (whole, *parts)}) > 1:
             return MEAN
-        return nearest_growth(whole, parts, self._weights)
+        if _may_add_losses(layer):
+            return nearest_growth(whole, parts, self._weights)
+        # Keras divides what the regularizer returns by the number of examples.
+        of_parts = [value * part.count for value, part in zip(parts, self._batch.parts, strict=True)]
+        return nearest_growth(whole * self._batch.whole.count, of_parts, self._weights) - 1
 
     @staticmethod
     def _addition(layer: Any) -> str:
@@ -517,7 +521,9 @@ class Trial:
             owner = owners.get(id(model.metrics_variables[int(rest)]))
             self._name(f"the metric {owner.name if owner is not None else rest}")
         elif kind == "log":
-            self._name(f"the figure {rest.replace('//', '/')} of {step}")
+            figure = f"the figure {rest.replace('//', '/')} of"
+            if f"{figure} compute_metrics" not in self.names:
+                self._name(f"{figure} {step}")
         else:
             self._name(f"{step} of {type(model).__name__}")
 
