@@ -13,6 +13,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from lockstep.data.batch import PendingBatch
 from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input
 from lockstep.keras.input.readings import ReadingWorker, whole_batch
+from lockstep.keras.input.streams import on_host
 from lockstep.keras.private.common import is_grain_dataset
 from lockstep.worker import job
 
@@ -272,11 +273,14 @@ def test_sparse_batches_are_cut_into_dense_rows(kind: str) -> None:
         np.testing.assert_array_equal(y, [[index]])
 
 
-def test_one_replica_on_jax_trains_on_sparse_batches_as_they_are() -> None:
-    if keras.backend.backend() != "jax":
-        pytest.skip("JAX only")
-    batches = (SparseBatches(pytest.importorskip("scipy.sparse").eye(8, format="csr"))[i] for i in range(2))
-    alone = global_input(batches, **{**OPTIONS, "unsplit": True})
-    read = [x for x, _ in alone.get_jax_iterator()]
-    assert [type(x).__name__ for x in read] == ["BCOO", "BCOO"]
-    np.testing.assert_array_equal(np.asarray(read[1].todense()), np.eye(8)[4:])
+@pytest.mark.parametrize("kind", ["dataset", "generator"])
+def test_one_replica_trains_on_sparse_batches_as_they_are(kind: str) -> None:
+    backend = keras.backend.backend()
+    if backend == "torch":
+        pytest.skip("Keras passes no sparse batches to PyTorch")
+    dataset = SparseBatches(pytest.importorskip("scipy.sparse").eye(8, format="csr"))
+    data = dataset if kind == "dataset" else (dataset[i] for i in range(2))
+    alone = global_input(data, **{**OPTIONS, "unsplit": True})
+    read = [x for x, _ in (alone.get_jax_iterator() if backend == "jax" else alone.get_tf_dataset())]
+    assert [type(x).__name__ for x in read] == 2 * ["BCOO" if backend == "jax" else "SparseTensor"]
+    np.testing.assert_array_equal(on_host(read[1]), np.eye(8)[4:])

@@ -35,7 +35,7 @@ from lockstep.keras.input.shards import shard_pipelines
 from lockstep.keras.input.sources import DividedSource, Element, GlobalBatchPass, GlobalBatchSource, Source
 from lockstep.keras.input.sparse_rows import is_sparse
 from lockstep.keras.input.stored_arrays import StoredArray, stored
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host, readable, refuse_ragged
+from lockstep.keras.input.streams import easily_freed, host_nest, is_ragged, on_host, readable, refuse_ragged
 from lockstep.keras.input.visits import (
     OrderSeed,
     ReorderedDataset,
@@ -59,6 +59,7 @@ from lockstep.keras.private.common import (
     is_grain_dataset,
     is_tf_dataset,
     is_torch_dataloader,
+    own_sparse,
     sliceable,
     sliced_array,
     split_rows,
@@ -301,14 +302,25 @@ class DatasetInput(GlobalInput):
 
     def _read(self) -> Iterator[GlobalBatch]:
         number = self._numbers.next()
+        for step, data in enumerate(self._read_by_keras()):
+            yield joint_batch(data, self._reader, number, step)
+
+    def _read_by_keras(self) -> Iterator[Any]:
         self._dataset.begin_pass()
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
         try:
-            for step, data in enumerate(batches_of(readers)):
-                yield joint_batch(data, self._reader, number, step)
+            yield from batches_of(readers)
         finally:
             readers.on_epoch_end()
+
+    def _next_pass(self) -> Iterator[Any]:
+        """Begin a pass; if nothing is split, yield Keras's own batches, sparse ones too."""
+        if not self._unsplit or self.plain_first:
+            return super()._next_pass()
+        self.before_pass()
+        draw_as_a_loader()
+        return map(_own_batch, self._read_by_keras())
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
@@ -840,6 +852,20 @@ def _read_ahead(dataset: Any) -> Any:
 def _on_host(batch: Any) -> Any:
     """Return a batch of a `DataLoader` in the form that Keras accepts."""
     return tuple(keras.tree.map_structure(on_host, batch))
+
+
+def _own_batch(data: Any) -> Any:
+    """Return a batch of a `PyDataset` as Keras gets it if nothing is split."""
+    leaves, pack = parts_of(data)
+    return pack([_own_leaf(leaf) for leaf in leaves])
+
+
+def _own_leaf(leaf: Any) -> Any:
+    if leaf is None or is_ragged(leaf):
+        return leaf
+    if is_sparse(leaf) and keras.backend.backend() != "torch":
+        return own_sparse(leaf)
+    return on_host(leaf)
 
 
 def _whole(batch: GlobalBatch | PendingBatch) -> Any:

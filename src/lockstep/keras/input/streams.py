@@ -274,13 +274,18 @@ def sliceable_rows(leaf: Any) -> "npt.NDArray[Any] | SparseRows":
     return on_host(leaf)
 
 
+def is_ragged(leaf: Any) -> bool:
+    """Whether a leaf of a batch is a ragged tensor, or its spec."""
+    return "Ragged" in type(leaf).__name__
+
+
 def refuse_ragged(leaf: Any) -> None:
     """Refuse a ragged tensor, or its spec.
 
     Raises:
         DataError: it is one.
     """
-    if "Ragged" in type(leaf).__name__:
+    if is_ragged(leaf):
         raise DataError(_no_rows(leaf, "`.map(lambda x: x.to_tensor())`"))
 
 

@@ -526,6 +526,18 @@ get_tensor_spec = data_adapter_utils.get_tensor_spec
 """Returns the form that some batches have in common, with any number of examples."""
 
 
+def own_sparse(array: Any) -> Any:
+    """Return a sparse array as Keras passes it to its backend, JAX or TensorFlow."""
+    utils = data_adapter_utils
+    if keras.backend.backend() == "jax":
+        if utils.is_scipy_sparse(array):
+            return utils.scipy_sparse_to_jax_sparse(array)
+        return utils.tf_sparse_to_jax_sparse(array) if utils.is_tensorflow_sparse(array) else array
+    if utils.is_scipy_sparse(array):
+        return utils.scipy_sparse_to_tf_sparse(array)
+    return utils.jax_sparse_to_tf_sparse(array) if utils.is_jax_sparse(array) else array
+
+
 def array_parts(adapter: ArrayDataAdapter) -> tuple[Any, int, int]:
     """Return a nest of the arrays of an adapter, the number of their rows, and the batch size."""
     return adapter._inputs, adapter._num_samples, adapter._batch_size
