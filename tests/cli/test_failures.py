@@ -226,3 +226,9 @@ def test_a_worker_may_find_a_folder_that_another_worker_created(lockstep: Any) -
     alone = lockstep.run("-n", "1", making, run="alone")
     assert "FileExistsError: [Errno 17] File exists: 'out'" in alone.err
     assert "every worker" not in alone.err
+    of_library = lockstep.script(
+        "class StepExists(FileExistsError): ...\nraise StepExists('step 3 exists')\n"
+    )
+    done = lockstep.run("-n", "2", of_library, run="library")
+    assert "StepExists: step 3 exists" in done.err
+    assert "every worker" not in done.err

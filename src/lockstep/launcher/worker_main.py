@@ -266,7 +266,9 @@ def _hint(error: BaseException) -> str:
     """Return a hint to show after an error; empty if there is none."""
     from lockstep.worker import job
 
-    if isinstance(error, FileExistsError) and (job.current().context.began_with or 1) > 1:
+    # A library's own error of this kind, which has no number, may be about something else than a path.
+    exists = isinstance(error, FileExistsError) and error.errno is not None
+    if exists and (job.current().context.began_with or 1) > 1:
         return (
             "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
             "create it on one worker only: if lockstep.is_chief()"
