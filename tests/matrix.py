@@ -4,7 +4,7 @@ A corner is a name in CORNERS, or pins with commas between them, such as `keras=
 is not pinned is the newest that pip finds. `python==3.12` runs the corner on the first `python3.12` of PATH,
 and other corners run on the Python of this process. Each corner is installed into its own environment in
 `.matrix`, which is deleted if its tests pass. Without arguments, all of CORNERS. The status is 1 if a corner
-fails.
+fails. In "newest", Keras's own tests run too (`keras_suite.py`).
 """
 
 import json
@@ -108,12 +108,14 @@ def tested(name: str, pins: list[str]) -> Outcome:
     command += ["--max-worker-restart", "0", "-p", "no:cacheprovider", "-m", "not slow", *files]
     variables = {name: value for name, value in os.environ.items() if name not in UNSET}
     variables |= {"BACKENDS": "all", "PATH": f"{python.parent}:{variables['PATH']}"}
+    commands = [command, [python, "tests/keras_suite.py"]] if name == "newest" else [command]
     with log.open("a") as file:
-        status = subprocess.run(
-            command, cwd=HERE, env=variables, stdout=file, stderr=subprocess.STDOUT
-        ).returncode
+        statuses = [
+            subprocess.run(one, cwd=HERE, env=variables, stdout=file, stderr=subprocess.STDOUT).returncode
+            for one in commands
+        ]
     found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
-    faults = found if found or not status else [f"pytest ended with status {status}"]
+    faults = found if found or not any(statuses) else [f"the tests ended with status {statuses}"]
     if not faults:
         shutil.rmtree(folder)
     return Outcome(versions, faults, (time.monotonic() - began) / 60)
