@@ -45,7 +45,7 @@ if HERE:
     from lockstep.keras import assignments, tf_random_ops
     from lockstep.keras.backends.adapter import adapter
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
-    from lockstep.keras.backends.tf_graphs import borrowed, executable
+    from lockstep.keras.backends.tf_graphs import assign, borrowed, executable, read
     from lockstep.keras.fit.trials import Trial
     from lockstep.keras.fit.tried_rows import TriedBatch
     from lockstep.keras.parameter_server.function_results import pack_result, unpack_results
@@ -769,6 +769,15 @@ def test_a_graph_that_waits_for_new_weights_uses_nothing_that_other_functions_ch
     assert any(one.type == "AssignVariableOp" for one in call.control_inputs)
     step()
     assert float(seen.value) == 3.0
+
+
+@here
+def test_variables_of_tensorflows_own_strategies_are_read_and_assigned() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        variable = tf.Variable(np.float32([1, 2]))
+    assert isinstance(variable, tf.distribute.DistributedValues)
+    assign(variable, np.float32([3, 4]))
+    assert read(variable).numpy().tolist() == [3.0, 4.0]
 
 
 @here

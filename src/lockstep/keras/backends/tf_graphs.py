@@ -121,12 +121,20 @@ def natives(variables: Iterable[Any]) -> list[tf.Variable]:
 
 
 def read(variable: tf.Variable) -> Any:
-    """Return the value of a variable, by an operation: its methods take several times as long."""
+    """Return the value of a variable, by an operation: its methods take several times as long.
+
+    A variable of TensorFlow's own strategies, which consists of one for each device, has no handle.
+    """
+    if isinstance(variable, tf.distribute.DistributedValues):
+        return variable.read_value()
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def assign(variable: tf.Variable, array: npt.NDArray[Any]) -> None:
     """Assign an array of the same shape to a variable; see `read`."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        variable.assign(array)
+        return
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.constant(array, variable.dtype))
 
 
