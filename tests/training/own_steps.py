@@ -418,10 +418,40 @@ def remembering() -> tuple[keras.Model, list[float]]:
     return model, [*figures(history), layer.warm, layer.held[0], layer.random.uniform()]
 
 
+def fading() -> tuple[keras.Model, list[float]]:
+    """A loss and a layer, modules of PyTorch, count their calls and depend on them."""
+    import torch
+
+    class Fading(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, y: Any, p: Any) -> Any:
+            self.calls += 1
+            return torch.square(y - p).mean() / self.calls
+
+    class Growing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.linear = 0, torch.nn.Linear(6, 3)
+
+        def forward(self, x: Any) -> Any:
+            self.calls += self.training
+            return self.linear(x) * (1 + self.calls / 10)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        inner = [layers.TorchModuleWrapper(Growing()), layers.Dense(1)]
+    model = keras.Sequential([layers.Input((6,)), *inner])
+    model.compile("sgd", Fading())
+    return model, figures(model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+
+
 TRAININGS = [nested, unweighted, averaged, distilled, endpoint, adapted]
 ON_BACKEND = {
     "tensorflow": [parts, eager_parts, triplet, texts, cleared, given_step, phased, remembering],
-    "torch": [cleared, given_step, cleared_tensors, phased, remembering],
+    "torch": [cleared, given_step, cleared_tensors, phased, remembering, fading],
 }
 
 

@@ -20,7 +20,7 @@ Launch = Callable[..., Any]
 
 IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step", "phased", "remembering")
 """Trainings on TensorFlow only, but for the last four."""
-ON_TORCH = ("cleared", "given_step", "cleared_tensors", "phased", "remembering")
+ON_TORCH = ("cleared", "given_step", "cleared_tensors", "phased", "remembering", "fading")
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 

@@ -27,7 +27,13 @@ import keras
 import numpy as np
 import xxhash
 
-from lockstep.keras.private.common import KERAS_HOLDERS, MODEL_ATTRIBUTES, OWN_ATTRIBUTES, layers_of
+from lockstep.keras.private.common import (
+    KERAS_HOLDERS,
+    MODEL_ATTRIBUTES,
+    OWN_ATTRIBUTES,
+    layers_of,
+    modules_of,
+)
 from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _MANY = 1000
@@ -92,7 +98,9 @@ class _Holder(_Changeable):
 
     def __init__(self, path: str, value: Any) -> None:
         self.attributes: dict[str, Any] = vars(value)
-        self.ignored = OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) else frozenset()
+        self.ignored = (
+            OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) or _is_module(value) else frozenset()
+        )
         if isinstance(value, keras.Model):
             self.ignored |= MODEL_ATTRIBUTES
         self.keys: list[str] = []
@@ -501,6 +509,9 @@ def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
     ]
     roots += [(f"metric {metric.name!r}", metric) for metric in flat_metrics(model.metrics)]
     roots += [(f"optimizer {i}", one) for i, one in enumerate([*optimizers, *inner])]
+    # Keras also wraps modules of PyTorch that are losses.
+    modules = [module for one in [*layers_of(model), *keras.tree.flatten(loss)] for module in modules_of(one)]
+    roots += [(f"module {i} ({type(module).__name__})", module) for i, module in enumerate(modules)]
     roots += [] if isinstance(loss, str) else [("the loss", loss)]
     if named:
         parts = [part for _, part in roots if part is not None]
@@ -722,6 +733,12 @@ def _is_variable(value: Any) -> bool:
     if kind is None or not isinstance(value, kind):
         return False
     return bool(value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool)
+
+
+def _is_module(value: Any) -> bool:
+    """Whether a value is a module of PyTorch, which keeps its state in attributes that layers have, too."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def _is_tensor(value: Any) -> bool:

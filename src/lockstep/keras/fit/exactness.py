@@ -80,6 +80,8 @@ def _draws(layer: Any) -> bool:
 
 def _different_denominators(model: Any, batch: TriedBatch) -> list[str]:
     """Name several losses if one of them is a mean over unmasked elements, or over the sum of weights."""
+    if model.loss is None:
+        return []
     given = keras.tree.flatten(model.loss)
     weighs = any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in given)
     if len(getattr(model, "output_names", None) or (None, None)) < 2:
