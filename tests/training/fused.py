@@ -8,7 +8,7 @@ import numpy as np
 from lockstep.keras.backends import fused
 from lockstep.keras.backends.multi_update import Update
 
-SHAPES = ((3, 5), (5,), (70, 33), ())
+SHAPES = ((3, 5), (5,), (70, 33), (), (4, 4))
 STEPS = 12
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5)
 WITH_KERNEL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,8 +27,10 @@ WITHOUT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def weights() -> list[Any]:
+    """Return variables; on PyTorch, the last one has its columns in sequence in memory."""
     generator = np.random.default_rng(0)
-    return [keras.Variable(generator.standard_normal(shape), dtype="float32") for shape in SHAPES]
+    drawn = [keras.Variable(generator.standard_normal(shape), dtype="float32") for shape in SHAPES[:-1]]
+    return [*drawn, keras.Variable(keras.initializers.Orthogonal(seed=1), shape=SHAPES[-1], dtype="float32")]
 
 
 def gradients(step: int) -> list[Any]:

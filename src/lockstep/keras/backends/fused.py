@@ -81,11 +81,11 @@ def _adam_of_torch(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
 
     first, second = adam_moments(optimizer, variables)
     before = float(optimizer.iterations.value)
+    given = [[_native(variable) for variable in variables], list(grads), first, second]
+    # The kernel pairs elements by their places in memory, and some initializers transpose what they draw.
+    rows = [[tensor.detach().contiguous() for tensor in tensors] for tensors in given]
     adam(
-        [_native(variable) for variable in variables],
-        list(grads),
-        first,
-        second,
+        *rows,
         [],
         [torch.tensor(before) for _ in first],
         fused=True,
@@ -98,6 +98,10 @@ def _adam_of_torch(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
         # PyTorch adds epsilon after the correction of the second moment, Keras before.
         eps=optimizer.epsilon / math.sqrt(1 - optimizer.beta_2 ** (before + 1)),
     )
+    for tensors, used in zip(given, rows, strict=True):
+        for tensor, changed in zip(tensors, used, strict=True):
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(changed)
 
 
 def _native(variable: Any) -> Any:
