@@ -172,7 +172,7 @@ def variance(y, prediction):
     "soft_f1": """\
 def soft_f1(y, prediction):
     y = ops.cast(y, prediction.dtype)
-    return 1 - 2 * ops.sum(y * prediction) / (ops.sum(y) + ops.sum(prediction) + 0.01)
+    return 1 - 2 * ops.sum(y * prediction) / (ops.sum(y) + ops.sum(prediction) + 0.5)
 """,
     "summed_rows": """\
 def summed_rows(y, prediction):

@@ -24,7 +24,10 @@ ALL = ["jax", "tensorflow", "torch"]
 ASKED = os.environ.get("BACKENDS", "")
 INSTALLED = ALL if find_spec("torch") else ALL[:2]
 BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
-PROGRAMS = 40
+FIRST = {"jax": 16, "tensorflow": 24, "torch": 40}
+"""Programs in `make test-ci`: JAX takes four times as long as PyTorch, and TensorFlow three times."""
+
+PROGRAMS = 80
 PATIENCE = 1200.0
 WRONG = Loop(loss="replica")
 """Sums gradients of losses that are means over a replica's own rows."""
@@ -48,8 +51,11 @@ def bench(commands: CommandServers, tmp_path: Path) -> Callable[[str], Bench]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_random_programs(backend: str, bench: Callable[[str], Bench]) -> None:
-    programs = {seed: quicker(seed, settled(draw(seed), backend), backend) for seed in range(PROGRAMS)}
+@pytest.mark.parametrize("part", ["first", pytest.param("rest", marks=pytest.mark.slow)])
+def test_random_programs(backend: str, part: str, bench: Callable[[str], Bench]) -> None:
+    first = FIRST[backend]
+    seeds = range(first) if part == "first" else range(first, PROGRAMS)
+    programs = {seed: quicker(seed, settled(draw(seed), backend), backend) for seed in seeds}
     # TensorFlow's own strategy sums them too; with one pipeline per replica, one replica is the reference.
     wrong = replace(WRONG, source="function") if backend == "tensorflow" else WRONG
     verdicts = bench(backend).run({**programs, 10**6: settled(wrong, backend)})
@@ -61,18 +67,18 @@ def test_random_programs(backend: str, bench: Callable[[str], Bench]) -> None:
     ]
     assert not faults, "python tests/fuzz/fuzz.py " + "\n".join(faults)
     kinds = [verdict.kind for verdict in verdicts.values()]
-    assert len(kinds) == PROGRAMS
-    assert kinds.count("true") > PROGRAMS // 4
-    assert kinds.count("invalid") + kinds.count("refused") < PROGRAMS // 3
+    assert len(kinds) == len(seeds)
+    assert kinds.count("true") > len(seeds) // 4
+    assert kinds.count("invalid") + kinds.count("refused") < len(seeds) // 3
 
 
 @pytest.mark.parametrize("backend", ALL)
 def test_the_first_programs_have_parts_of_each_kind(backend: str) -> None:
     counts = Counter[str]()
-    for seed in range(PROGRAMS):
+    for seed in range(FIRST[backend]):
         counts.update(features(quicker(seed, settled(draw(seed), backend), backend)))
-    assert {kind: number for kind, number in counts.items() if number < 4} == {}
-    assert {*counts} == {*KINDS} - {"any", "own"}
+    least = FIRST[backend] // len(KINDS)
+    assert {kind: counts[kind] for kind in KINDS if counts[kind] < least} == {"any": 0, "own": 0}
 
 
 @pytest.mark.parametrize("backend", ALL)
