@@ -22,6 +22,8 @@ import lockstep
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import randomness
+from lockstep.keras.fit.random_rows import equal_draws
+from lockstep.keras.variables import assign, step_state
 from lockstep.worker import job
 
 HERE = keras.backend.backend() == "torch"
@@ -119,6 +121,29 @@ def test_a_compute_changes_no_bit() -> None:
     assert states[0] == after[0]
     assert torch.equal(states[1], after[1])
     assert (states[2] == after[2]).all()
+
+
+@here
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_trial_draws_equal_rows(constant: bool) -> None:
+    def drawn() -> list[Any]:
+        model = keras.Sequential([keras.layers.AlphaDropout(0.5), keras.layers.GaussianNoise(1.0)])
+        return [torch.rand(size=(4, 2)), torch.randn(4, 2), model(np.ones((4, 3), "float32"), training=True)]
+
+    with equal_draws(lambda name: None, constant=constant):
+        first, second = drawn(), drawn()
+    assert all(bool((rows == rows[0]).all()) for rows in first)
+    assert all(map(torch.equal, first, second)) is constant
+
+
+@here
+def test_values_of_variables_that_torch_stores_in_another_dtype_fit() -> None:
+    model = layers()
+    model.counter = model.add_weight(shape=(), dtype="uint32", initializer="zeros", trainable=False)
+    program(model)
+    values = {name: np.array(variable.value.detach()) for name, variable in step_state(model).items()}
+    assert "int64" in {str(value.dtype) for value in values.values()}
+    assign(model, values, whole=True)
 
 
 @here

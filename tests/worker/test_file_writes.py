@@ -1,6 +1,7 @@
 """The files that are results of the program, and the lines that write them."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,61 @@ import pytest
 
 import lockstep
 from lockstep.worker.file_writes import LibraryFolders, library_of, line_of_program
+
+EFFECTS = """
+import os, socket, subprocess, sys, tempfile
+from pathlib import Path
+from lockstep.worker.file_writes import LibraryFolders, refuse_effects
+
+class Refused(Exception):
+    pass
+
+def refuse(what):
+    raise Refused(what)
+
+Path("old.csv").touch()
+refuse_effects(LibraryFolders([Path("run").absolute()], Path("/nowhere"), Path.cwd()), refuse)
+acts = [
+    lambda: open("out.csv", "w"),
+    lambda: open("old.csv", "r+"),
+    lambda: os.remove("old.csv"),
+    lambda: os.rename("old.csv", "new.csv"),
+    lambda: subprocess.run(["true"]),
+    lambda: os.system("true"),
+    lambda: socket.socket().connect(("192.0.2.1", 9)),
+    lambda: open("old.csv").close(),
+    lambda: open("run/log", "w").close(),
+    lambda: tempfile.TemporaryFile(dir="/tmp").close(),
+    lambda: os.makedirs("made", exist_ok=True),
+]
+for act in acts:
+    try:
+        act()
+    except Refused as refused:
+        print(str(refused).partition(" ")[2])
+    else:
+        print("allowed")
+print(sorted(os.listdir(".")))
+"""
+
+
+def test_a_checked_program_changes_nothing_outside_of_its_process(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "program.py").write_text(EFFECTS)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.stdout.splitlines() == [
+        "writes out.csv",
+        "writes old.csv",
+        "deletes old.csv",
+        "renames old.csv",
+        "starts a program",
+        "starts a program",
+        "connects to 192.0.2.1",
+        *["allowed"] * 4,
+        "['made', 'old.csv', 'program.py', 'run']",
+    ], done.stderr
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Literal
 import click
 
 from lockstep import __version__
+from lockstep.cli.check import check
 from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.diff import diff
 from lockstep.cli.explain import explain
@@ -82,6 +83,7 @@ def cli(verbose: bool) -> None:
 
 
 cli.add_command(run)
+cli.add_command(check)
 cli.add_command(explain)
 cli.add_command(export)
 cli.add_command(logs)

@@ -182,10 +182,16 @@ def _kind(array: Any) -> tuple[str, str]:
     return keras.backend.standardize_dtype(array.dtype), str(list(array.shape))
 
 
+_ON_TORCH = {"uint16": "int32", "uint32": "int64"}
+"""The dtypes in which PyTorch stores variables of others that it lacks; such a variable reports its own."""
+
+
 def _alike(first: tuple[str, str], second: tuple[str, str]) -> bool:
     # On JAX, a variable requested with 64 bits usually has 32, but reports 64.
     if keras.backend.backend() == "jax":
         first, second = ((dtype.replace("64", "32"), shape) for dtype, shape in (first, second))
+    if keras.backend.backend() == "torch":
+        first, second = ((_ON_TORCH.get(dtype, dtype), shape) for dtype, shape in (first, second))
     return first == second
 
 

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import (
     ChangedError,
@@ -28,6 +28,7 @@ from lockstep.observability.events import (
     WORKER_DIGESTS,
     WORKER_EVENTS,
     WORKER_MEASUREMENTS,
+    CheckEnded,
     ImportStarted,
     OrderRecorded,
     SourceChanged,
@@ -43,7 +44,7 @@ from lockstep.system.standard_streams import flush_streams, write_whole_lines
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.downloads import share_downloads
-from lockstep.worker.file_writes import LibraryFolders, watch_writes
+from lockstep.worker.file_writes import LibraryFolders, refuse_effects, watch_writes
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.import_reports import report_imports
 from lockstep.worker.jax_cache import keep_compiled
@@ -115,7 +116,11 @@ def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
     if config.replicas > 1:
         checkpoints = (config.checkpoints.folder,) if config.checkpoints is not None else ()
         folders = (config.run_dir, cache_folder(), *checkpoints)
-        watch_writes(LibraryFolders(folders, home_folder(), Path.cwd()), client.file_opened)
+        places = LibraryFolders(folders, home_folder(), Path.cwd())
+        if config.checks:
+            refuse_effects(places, _end_check)
+        else:
+            watch_writes(places, client.file_opened)
 
 
 def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
@@ -126,6 +131,14 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
         "exits; restart all workers"
     )
     os._exit(1)
+
+
+def _end_check(reason: str) -> NoReturn:
+    """End the script, of which a job only checks the first steps of calls."""
+    from lockstep.worker import job
+
+    job.current().events.publish(CheckEnded(reason))
+    raise SystemExit(0)
 
 
 def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
@@ -160,6 +173,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
         config.host,
         membership.over_hosts,
         config.digests,
+        config.checks,
         config.verify_every,
         config.verify_all,
         config.allow_unlike,

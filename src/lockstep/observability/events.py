@@ -783,6 +783,48 @@ class OrderRecorded(_Event, frozen=True, kw_only=True, tag="order"):
     data: bytes
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """A part of a step that replicas do not compute as one process does.
+
+    Attributes:
+        part: of the step, such as `gradient dense/kernel`.
+        deviation: how much, and in which direction.
+        begins: the layer with which it begins; empty if that is not known.
+        named: the parts of the program in a note that explain it; empty if none does.
+    """
+
+    part: str
+    deviation: str
+    begins: str = ""
+    named: str = ""
+
+
+class StepCompared(_Event, frozen=True, kw_only=True, tag="compared"):
+    """A step of replicas was compared with plain Keras in one process.
+
+    Attributes:
+        call: of the script, such as `fit 1`.
+        model: its name.
+        kind: of the step: `train`, `test` or `predict`.
+        equal: the parts that are equal up to rounding.
+        differences: the others.
+        reason: why the step could not be compared; empty if it was.
+    """
+
+    call: str
+    model: str
+    kind: str
+    equal: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    reason: str = ""
+
+
+class CheckEnded(_Event, frozen=True, tag="check ended"):
+    """A job that only checks the script has ended it, because it would write a file."""
+
+    reason: str
+
+
 CoordinatorEvent = (
     JobStarted
     | WorkerStarted
@@ -814,6 +856,8 @@ WorkerEvent = (
     | DistributionBegan
     | ImportStarted
     | CallStarted
+    | StepCompared
+    | CheckEnded
     | StepsSkipped
     | VerificationFailed
     | ReplicasVerified

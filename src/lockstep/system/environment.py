@@ -55,6 +55,8 @@ ONE_PROCESS = f"{_PREFIX}ONE_PROCESS"
 """The variable that lets one process follow the orders of all tasks; see `JobSpec.in_one_process`."""
 DIGESTS = f"{_PREFIX}DIGESTS"
 """The variable that says which steps a run records; see `lockstep.worker.job.JobContext.digests`."""
+CHECK = f"{_PREFIX}CHECK"
+"""The variable of a job that compares its steps with one process; see `JobContext.checks`."""
 ATTEMPT = f"{_PREFIX}ATTEMPT"
 """The variable with the number of times that a job was started again, and its run folder."""
 ENGINE = f"{_PREFIX}ENGINE"
@@ -112,6 +114,7 @@ class WorkerConfig:
         by_hand: whether the user started this process.
         host: the name of the worker's host, as the user wrote it; empty if the job has one host.
         digests: which steps to record; see `lockstep.worker.job.JobContext`.
+        checks: likewise.
         verify_every: see `lockstep.protocol.job_spec.JobSpec`.
         verify_all: likewise.
         allow_unlike: likewise.
@@ -137,6 +140,7 @@ class WorkerConfig:
     by_hand: bool = False
     host: str = ""
     digests: str = ""
+    checks: bool = False
     verify_every: int = 0
     verify_all: bool = False
     allow_unlike: bool = False
@@ -179,6 +183,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         by_hand=f"{_PREFIX}BY_HAND" in environ,
         host=environ.get(f"{_PREFIX}HOST", ""),
         digests=environ.get(DIGESTS, ""),
+        checks=CHECK in environ,
         verify_every=_parse({f"{_PREFIX}VERIFY_EVERY": "0", **environ}, "VERIFY_EVERY", _count),
         verify_all=f"{_PREFIX}VERIFY_ALL" in environ,
         allow_unlike=f"{_PREFIX}ALLOW_UNLIKE" in environ,
@@ -243,7 +248,7 @@ def job_environment(
         backend: the Keras backend; None to leave it unchanged.
     """
     environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
-    environment |= {name: value for name, value in inherited.items() if name in (DIGESTS, ORDER)}
+    environment |= {name: value for name, value in inherited.items() if name in (DIGESTS, ORDER, CHECK)}
     environment = _ARROW | environment | _thread_variables(threads)
     environment[_HASH_SEED] = _hash_seed(seed)
     environment["PYTHONUNBUFFERED"] = "1"
@@ -392,6 +397,11 @@ def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(_NUMERIC) and not any(part in name for part in _NOT_NUMERIC)
     }
+
+
+def checking(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a command whose job compares its steps with one process."""
+    return {**environ, CHECK: "yes"}
 
 
 def repeating(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,20 +1,32 @@
 """Reports of files that a script opens for writing; the coordinator detects conflicts between workers.
 
+Where a job only checks a script, the script may not change anything outside of its process.
+
 Only files opened by Python are reported, not those opened by libraries in C (HDF5, TensorFlow's own files).
 """
 
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep.transport.addresses import is_loopback
 from lockstep.worker.program_sources import is_program, library_name
 
 _NEW = os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """The flags with which `open` creates, empties or appends to a file: `w`, `x` and `a`, not `r+`."""
+_WRITES = os.O_WRONLY | os.O_RDWR
+_EFFECTS = frozenset(
+    {
+        *("open", "os.remove", "os.rmdir", "shutil.rmtree", "os.rename"),
+        *("subprocess.Popen", "os.system", "socket.connect"),
+    }
+)
+"""The audit events of calls that change something outside of the process."""
 _MOST = 1000
 _SYSTEM = ("/dev", "/proc", "/sys")
 _OF_MACHINES = (".lock", ".pyc")
@@ -56,6 +68,60 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
             return
 
     sys.addaudithook(hook)
+
+
+def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) -> None:
+    """From now on, refuse that the program changes anything outside of this process.
+
+    It may not write, delete or rename files that are its results, start other programs, or connect to other
+    machines. Temporary files and those of libraries are not results. The hook cannot be removed again.
+
+    Args:
+        places: tells the files of libraries.
+        refuse: gets the line of the program and what it does, such as `train.py:41 writes out.csv`; what it
+            raises, the program's call raises.
+    """
+    process = os.getpid()
+    temporary, work = f"{Path(tempfile.gettempdir())}{os.sep}", f"{Path.cwd()}{os.sep}"
+
+    def is_result(path: Any) -> bool:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return False
+        absolute = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - as above
+        if absolute.startswith(temporary) and not absolute.startswith(work):
+            return False
+        return not places.are_not_the_program_s(absolute)
+
+    def effect(event: str, arguments: tuple[Any, ...]) -> str:
+        """Return what a call does, as a predicate; empty if it is allowed."""
+        match event:
+            case "open" if isinstance(arguments[2], int) and arguments[2] & _WRITES:
+                return f"writes {os.fsdecode(arguments[0])}" if is_result(arguments[0]) else ""
+            case "os.remove" | "os.rmdir" | "shutil.rmtree":
+                return f"deletes {os.fsdecode(arguments[0])}" if is_result(arguments[0]) else ""
+            case "os.rename":
+                return f"renames {os.fsdecode(arguments[0])}" if any(map(is_result, arguments[:2])) else ""
+            case "subprocess.Popen" | "os.system":
+                return "starts a program"
+            case "socket.connect" if isinstance(arguments[1], tuple):
+                host = str(arguments[1][0])
+                return "" if _is_here(host) else f"connects to {host}"
+        return ""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _EFFECTS or os.getpid() != process:
+            return
+        if (what := effect(event, arguments)) and (line := line_of_program(sys._getframe(1))) is not None:
+            refuse(f"{line} {what}")
+
+    sys.addaudithook(hook)
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return is_loopback(host)
+    except ValueError:
+        return host in ("", "localhost")
 
 
 class LibraryFolders:

@@ -193,6 +193,13 @@ class Backend(Protocol):
         Each call runs `step(state, batch) -> (logs or outputs, state)` `model.steps_per_execution` times.
         """
 
+    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+        """Take one step with Keras's own function of the kind, from the values of the variables.
+
+        Returns:
+            The logs or outputs, and the state afterwards, as `Program.named_state` takes it.
+        """
+
     def training_state(self, model: Any) -> TrainingState:
         """Return the state of the training steps of `model`."""
 

@@ -92,6 +92,13 @@ class JaxBackend:
 
         return function
 
+    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+        """Take one step with Keras's own function; see `Backend`."""
+        # The function reuses the memory of its state.
+        state = jax.tree_util.tree_map(jnp.copy, JaxState(model, kind).present())
+        result: tuple[Any, Any] = function(state, iter([batch]))
+        return result
+
     def training_state(self, model: Any) -> "JaxState":
         """Return the state of the training steps of `model`."""
         return JaxState(model, "train")
@@ -191,9 +198,13 @@ class JaxState:
         return named_arrays(variables, [value for group in state for value in group])
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Return a state with the values of `arrays`."""
+        """Return a state with the values of `arrays`; assign them to the variables if there is no state."""
         variables = self._variables()
         refuse_misfits(named_arrays(variables, variables), arrays)
+        if state is None:
+            for name, variable in named_arrays(variables, variables).items():
+                variable.assign(arrays[name])
+            return None
         values = iter([jnp.array(arrays[name]) for name in named_arrays(variables, variables)])
         loaded = tuple([next(values) for _ in group] for group in state)
         if keras.distribution.distribution() is None:
@@ -442,7 +453,7 @@ class JaxProgram(JaxState):
         """Return the replica's random keys; replica 0 keeps the model's."""
         mixed = list(variables)
         for i in self._seeds:
-            mixed[i] = variables[i].at[0].set(variables[i][0] ^ (replica * np.uint32(GOLDEN_32)))
+            mixed[i] = variables[i].at[0].set(variables[i][0] ^ (jnp.uint32(replica) * jnp.uint32(GOLDEN_32)))
         return mixed
 
     def _changes(self, before: list[Any], after: list[Any], replica: Any, weight: Any) -> dict[str, Any]:

@@ -127,6 +127,13 @@ class TensorFlowBackend:
 
         return function
 
+    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+        """Take one step with Keras's own function; see `Backend`."""
+        tensors = keras.tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
+        if kind == "predict":
+            return function([tensors]), None
+        return function(iter(tf.data.Dataset.from_tensors(tensors))), None
+
     def training_state(self, model: Any) -> VariableState:
         """Return the state of the training steps of `model`."""
         return VariableState(model)

@@ -89,6 +89,10 @@ class TorchBackend:
         """Return `f(batches) -> logs or outputs`, as `TorchTrainer` calls it with a list of one batch."""
         return lambda batches: step(None, batches[0])[0]
 
+    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+        """Take one step with Keras's own function; see `Backend`."""
+        return function([keras.tree.map_structure(copied, batch)]), None
+
     def training_state(self, model: Any) -> "TorchState":
         """Return the state of the training steps of `model`."""
         return TorchState(model)

@@ -343,6 +343,11 @@ def writes(callbacks: Any) -> bool:
     return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
 
 
+def without_writers(callbacks: Any) -> list[Any]:
+    """Return the callbacks without those of Keras that write files."""
+    return [one for one in keras.tree.flatten(callbacks or []) if not writes([one])]
+
+
 def has_batch_methods(callbacks: Any) -> bool:
     """Whether one of the program's own callbacks has a method for training batches."""
     methods = [getattr(callback, name, None) for callback in listed(callbacks) for name in _ON_BATCH]

@@ -55,6 +55,9 @@ _ADVICE = (
 )
 
 
+_CHECKED_STEPS = 3
+"""The steps that a call takes where the job only checks the script."""
+
 _decoder = msgspec.msgpack.Decoder(list[ReplicaOutputs])
 
 
@@ -100,6 +103,27 @@ class GlobalStep:
         self._snapshots = snapshots
         self._timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
+
+    @property
+    def program(self) -> Program:
+        """What computes a replica's part of a step, and applies the total."""
+        return self._program
+
+    def compute_once(self, batch: GlobalBatch) -> tuple[Any, Any, list[Total]]:
+        """Take one step from the values of the variables, which does not count.
+
+        Returns:
+            The logs or outputs, the state, and the totals of the rounds.
+        """
+        state, totals = self._program.present(), list[Total]()
+        self._verifications.begin(0)
+        if self._kind != "predict":
+            result, state = self._step(state, batch, totals=totals)
+            return result, state, totals
+        steps = self._calls.current.steps
+        result, state = self._predict(state, batch)
+        self._calls.current.steps = steps
+        return result, state, totals
 
     def take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step on a batch of Keras's loop; return (logs, state), or (outputs, state) to predict."""
@@ -159,8 +183,15 @@ class GlobalStep:
                 raise CallFinishedElsewhere
         return state
 
-    def _step(self, state: Any, batch: GlobalBatch, record: RecordedStep | None = None) -> tuple[Any, Any]:
-        totals: list[Total] = []
+    def _step(
+        self,
+        state: Any,
+        batch: GlobalBatch,
+        record: RecordedStep | None = None,
+        totals: list[Total] | None = None,
+    ) -> tuple[Any, Any]:
+        """Compute and apply the rounds of a step, whose totals `totals` gets; return (logs, state)."""
+        totals = [] if totals is None else totals
         if self._program.varies:
             self._python.begin()
         complete = False
@@ -372,6 +403,8 @@ class GlobalStep:
         call.steps += 1
         call.logs = logs
         trains = self._kind == "train"
+        if self._job.context.checks and call.steps >= _CHECKED_STEPS:
+            setattr(self._model, "stop_training" if trains else "stop_evaluating", True)
         if trains:
             self._calls.taken += 1
         # A call for one batch has one step.

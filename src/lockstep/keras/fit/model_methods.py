@@ -33,6 +33,7 @@ from lockstep.keras.fit.callbacks import (
     has_batch_methods,
     note_different_paths,
     refuse_within_epoch,
+    without_writers,
     writes,
     writing_once,
 )
@@ -46,6 +47,7 @@ from lockstep.keras.fit.exactness import (
 from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
 from lockstep.keras.fit.trials import Trial
 from lockstep.keras.fit.tried_rows import TriedBatch
+from lockstep.keras.fit.witness import Witness
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
@@ -160,6 +162,8 @@ class ModelMethods:
         )
         self._introduced = False
         self._told_parts: set[str] = set()
+        self._named: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._witness = Witness(job, backend, self._new_step, self._by_itself, self._step_context)
         self._plain_steps = 0
         self._trained_by_batch: tuple[Any, int] | None = None
         self._told_paths: set[str] = set()
@@ -183,26 +187,25 @@ class ModelMethods:
         """
         act = functools.partial(self.on_batch, method) if method in _KINDS else getattr(self, method)
         if model in self._adopted and self.turns.is_within() and (self._plain or method in _FUNCTIONS):
-            return self._by_itself(method, original, model, args, kwargs)
+            with nullcontext() if self._plain else self._by_itself(model, _FUNCTIONS[method]):
+                return original(model, *args, **kwargs)
         if model not in self._adopted or (self._plain and method in ("evaluate", "predict")):
             return act(original, model, *args, **kwargs)
         with self.turns.turn(method, lambda: key_of(method, self._subjects[model], args, kwargs)):
             return act(original, model, *args, **kwargs)
 
-    def _by_itself(self, method: str, original: Original, model: Any, args: Any, kwargs: Any) -> Any:
-        """Compute with Keras's own function in this process, without the replicas."""
-        if self._plain:
-            return original(model, *args, **kwargs)
-        name = _FUNCTIONS[method]
+    @contextmanager
+    def _by_itself(self, model: Any, attribute: str) -> Iterator[None]:
+        """Within the block, a function of a model, such as its `test_function`, is Keras's own."""
         with self._one_by_itself:
-            function = getattr(model, name)
-            setattr(model, name, None)
+            function = getattr(model, attribute)
+            setattr(model, attribute, None)
             self._thread.by_itself = True
             try:
-                return original(model, *args, **kwargs)
+                yield
             finally:
                 self._thread.by_itself = False
-                setattr(model, name, function)
+                setattr(model, attribute, function)
 
     @property
     def is_chief(self) -> bool:
@@ -250,6 +253,8 @@ class ModelMethods:
         functions are scheduled that train tables on parameter servers, only the chief saves: it does not wait
         for others, which would read rows of another moment.
         """
+        if self._job.context.checks:
+            return False
         return not self.behind and (self._job.is_chief or not only_chief_reads(self._job, model))
 
     def save(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -366,6 +371,7 @@ class ModelMethods:
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
         self._measured.pop(model, None)
+        self._named.pop(model, None)
         forget_growths(model)
         self.adopt(model)
         return result
@@ -399,6 +405,8 @@ class ModelMethods:
         self._last.trains(model)
         asked = asked_in(given["callbacks"])
         callbacks = take_out(asked, given["callbacks"])
+        if self._job.context.checks:
+            callbacks = without_writers(callbacks)
         with self._resumable.call("fit") as call:
             if asked is not None:
                 self._checkpoints.begin(asked)
@@ -416,6 +424,8 @@ class ModelMethods:
                 lambda: {**epochs, **_all_facts(training, validation), **_setting_facts(model)},
                 lambda: self._recorded_settings(model, given),
             )
+            if isinstance(validation, GlobalInput):
+                self._check(call, model, "test", validation.peek)
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
                 note_different_paths(self._job, callbacks, call.name, self._told_paths)
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
@@ -648,6 +658,7 @@ class ModelMethods:
                 data.plain_first = not all(layer.built for layer in layers_of(model))
             if not self._alone:
                 self._introduce(call, model, "predict", data.peek)
+                self._check(call, model, "predict", data.peek)
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
             with rows_read_together(self._job):
@@ -692,9 +703,11 @@ class ModelMethods:
             self._models.build(model, kind, batch)
             if not self._alone:
                 self._introduce(call, model, kind, batch)
+                self._check(call, model, kind, batch)
         self._models.load_waiting(model)
         if kind == "predict" and not self._alone and self._models.is_built(model):
             self._introduce(call, model, kind, batch)
+            self._check(call, model, kind, batch)
         if self._models.is_built(model):
             first = self._calls.outermost == 1
             self._compare(
@@ -738,8 +751,7 @@ class ModelMethods:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            context = self._step_context(model) if kind == "train" else nullcontext
-            step = GlobalStep(self._job, self._backend, model, kind, self._calls, self._snapshots, context)
+            step = self._new_step(model, kind)
             setattr(model, attribute, self._backend.function(model, step.take, kind))
         return getattr(model, attribute)
 
@@ -864,7 +876,17 @@ class ModelMethods:
         if self._alone:
             return
         self._introduce(call, model, kind, data.peek)
+        self._check(call, model, kind, data.peek)
         self._compare(call, model, facts, settings)
+
+    def _check(self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]) -> None:
+        """In a job that checks the script, compare a step with that of one process."""
+        if self._job.context.checks:
+            self._witness.compare(call.name, model, kind, read(), self._named.get(model, ()))
+
+    def _new_step(self, model: Any, kind: Kind) -> GlobalStep:
+        context = self._step_context(model) if kind == "train" else nullcontext
+        return GlobalStep(self._job, self._backend, model, kind, self._calls, self._snapshots, context)
 
     def _introduce(self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]) -> None:
         """Measure how replicas combine what a step of a model computes; name each part that is per replica.
@@ -911,6 +933,7 @@ class ModelMethods:
         """
         alike = repr({**settings_of_call(model, (), first=True), **settings_of_model(model)}) if parts else ""
         named = [*((kind, kind) for kind in kinds), *((f"{alike}{part}", part) for part in parts)]
+        self._named[model] = list(dict.fromkeys([*self._named.get(model, ()), *(part for _, part in named)]))
         text = ""
         if introduces and self._adopts_all and not self._introduced:
             self._introduced = True

@@ -1,8 +1,10 @@
 """Random numbers that are equal for all rows, so that a batch and its parts draw the same ones."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from types import FrameType
 from typing import Any
 
@@ -22,16 +24,22 @@ _DROPOUT = "torch.nn.modules.dropout"
 
 
 @contextmanager
-def equal_draws(note: Callable[[str], object]) -> Iterator[None]:
+def equal_draws(note: Callable[[str], object], *, constant: bool = False) -> Iterator[None]:
     """Within the block, operations that draw an array draw one row of it and repeat the row.
 
     These are the operations of Keras, which its layers use, and the usual ones of the backend. Numbers that
     a layer or a module of a library draws are its own; `note` gets the name of each function of the program
     that draws others.
+
+    Args:
+        note: gets names.
+        constant: whether all draws of an operation are equal, so that they do not depend on a seed, and
+            dropout drops nothing.
     """
     with ExitStack() as stack:
         for owner, name, wrap in (*_of_keras(), *_of_backend()):
-            repeated = wrap(getattr(owner, name))
+            draw = getattr(owner, name)
+            repeated = wrap(_constant(draw) if constant else draw)
 
             def noted(*args: Any, repeated: Draw = repeated, **kwargs: Any) -> Any:
                 if (drawing := _drawing_function()) is not None:
@@ -56,6 +64,46 @@ def _drawing_function() -> str | None:
             return None if generator else frame.f_code.co_qualname
         frame = frame.f_back
     return None
+
+
+_SEED = 1337
+
+
+def _constant(draw: Draw) -> Draw:
+    """Return an operation that draws the same numbers each time; dropout returns its input."""
+    if draw.__name__ == "dropout":
+        return lambda inputs, *args, **kwargs: inputs
+    backend, library = keras.backend.backend(), (draw.__module__ or "").partition(".")[0]
+    if library == "jax":
+        return lambda key, *args, **kwargs: draw(sys.modules["jax"].random.key(_SEED), *args, **kwargs)
+    if library != "keras" and backend == "torch":
+        torch = sys.modules["torch"]
+
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_SEED)
+                return draw(*args, **kwargs)
+
+        return seeded
+    if library != "keras":
+        name = draw.__name__.removeprefix("random_")
+        stateless = getattr(sys.modules["tensorflow"].random, f"stateless_{name}")
+        parameters = inspect.signature(draw)
+
+        def of_tensorflow(*args: Any, **kwargs: Any) -> Any:
+            given = parameters.bind(*args, **kwargs).arguments
+            return stateless(**{**given, "seed": (_SEED, 0)})
+
+        return of_tensorflow
+    signature = inspect.signature(draw)
+
+    @wraps(draw)
+    def of_keras(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["seed"] = _SEED
+        return draw(*given.args, **given.kwargs)
+
+    return of_keras
 
 
 def _of_keras() -> Iterator[tuple[Any, str, Callable[[Draw], Draw]]]:
@@ -112,6 +160,8 @@ def _of_jax(draw: Draw) -> Draw:
 
 def _of_torch(draw: Draw) -> Draw:
     def repeated(*shape: Any, **kwargs: Any) -> Any:
+        # Keras passes it by name.
+        shape = (kwargs.pop("size"),) if "size" in kwargs else shape
         sizes = _sizes(shape[0] if len(shape) == 1 else shape)
         return _repeated(sizes, draw((1, *sizes[1:]) if sizes else (), **kwargs))
 
@@ -140,13 +190,13 @@ def _torch_dropout(dropout: Draw) -> Draw:
     return repeated
 
 
-def _sizes(shape: Any) -> tuple[int, ...]:
-    return (
-        (int(shape),)
-        if getattr(shape, "ndim", None) == 0 or isinstance(shape, int)
-        else tuple(map(int, shape))
-    )
+def _sizes(shape: Any) -> tuple[Any, ...]:
+    """Return the numbers of elements along each axis; those that only a graph knows are tensors."""
+    if getattr(shape, "ndim", None) == 0 or isinstance(shape, int):
+        return (int(shape),)
+    sizes = keras.ops.unstack(shape) if keras.ops.is_tensor(shape) else shape
+    return tuple(size if keras.ops.is_tensor(size) else int(size) for size in sizes)
 
 
-def _repeated(sizes: tuple[int, ...], row: Any) -> Any:
+def _repeated(sizes: tuple[Any, ...], row: Any) -> Any:
     return keras.ops.broadcast_to(row, sizes) if sizes else row

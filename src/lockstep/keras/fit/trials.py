@@ -41,6 +41,7 @@ from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
     compiled_loss,
     flat_losses,
+    kept_losses,
     layers_of,
     modules_of,
     run_eagerly,
@@ -186,7 +187,7 @@ class Trial:
         self._name_comparing(layers, attempts)
 
     def _name_comparing(
-        self, layers: Sequence[Any], attempts: Sequence[Sequence[dict[int, "_Calls"]]]
+        self, layers: Sequence[Any], attempts: Sequence[Sequence[dict[int, "LayerCalls"]]]
     ) -> None:
         """Name the innermost of some layers and operations whose outputs compare examples."""
         comparing: set[int] = set()
@@ -210,11 +211,13 @@ class Trial:
         factors = np.linspace(0.1, 3.0, self._batch.count)
         yield keras.tree.map_structure(lambda leaf: _multiplied(leaf, factors), x)
 
-    def _calls(self, layers: Sequence[Any], x: Nest, *, training: bool = True) -> list[dict[int, "_Calls"]]:
+    def _calls(
+        self, layers: Sequence[Any], x: Nest, *, training: bool = True
+    ) -> list[dict[int, "LayerCalls"]]:
         """Return what some layers do with all rows of inputs, and with each part of them."""
 
-        def calls(part: TriedRows) -> dict[int, _Calls]:
-            records = {id(layer): _Calls() for layer in layers}
+        def calls(part: TriedRows) -> dict[int, LayerCalls]:
+            records = {id(layer): LayerCalls() for layer in layers}
             with ExitStack() as stack:
                 for layer in layers:
                     stack.enter_context(records[id(layer)].recording(layer))
@@ -224,7 +227,7 @@ class Trial:
 
         return self._each(calls)
 
-    def _growth_of_additions(self, layer: Any, attempts: Sequence[Sequence["_Calls"]]) -> int:
+    def _growth_of_additions(self, layer: Any, attempts: Sequence[Sequence["LayerCalls"]]) -> int:
         """Return the growth of the values that a layer adds to the loss, which is one for all of them."""
         growths: set[Any] = set()
         for records in attempts:
@@ -255,7 +258,7 @@ class Trial:
             return f"add_loss of {type(layer).__name__}"
         return f"the activity_regularizer of {layer.name}"
 
-    def _compares(self, records: Sequence["_Calls"]) -> bool:
+    def _compares(self, records: Sequence["LayerCalls"]) -> bool:
         """Whether a row of a layer's outputs depends on other rows of its inputs."""
         whole, *parts = (record.calls for record in records)
         if not all(len(part) == len(whole) for part in parts):
@@ -269,20 +272,9 @@ class Trial:
         return False
 
     def _equal_rows(self, whole: Sequence[Array], parts: Sequence[Sequence[Array]]) -> bool:
-        for leaf, *pieces in zip(whole, *parts, strict=True):
-            counts = [self._batch.count, *(part.count for part in self._batch.parts)]
-            shapes = [piece.shape for piece in (leaf, *pieces)]
-            if not all(shape[:1] == (count,) for shape, count in zip(shapes, counts, strict=True)):
-                continue
-            if len({shape[1:] for shape in shapes}) > 1:
-                return False
-            joined = np.concatenate(pieces)
-            if leaf.dtype.kind != "f":
-                if not np.array_equal(leaf, joined):
-                    return False
-            elif not np.allclose(leaf, joined, 0, 10 * _tolerance(leaf) * _largest(leaf), equal_nan=True):
-                return False
-        return True
+        return rows_are_equal(
+            [whole, *parts], [self._batch.count, *(part.count for part in self._batch.parts)]
+        )
 
     # Predictions.
 
@@ -469,12 +461,7 @@ class Trial:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        with (
-            random_numbers(0),
-            equal_draws(self._name_draws),
-            constant_statistics(self._model),
-            without_summaries(),
-        ):
+        with random_numbers(0), neutral(self._model, self._name_draws):
             yield
 
     def _each(self, compute: Callable[[TriedRows], Result]) -> list[Result]:
@@ -535,7 +522,7 @@ _NOTHING = object()
 """Stands for the growth of a value that is zero for all rows and for each part, or not a number."""
 
 
-class _Calls:
+class LayerCalls:
     """The calls of a layer in one trial.
 
     Attributes:
@@ -548,13 +535,14 @@ class _Calls:
         self.added: list[Array] = []
 
     @contextmanager
-    def recording(self, layer: Any) -> Iterator[None]:
-        """Within the block, record the calls of a layer."""
+    def recording(self, layer: Any, note: Callable[[Any], object] = lambda layer: None) -> Iterator[None]:
+        """Within the block, record the calls of a layer; `note` gets it after each call."""
         call, add = layer.call, getattr(layer, "add_loss", None)
 
         @functools.wraps(call)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             outputs = call(*args, **kwargs)
+            note(layer)
             self.calls.append((_arrays((args, kwargs)), _arrays(outputs)))
             return outputs
 
@@ -566,6 +554,50 @@ class _Calls:
         adding = nullcontext() if add is None else replaced(layer, "add_loss", added)
         with replaced(layer, "call", recorded), adding:
             yield
+
+
+@contextmanager
+def neutral(model: Any, note: Callable[[str], object], *, constant: bool = False) -> Iterator[None]:
+    """Within the block, a row of a batch does not depend on the others by random numbers or statistics.
+
+    Args:
+        model: whose layers compute in the block.
+        note: gets the name of each function of the program that draws random numbers.
+        constant: whether all draws are equal, also those of several replicas.
+    """
+    with (
+        equal_draws(note, constant=constant),
+        constant_statistics(model),
+        without_summaries(),
+        # A failed step leaves the losses that layers have added, which the next step would add up, too.
+        kept_losses(layers_of(model)),
+    ):
+        yield
+
+
+def rows_are_equal(parts: Sequence[Sequence[Array]], counts: Sequence[int]) -> bool:
+    """Whether arrays of a whole batch have, up to rounding, the rows of the same arrays of its parts.
+
+    Args:
+        parts: the arrays of the whole batch, then those of each part.
+        counts: the numbers of rows of the whole batch and of each part; an array with another number of rows
+            is not compared.
+    """
+    for leaf, *pieces in zip(*parts, strict=True):
+        shapes = [piece.shape for piece in (leaf, *pieces)]
+        if not all(shape[:1] == (count,) for shape, count in zip(shapes, counts, strict=True)):
+            continue
+        if len({shape[1:] for shape in shapes}) > 1:
+            return False
+        joined = np.concatenate(pieces)
+        if joined.shape != leaf.shape:
+            return False
+        if leaf.dtype.kind != "f":
+            if not np.array_equal(leaf, joined):
+                return False
+        elif not np.allclose(leaf, joined, 0, 10 * _tolerance(leaf) * _largest(leaf), equal_nan=True):
+            return False
+    return True
 
 
 @contextmanager

@@ -452,6 +452,18 @@ def given_rate(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
+@contextmanager
+def kept_losses(layers: Sequence[Any]) -> Iterator[None]:
+    """Within the block, layers may add losses, and be given those of a stateless call; they forget both."""
+    before = [(list(layer._losses), layer._losses_override) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, (losses, override) in zip(layers, before, strict=True):
+            layer._losses[:] = losses
+            vars(layer)["_losses_override"] = override
+
+
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables for which an optimizer was built, in this order; empty before."""
     variables: list[Any] = optimizer._trainable_variables

@@ -1,0 +1,169 @@
+"""The command `lockstep check`, and the check beside a run: a script's steps against those of one process."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.cli.completion import complete_script
+from lockstep.cli.run import PARTS
+from lockstep.launcher.backend import BACKENDS
+from lockstep.system.environment import checking
+from lockstep.system.paths import RunPaths
+from lockstep.system.prose import count
+
+_KINDS = {"train": "training step", "test": "evaluation step", "predict": "predictions"}
+_TAIL = 20
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--workers",
+    type=PARTS,
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Number of workers of the job to check.",
+)
+@click.option("--replicas", type=PARTS, metavar="R", help="Number of parts of each batch.  [default: N]")
+@click.option(
+    "--backend",
+    type=click.Choice([*BACKENDS, "all"]),
+    help="Keras backend, or all that are installed.  [default: as for lockstep run]",
+)
+@click.option("--tf-distribute", is_flag=True, help="As for lockstep run.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="SEED", help="As for lockstep run.")
+@click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
+@click.argument("script", shell_complete=complete_script)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def check(**options: Any) -> None:
+    """Say whether SCRIPT computes on several replicas what it computes in one process.
+
+    \b
+    lockstep check -n 4 train.py --epochs 10
+
+    SCRIPT runs in one process. At the beginning of each fit, evaluate and predict, one step is taken twice
+    from the same state and batch: by plain Keras, and by the replicas. Losses, metrics, the gradient of each
+    variable, its update and the state of layers are compared up to rounding, which is measured. A fit ends
+    after three steps. The script ends before it writes a file, starts a program or uses the network.
+
+    The exit status is 0 if everything is equal, or differs for a reason that a note of lockstep run names; 1
+    if something else differs; 2 if nothing could be compared.
+    """
+    words = ["--replicas", str(options["replicas"] or options["workers"])]
+    words += ["--tf-distribute"] if options["tf_distribute"] else []
+    words += ["--seed", str(options["seed"])] if options["seed"] is not None else []
+    program = [*(["-m"] if options["module"] else []), "--", options["script"], *options["arguments"]]
+    results = {}
+    for name in _backends(options["backend"]):
+        backend = ["--backend", name] if name else []
+        results[name or "default"] = checked([*words, *backend], program)
+    if options["as_json"]:
+        click.echo(json.dumps(results, indent=2))
+    else:
+        for name, result in results.items():
+            if len(results) > 1:
+                click.echo(f"{name}:")
+            for line in lines(result):
+                click.echo(line)
+    sys.exit(max(map(status, results.values())))
+
+
+def _backends(asked: str | None) -> list[str | None]:
+    if asked != "all":
+        return [asked]
+    from importlib.util import find_spec
+
+    return [name for name in BACKENDS if find_spec(name)]
+
+
+def checked(words: Sequence[str], program: Sequence[str]) -> dict[str, Any]:
+    """Check a script in a job of one worker; return its comparisons, and how it ended.
+
+    Args:
+        words: options of `lockstep run`.
+        program: the words that name the script and its arguments.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
+        run, log = Path(folder, "run"), Path(folder, "output")
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "run",
+            "-n",
+            "1",
+            "--run-dir",
+            str(run),
+            *words,
+            *program,
+        ]
+        with log.open("wb") as output:
+            ended = subprocess.run(
+                command, env=checking(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            ).returncode
+        events = list(_events(RunPaths(run).events))
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+    failures = [event["summary"] for event in events if event["event"] == "failed"]
+    reasons = [event["reason"] for event in events if event["event"] == "check ended"]
+    compared = [event for event in events if event["event"] == "compared"]
+    return {
+        "compared": [
+            {name: event[name] for name in event if name not in ("event", "time", "worker")}
+            for event in compared
+        ],
+        "ended": reasons[0] if reasons else "",
+        "failed": "" if reasons else failures[0] if failures else tail if ended else "",
+    }
+
+
+def _events(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that show the result of a check."""
+    for step in result["compared"]:
+        head = f"{step['call']}, {_KINDS[step['kind']]} of {step['model']}"
+        if step["reason"]:
+            yield f"{head}: not compared: {step['reason']}"
+            continue
+        differing = len(step["differences"])
+        different = f", {differing} {'differs' if differing == 1 else 'differ'}" if differing else ""
+        yield f"{head}: {count(len(step['equal']), 'part')} equal{different}"
+        for part in step["differences"]:
+            begins = f", from {part['begins']} on" if part["begins"] else ""
+            named = f"named: {part['named']}" if part["named"] else "NOT NAMED"
+            yield f"  {part['part']}: {part['deviation']}{begins} [{named}]"
+    if not result["compared"]:
+        yield "nothing was compared: the script has called no fit, evaluate or predict on replicas"
+    if result["ended"]:
+        yield f"the check ends here: {result['ended']}"
+    if result["failed"]:
+        yield f"the script has failed here: {result['failed']}"
+
+
+def status(result: Mapping[str, Any]) -> int:
+    """Return the exit status for the result of a check."""
+    if unnamed(result):
+        return 1
+    return 0 if any(not step["reason"] for step in result["compared"]) else 2
+
+
+def unnamed(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the differences that no note names, with the calls of the script."""
+    return [
+        (step["call"], part)
+        for step in result["compared"]
+        for part in step["differences"]
+        if not part["named"]
+    ]

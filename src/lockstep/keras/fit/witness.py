@@ -1,0 +1,469 @@
+"""Compares a step that replicas compute with the same step of plain Keras, in one process on the whole batch.
+
+So nobody has to believe a list of what is exact. Both compute from the same state and batch, and with the
+same random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages.
+What differs by more than rounding (`lockstep.keras.fit.deviations`) is a difference between the training and
+that of one process. It is expected where a note has named the part of the program; anything else is news.
+
+The reference is Keras's own function for the kind of step, which knows nothing of replicas. The other side is
+the step of the training: `GlobalStep`, with one worker that computes all replicas.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.keras.backends.common import replaced
+from lockstep.keras.backends.contract import Backend, Kind, Total
+from lockstep.keras.backends.losses import divided
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.fit.deviations import Deviation, deviation
+from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.fit.trials import LayerCalls, neutral, rows_are_equal
+from lockstep.keras.input.readings import whole_batch
+from lockstep.keras.private.common import layers_of, trained_by
+from lockstep.keras.python_state import unchanged
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.variables import assign, flat_metrics, optimizers_of, step_state
+from lockstep.observability.events import Difference, StepCompared
+from lockstep.worker.job import Job
+
+Array = npt.NDArray[Any]
+_GRADIENT = "lockstep gradient"
+_ROUNDINGS = 2
+"""Computations of plain Keras from inputs that differ in the last bits."""
+
+
+@dataclass
+class _Outcome:
+    """What a step computes.
+
+    Attributes:
+        figures: the logs, or the outputs by path.
+        gradients: by the number of the update and the position of the variable.
+        state: the variables afterwards, by path.
+    """
+
+    figures: dict[str, Array]
+    gradients: dict[tuple[int, int], Array]
+    state: dict[str, Array]
+
+
+class Witness:
+    """Compares steps of the models of one job, which has one worker.
+
+    Args:
+        job: with all replicas on this worker.
+        backend: of the models.
+        step: returns the step of a model that replicas compute.
+        plainly: returns a context in which a function of a model, by its attribute, is Keras's own.
+        context: returns the context of the program's own `train_step`; for a model.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        backend: Backend,
+        step: Callable[[Any, Kind], GlobalStep],
+        plainly: Callable[[Any, str], AbstractContextManager[None]],
+        context: Callable[[Any], Callable[[], AbstractContextManager[None]]],
+    ) -> None:
+        self.job = job
+        self.backend = backend
+        self.step = step
+        self.plainly = plainly
+        self.context = context
+
+    def compare(self, call: str, model: Any, kind: Kind, batch: Any, names: Sequence[str]) -> None:
+        """Compare a step, and publish the result; the model and the random states stay as they are.
+
+        Args:
+            call: names the call of the script.
+            model: built and compiled.
+            kind: of the step.
+            batch: the whole batch, in the form in which the program's step gets it.
+            names: the parts of the program that a note has named.
+        """
+        result = StepCompared(call=call, model=model.name, kind=kind)
+        try:
+            if model.steps_per_execution > 1 and kind != "predict":
+                raise _NotComparable("it has steps_per_execution > 1")
+            equal, differences = self._compared(model, kind, batch, names)
+            result = StepCompared(
+                call=call, model=model.name, kind=kind, equal=tuple(equal), differences=tuple(differences)
+            )
+        except Exception as error:
+            reason = str(error) if isinstance(error, _NotComparable) else f"{type(error).__name__}: {error}"
+            result = StepCompared(call=call, model=model.name, kind=kind, reason=reason.splitlines()[0])
+        self.job.events.publish(result)
+
+    def _compared(
+        self, model: Any, kind: Kind, batch: Any, names: Sequence[str]
+    ) -> tuple[list[str], list[Difference]]:
+        comparison = _Comparison(self, model, kind, batch)
+        deviations = comparison.deviations()
+        equal = [part for part, found in deviations.items() if found is None]
+        differing = {part: found for part, found in deviations.items() if found is not None}
+        begins = comparison.beginning() if differing else ""
+        return equal, [
+            Difference(part, str(found), begins, ", ".join(explaining(part, names)))
+            for part, found in differing.items()
+        ]
+
+
+class _NotComparable(Exception):
+    """A step that cannot be compared; the message says why."""
+
+
+def explaining(part: str, names: Sequence[str]) -> list[str]:
+    """Return those of the named parts of a program that may make a part of a step differ.
+
+    A metric or a figure explains only itself. Anything else changes the gradients, and with them everything.
+    """
+    own = [name for name in names if name.startswith(("the metric ", "the figure "))]
+    others = [name for name in names if name not in own]
+    word = part.rpartition(" ")[2]
+    return others + [name for name in own if any(f"_{word}".endswith(f"_{one}") for one in name.split()[2:])]
+
+
+class _Comparison:
+    """One comparison: the two computations, and where they begin to differ."""
+
+    def __init__(self, witness: Witness, model: Any, kind: Kind, batch: Any) -> None:
+        self._witness = witness
+        self._backend = witness.backend
+        self._job = witness.job
+        self._model = model
+        self._kind: Kind = kind
+        self._batch = keras.tree.map_structure(self._host, batch)
+        self._global = whole_batch(self._batch)
+        self._function: Any = None
+        self._gradients_in_logs = _GradientsInLogs(model)
+
+    def deviations(self) -> dict[str, Deviation | None]:
+        """Return what the step computes, by names of its parts, with how replicas deviate."""
+        with neutral(self._model, lambda name: None, constant=True):
+            step = self._witness.step(self._model, self._kind)
+            self._program = step.program
+            self._before = self._state(None)
+            reference = self._plain()
+            others = [self._rounded(number) for number in range(_ROUNDINGS)]
+            replicas = self._of_replicas(step)
+            expected = self._updated(replicas)
+        figures = self._figures(reference, replicas, others)
+        rest = self._rest(expected, reference, replicas, others)
+        # The figure shows it already.
+        known = {f"state of {name}" for name, found in figures.items() if found is not None}
+        return {
+            **figures,
+            **self._gradients(reference, replicas, others),
+            **self._updated_variables(expected, replicas.state),
+            **{name: found for name, found in rest.items() if name not in known},
+        }
+
+    def beginning(self) -> str:
+        """Name the first layer whose outputs for some rows depend on whether the others are there."""
+        model, batch = self._model, self._batch
+        layers = [layer for layer in layers_of(model) if layer is not model]
+        replicas = self._job.view.replicas
+        shares = [self._global.share(replica, replicas) for replica in range(replicas)]
+        parts = [share.data() for share in shares if share.examples]
+        order: list[Any] = []
+
+        def calls(data: Any) -> dict[int, LayerCalls]:
+            records = {id(layer): LayerCalls() for layer in layers}
+            with ExitStack() as stack:
+                for layer in layers:
+                    stack.enter_context(records[id(layer)].recording(layer, order.append))
+                with keras.StatelessScope(collect_losses=True):
+                    x = keras.tree.map_structure(
+                        keras.ops.convert_to_tensor, keras.utils.unpack_x_y_sample_weight(data)[0]
+                    )
+                    model(x, training=self._kind == "train")
+            return records
+
+        try:
+            with neutral(model, lambda name: None, constant=True), random_numbers(0), unchanged(model):
+                whole, *others = [calls(data) for data in (batch, *parts)]
+        except Exception:
+            return ""
+        counts = [self._global.examples, *(share.examples for share in shares if share.examples)]
+        for layer in dict.fromkeys(order):
+            records = [record[id(layer)].calls for record in (whole, *others)]
+            for inputs_and_outputs in zip(*records, strict=False):
+                inputs, outputs = zip(*inputs_and_outputs, strict=True)
+                if rows_are_equal(inputs, counts) and not rows_are_equal(outputs, counts):
+                    return f"layer {layer.name}"
+        return ""
+
+    # The computations.
+
+    def _plain(self, change: Callable[[Any], Any] = lambda array: array) -> _Outcome:
+        """Return what plain Keras computes.
+
+        Args:
+            change: changes the weights and the inputs.
+        """
+        model, kind, batch = self._model, self._kind, self._batch
+        with (
+            self._undone(),
+            self._job.trying(1),
+            self._witness.context(model)(),
+            self._witness.plainly(model, f"{kind}_function"),
+            self._gradients_in_logs.added(),
+        ):
+            weights = {variable.path for variable in model.trainable_variables} & self._before.keys()
+            assign(model, {name: change(self._before[name]) for name in weights})
+            if isinstance(batch, tuple | list):
+                batch = type(batch)([keras.tree.map_structure(change, batch[0]), *batch[1:]])
+            if self._function is None:
+                getattr(model, f"make_{kind}_function")(force=True)
+                self._function = getattr(model, f"{kind}_function")
+            return self._outcome(*self._backend.plain_step(model, kind, self._function, batch))
+
+    def _rounded(self, number: int) -> _Outcome:
+        """Return what plain Keras computes from weights and inputs that differ in the last bits."""
+        generator = np.random.default_rng(number)
+        size = 2 * self._epsilon
+
+        def moved(array: Any) -> Any:
+            if array is None or array.dtype.kind != "f":
+                return array
+            return (array * (1 + size * generator.choice([-1.0, 1.0], array.shape))).astype(array.dtype)
+
+        return self._plain(moved)
+
+    def _of_replicas(self, step: GlobalStep) -> _Outcome:
+        with self._undone():
+            result, state, totals = step.compute_once(self._global)
+            outcome = self._outcome(result, state)
+            for number, total in enumerate(totals):
+                named: Total = divided(self._model, step.program.parts(number, total))
+                outcome.gradients |= {
+                    (number, int(name.partition("/")[2])): np.array(array)
+                    for name, array in named.items()
+                    if name.startswith("gradient/")
+                }
+            return outcome
+
+    def _outcome(self, result: Any, state: Any) -> _Outcome:
+        gradients, figures = {}, {}
+        for path, leaf in keras.tree.flatten_with_path(result if result is not None else {}):
+            if path and str(path[0]).startswith(_GRADIENT):
+                _, _, number, position = str(path[0]).split()
+                gradients[int(number), int(position)] = self._host(leaf)
+            else:
+                name = "/".join(map(str, path))
+                figures[f"outputs {name}".strip() if self._kind == "predict" else name] = self._host(leaf)
+        return _Outcome(figures, gradients, self._state(state))
+
+    def _updated(self, replicas: _Outcome) -> dict[str, Array]:
+        """Return the variables after Keras's own update from the replicas' gradients; none if unknown."""
+        if self._kind != "train" or len(self._gradients_in_logs.updated) != 1:
+            return {}
+        (variables,) = self._gradients_in_logs.updated
+        optimizer = self._model.optimizer
+        if len(replicas.gradients) != len(variables) or not type(optimizer).__module__.startswith("keras."):
+            return {}
+        if {number for number, _ in replicas.gradients} != {0} or hasattr(optimizer, "inner_optimizer"):
+            return {}
+        with self._undone():
+            update = Update(optimizer, list(variables), plain=True)
+            self._backend.updater(update)([replicas.gradients[0, i] for i in range(len(variables))])
+            changed = {id(variable) for variable in update.changed}
+            after = self._state(None)
+        return {name: after[name] for name, variable in self._variables().items() if id(variable) in changed}
+
+    # Comparing.
+
+    def _figures(
+        self, reference: _Outcome, replicas: _Outcome, others: Sequence[_Outcome]
+    ) -> dict[str, Deviation | None]:
+        found: dict[str, Deviation | None] = {}
+        for name in {**reference.figures, **replicas.figures}:
+            if name in reference.figures and name in replicas.figures:
+                rounded = [other.figures[name] for other in others if name in other.figures]
+                found[name] = deviation(
+                    reference.figures[name], replicas.figures[name], rounded, self._epsilon
+                )
+            else:
+                sides = "plain Keras" if name in reference.figures else "replicas"
+                found[name] = Deviation(np.inf, f"computed by {sides} only")
+        return found
+
+    def _gradients(
+        self, reference: _Outcome, replicas: _Outcome, others: Sequence[_Outcome]
+    ) -> dict[str, Deviation | None]:
+        found: dict[str, Deviation | None] = {}
+        largest = [float(np.max(np.abs(array), initial=0)) for array in reference.gradients.values()]
+        for (number, position), value in reference.gradients.items():
+            path = self._gradients_in_logs.updated[number][position].path
+            name = f"gradient {path}" + (f" (update {number + 1})" if number else "")
+            of_replicas = replicas.gradients.get((number, position))
+            rounded = [each.gradients[number, position] for each in others]
+            found[name] = deviation(
+                value,
+                np.zeros_like(value) if of_replicas is None else of_replicas,
+                rounded,
+                self._epsilon,
+                max(largest),
+            )
+        return found
+
+    def _updated_variables(
+        self, expected: Mapping[str, Array], after: Mapping[str, Array]
+    ) -> dict[str, Deviation | None]:
+        """Return the deviations of the variables after an update from those of Keras's own update."""
+        found: dict[str, Deviation | None] = {}
+        for name, value in expected.items():
+            size = float(np.max(np.abs(self._before[name]), initial=0)) if value.dtype.kind == "f" else 0.0
+            pair = self._change(name, value), self._change(name, after[name])
+            # A fused kernel rounds in another way.
+            found[f"update {name}"] = deviation(*pair, (), 4 * self._epsilon, 16 * size)
+        return found
+
+    def _rest(
+        self,
+        expected: Mapping[str, Array],
+        reference: _Outcome,
+        replicas: _Outcome,
+        others: Sequence[_Outcome],
+    ) -> dict[str, Deviation | None]:
+        """Return the deviations of the variables of layers, metrics, and updates that are not known."""
+        owners = self._metrics()
+        found: dict[str, Deviation | None] = {}
+        for name, value in reference.state.items():
+            unchanged_values = (
+                np.array_equal(array, self._before[name]) for array in (value, replicas.state[name])
+            )
+            if name in expected or all(unchanged_values):
+                continue
+            part = f"state of {owners[name]}" if name in owners else f"state {name}"
+            deviates = deviation(
+                self._change(name, value),
+                self._change(name, replicas.state[name]),
+                [self._change(name, other.state[name]) for other in others],
+                self._epsilon,
+                float(np.max(np.abs(value), initial=0)) if value.dtype.kind == "f" else 0.0,
+            )
+            found[part] = found.get(part) or deviates
+        return found
+
+    def _change(self, name: str, value: Array) -> Array:
+        return value - self._before[name] if value.dtype.kind == "f" else value
+
+    def _metrics(self) -> dict[str, str]:
+        """Return the names of the metrics by the paths of their variables."""
+        owners = {
+            id(variable): metric.name
+            for metric in flat_metrics(self._model.metrics)
+            for variable in metric.variables
+        }
+        return {
+            name: owners[id(variable)]
+            for name, variable in self._variables().items()
+            if id(variable) in owners
+        }
+
+    # The state.
+
+    def _variables(self) -> Mapping[str, Any]:
+        return step_state(self._model)
+
+    @property
+    def _epsilon(self) -> float:
+        dtype = keras.config.dtype_policy().compute_dtype
+        policies = {getattr(layer, "compute_dtype", dtype) for layer in layers_of(self._model)}
+        if "bfloat16" in policies:
+            return 2.0**-7
+        return float(np.finfo("float16").eps) if "float16" in policies else float(np.finfo("float32").eps)
+
+    def _state(self, state: Any) -> dict[str, Array]:
+        return {name: np.array(self._host(a)) for name, a in self._program.named_state(state).items()}
+
+    def _host(self, array: Any) -> Any:
+        return array if array is None else np.asarray(self._backend.to_numpy(array))
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Within the block a step may be taken; afterwards, the variables have their values from before."""
+        with random_numbers(0), unchanged(self._model):
+            try:
+                yield
+            finally:
+                self._backend.settle()
+                self._program.load(None, self._before)
+
+
+class _GradientsInLogs:
+    """Adds the gradients that optimizers get to the logs of `train_step`, with which they leave its function.
+
+    Attributes:
+        updated: the variables of each update, once the step was traced or has run.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.updated: list[Sequence[Any]] = []
+        self._model = model
+        self._jax = keras.backend.backend() == "jax"
+        self._recorded: dict[str, Any] = {}
+        # A function of Keras may keep these, so there is one of each for all of its calls.
+        self._replacements = [(model, "train_step", self._step(model.train_step))]
+        for optimizer in optimizers_of(model):
+            if self._jax:
+                replacement = self._stateless(optimizer.stateless_apply)
+                self._replacements.append((optimizer, "stateless_apply", replacement))
+            else:
+                self._replacements.append((optimizer, "apply", self._stateful(optimizer)))
+
+    @contextmanager
+    def added(self) -> Iterator[None]:
+        """Within the block, the logs have the gradients."""
+        with ExitStack() as stack:
+            for owner, name, replacement in self._replacements:
+                stack.enter_context(replaced(owner, name, replacement))
+            yield
+
+    def _note(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        number = len(self.updated)
+        self.updated.append(list(variables))
+        self._recorded.update(
+            (f"{_GRADIENT} {number} {position}", keras.ops.convert_to_tensor(gradient))
+            for position, gradient in enumerate(gradients)
+            if gradient is not None
+        )
+
+    def _stateless(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+            self._note(list(grads), self._model.trainable_variables)
+            return original(optimizer_variables, grads, trainable_variables)
+
+        return stateless_apply
+
+    def _stateful(self, optimizer: Any) -> Callable[..., Any]:
+        original = optimizer.apply
+
+        def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            grads = list(grads)
+            variables = trained_by(optimizer) if trainable_variables is None else list(trainable_variables)
+            self._note(grads, variables)
+            return original(grads, trainable_variables)
+
+        return apply
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(*args: Any) -> Any:
+            self._recorded.clear()
+            self.updated.clear()
+            result = original(*args)
+            logs = result[0] if self._jax else result
+            if isinstance(logs, dict):
+                logs = {**logs, **self._recorded}
+            return (logs, *result[1:]) if self._jax else logs
+
+        return train_step

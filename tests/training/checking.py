@@ -1,0 +1,48 @@
+"""A script for `lockstep check`; argument: what it does.
+
+named     a layer subtracts the mean of the batch
+fault     replicas are combined wrongly
+nothing   no model is trained
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.data.batch import GlobalBatch
+
+WHAT = sys.argv[1]
+
+
+class Centered(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+def main() -> None:
+    if WHAT == "nothing":
+        return
+    if WHAT == "fault":
+        share = GlobalBatch.share
+        GlobalBatch.share = lambda *args: share(*args)._replace(weight=1.0)  # type: ignore[method-assign]
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    callbacks = [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.ModelCheckpoint("best.keras")]
+    print(len(model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=callbacks).epoch))
+    if WHAT == "named":
+        model = keras.Sequential([model, Centered(name="centered"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.evaluate(x, y, verbose=0)
+        model.save("model.keras")
+        Path("out.csv").write_text("1")
+        model.predict(x, verbose=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The command `lockstep check`, and its exit status."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("checking.py")
+
+Check = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def check(environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path: Path) -> Check:
+    def run(backend: str, *words: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "lockstep", "check", "--backend", backend, *words]
+        variables = environment | lean(SCRIPT, backend)
+        return subprocess.run(
+            command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=1200
+        )
+
+    return run
+
+
+@pytest.mark.ci("jax")
+def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend: str, tmp_path: Path) -> None:
+    done = check(quicker_backend, "-n", "3", str(SCRIPT), "named")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines[0].startswith("fit 1, training step of sequential: ")
+    assert lines[0].endswith(" parts equal")
+    assert lines[1].startswith("evaluate 1, evaluation step of sequential_1: ")
+    assert lines[1].endswith("differs") or lines[1].endswith("differ")
+    assert lines[2].startswith("  loss: ")
+    assert lines[2].endswith(", from layer centered on [named: the layer centered]")
+    assert lines[-1] == "the check ends here: checking.py:43 writes out.csv"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ci
+def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
+    done = check("jax", "--json", str(SCRIPT), "fault")
+    assert done.returncode == 1
+    (step,) = json.loads(done.stdout)["jax"]["compared"]
+    differences: list[dict[str, Any]] = step["differences"]
+    assert not any(part["named"] for part in differences)
+    gradients = {part["deviation"] for part in differences if part["part"].startswith("gradient ")}
+    assert gradients == {"double (differs by 100 %)"}
+
+
+def test_a_script_that_trains_nothing_cannot_be_checked(check: Check) -> None:
+    done = check("jax", str(SCRIPT), "nothing")
+    assert done.returncode == 2
+    assert (
+        done.stdout == "nothing was compared: the script has called no fit, evaluate or predict on replicas\n"
+    )

@@ -1,0 +1,493 @@
+"""A step of replicas is compared with plain Keras: what is equal, what is named, and every planted fault."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep.data import batch as batches
+from lockstep.data.batch import GlobalBatch
+from lockstep.keras.backends.jax import JaxProgram
+from lockstep.keras.fit import global_step, outputs
+from lockstep.keras.fit.deviations import deviation
+from lockstep.keras.synchronization import AllReduce
+from lockstep.observability.events import Event, StepCompared
+from lockstep.worker.job import Job
+
+ops = keras.ops
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(29, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+WEIGHTS = np.linspace(0.2, 2, 29).astype("float32")
+
+
+@pytest.fixture(autouse=True)
+def checks(job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the job of this process check scripts."""
+    monkeypatch.setattr(job_of_one_worker, "_context", replace(job_of_one_worker.context, checks=True))
+
+
+@pytest.fixture
+def compared(published: list[Event]) -> Callable[[], list[StepCompared]]:
+    """Return the comparisons since the last call."""
+    published.clear()
+
+    def take() -> list[StepCompared]:
+        found = [event for event in published if isinstance(event, StepCompared)]
+        published.clear()
+        return found
+
+    return take
+
+
+def built(
+    *layers: Any, loss: Any = "mse", optimizer: Any = None, cls: Any = keras.Sequential, **options: Any
+) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = cls([keras.Input((4,)), *layers, keras.layers.Dense(1, name="last")])
+        model.compile(optimizer or keras.optimizers.Adam(0.01), loss, **{"run_eagerly": True} | options)
+    return model
+
+
+def hidden(**options: Any) -> Any:
+    return keras.layers.Dense(4, activation="tanh", name="hidden", **options)
+
+
+def fit(model: keras.Model, y: Any = Y, **options: Any) -> None:
+    model.fit(X, y, **{"batch_size": 29, "verbose": 0} | options)
+
+
+def differing(compared: list[StepCompared]) -> dict[str, str]:
+    """Return the deviations by part; each step must have been compared."""
+    assert compared
+    assert not [one.reason for one in compared if one.reason]
+    return {part.part: part.deviation for one in compared for part in one.differences}
+
+
+class Squares(keras.layers.Layer):
+    """Adds a sum over the examples to the loss, and keeps a mean of them."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x))
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
+class WithFigure(keras.Sequential):
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {**logs, "labels": ops.mean(data[1])}, state
+
+
+def summed(y: Any, p: Any) -> Any:
+    return ops.sum(ops.square(y - p))
+
+
+def with_mask() -> None:
+    x, y = X.copy(), np.repeat(Y[:, None], 4, axis=1)
+    x[:5, 1:] = 0
+    layers = keras.layers.Reshape((4, 1)), keras.layers.Masking(0.0)
+    built(*layers, keras.layers.SimpleRNN(3, return_sequences=True)).fit(x, y, batch_size=29, verbose=0)
+
+
+def predicting() -> None:
+    built(hidden()).predict(X, verbose=0)
+
+
+EQUAL: dict[str, Callable[[], None]] = {
+    "noise": lambda: fit(
+        built(
+            keras.layers.GaussianNoise(0.3),
+            hidden(),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+        )
+    ),
+    "a compiled step": lambda: fit(built(hidden(), metrics=["mae"], run_eagerly=False)),
+    "sample weights": lambda: fit(built(hidden(), weighted_metrics=["mae"]), sample_weight=WEIGHTS),
+    "sums and state": lambda: fit(built(hidden(), Squares(), loss=summed, optimizer="sgd")),
+    "regularizers": lambda: fit(
+        built(hidden(kernel_regularizer="l2", activity_regularizer="l1"), keras.layers.Dropout(0.2))
+    ),
+    "a figure": lambda: fit(built(hidden(), cls=WithFigure)),
+    "a mask": with_mask,
+    "a gradient of zeros": lambda: fit(built(hidden(), loss=lambda y, p: ops.mean(p - ops.stop_gradient(p)))),
+    "a loss scale": lambda: fit(
+        built(hidden(), optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    ),
+    "half precision": lambda: fit(built(hidden(dtype="mixed_bfloat16"))),
+    "validation": lambda: fit(built(hidden()), validation_data=(X[:7], Y[:7])),
+    "predictions": predicting,
+}
+
+
+QUICK = {"noise", "sums and state", "sample weights", "predictions"}
+
+
+@pytest.mark.ci(*EQUAL.keys() - QUICK)
+@pytest.mark.parametrize("name", EQUAL)
+def test_steps_that_are_exact_are_equal(name: str, compared: Callable[[], list[StepCompared]]) -> None:
+    EQUAL[name]()
+    steps = compared()
+    assert differing(steps) == {}
+    for step in steps:
+        assert {"train": "loss", "test": "loss", "predict": "outputs"}[step.kind] in step.equal
+        assert step.kind != "train" or any(part.startswith("gradient ") for part in step.equal)
+
+
+def contrast(y: Any, p: Any) -> Any:
+    return -ops.mean(ops.log_softmax(ops.matmul(p, ops.transpose(p)) + y))
+
+
+class Centered(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+def test_a_difference_that_a_note_names_has_the_name(compared: Callable[[], list[StepCompared]]) -> None:
+    fit(built(hidden(), loss=contrast))
+    (step,) = compared()
+    assert {part.part.partition(" ")[0] for part in step.differences} >= {"loss", "gradient"}
+    assert {part.named for part in step.differences} == {"the loss contrast"}
+
+
+def test_a_layer_with_which_a_difference_begins_is_told(compared: Callable[[], list[StepCompared]]) -> None:
+    fit(built(hidden(), Centered(name="centered"), keras.layers.ReLU()))
+    (step,) = compared()
+    assert {part.begins for part in step.differences} == {"layer centered"}
+    assert {part.named for part in step.differences} == {"the layer centered"}
+
+
+# Planted faults.
+
+
+@dataclass
+class Fault:
+    """A fault in how replicas are combined.
+
+    Attributes:
+        plant: plants it.
+        part: the beginning of the name of a part that deviates.
+        model: trains or predicts.
+    """
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    part: str
+    model: Callable[[], None] = lambda: fit(built(hidden(), metrics=["mae"]))
+
+
+def of_share(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = GlobalBatch.share
+        patch.setattr(GlobalBatch, "share", lambda *args: change(original(*args)))
+
+    return plant
+
+
+def of_data(change: Callable[[Any, int], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return of_share(lambda share: share._replace(data=lambda: change(share.data(), share.replica)))
+
+
+def of_partial(prefix: str, change: Callable[[Any, int, str], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Change the arrays of replicas whose names begin with `prefix`."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = JaxProgram.compute
+
+        def compute(self: Any, state: Any, share: Any, earlier: Any) -> Any:
+            partial = dict(original(self, state, share, earlier))
+            return {
+                name: change(array, share.replica, name) if name.startswith(prefix) else array
+                for name, array in partial.items()
+            }
+
+        patch.setattr(JaxProgram, "compute", compute)
+
+    return plant
+
+
+def of_total(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = AllReduce.synchronize
+
+        def synchronize(self: Any, given: Any) -> Any:
+            total = {name: np.array(array) for name, array in original(self, given).items()}
+            change(total)
+            return total
+
+        patch.setattr(AllReduce, "synchronize", synchronize)
+
+    return plant
+
+
+def of_update(change: Callable[[Any, Any, Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Change (program, state before, state after) of an update."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = JaxProgram.apply
+
+        def apply(self: Any, state: Any, totals: Any) -> Any:
+            before = jax.tree_util.tree_map(lambda array: array + 0, state)
+            logs, after = original(self, state, totals)
+            return logs, change(self, before, after)
+
+        patch.setattr(JaxProgram, "apply", apply)
+
+    return plant
+
+
+def of_rows(change: Callable[[slice, int], slice]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = batches.replica_rows
+        patch.setattr(
+            batches, "replica_rows", lambda examples, r, replicas: change(original(examples, r, replicas), r)
+        )
+
+    return plant
+
+
+def of_outputs(change: Callable[[list[Any]], list[Any]]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = outputs.joined
+        patch.setattr(global_step, "joined", lambda parts: [change([leaf])[0] for leaf in original(parts)])
+
+    return plant
+
+
+def only(replica: int) -> Callable[[Any, int, str], Any]:
+    return lambda array, r, name: array if r == replica else array * 0
+
+
+def double(total: dict[str, Any], prefix: str) -> None:
+    for name in total:
+        if name.startswith(prefix):
+            total[name] = 2 * total[name]
+
+
+def lose(total: dict[str, Any], prefix: str) -> None:
+    for name in total:
+        if name.startswith(prefix) and total[name].size:
+            total[name].flat[0] = 0
+
+
+def swap(total: dict[str, Any], one: str, other: str) -> None:
+    first, second = total[one], total[other]
+    total[one], total[other] = second.reshape(first.shape), first.reshape(second.shape)
+
+
+def half_precision(array: Any, replica: int, name: str) -> Any:
+    return array.astype("float16").astype(array.dtype)
+
+
+def with_weights() -> None:
+    fit(built(hidden(), weighted_metrics=["mae"]), sample_weight=WEIGHTS)
+
+
+def with_state() -> None:
+    fit(built(hidden(), Squares(), keras.layers.BatchNormalization()))
+
+
+def with_sum() -> None:
+    fit(built(hidden(), loss=summed, optimizer="sgd"))
+
+
+def evaluating() -> None:
+    built(hidden(), metrics=["mae"]).evaluate(X, Y, batch_size=29, verbose=0)
+
+
+def first_without_update(program: Any, before: Any, after: Any) -> Any:
+    return ([before[0][0], *after[0][1:]], *after[1:])
+
+
+def slots_before(program: Any, before: Any, after: Any) -> Any:
+    return (after[0], after[1], before[2], after[3])
+
+
+def faster(program: Any, before: Any, after: Any) -> Any:
+    return ([new + 0.1 * (new - old) for old, new in zip(before[0], after[0], strict=True)], *after[1:])
+
+
+FAULTS: dict[str, Fault] = {
+    "all replicas weigh the same": Fault(of_share(lambda s: s._replace(weight=1 / 3)), "gradient "),
+    "no replica is weighted": Fault(of_share(lambda s: s._replace(weight=1.0)), "gradient "),
+    "a weight is a little too small": Fault(
+        of_share(lambda s: s._replace(weight=s.weight * 0.999)), "gradient "
+    ),
+    "the last row is lost": Fault(
+        of_rows(lambda rows, r: slice(rows.start, rows.stop - (r == 2))), "gradient "
+    ),
+    "a row counts twice": Fault(
+        of_rows(lambda rows, r: slice(rows.start - (r == 1), rows.stop)), "gradient "
+    ),
+    "a replica has the rows of another": Fault(
+        of_rows(lambda rows, r: slice(0, rows.stop - rows.start)), "gradient "
+    ),
+    "labels are one row off": Fault(
+        of_data(lambda data, r: (data[0], np.roll(data[1], 1, axis=0), *data[2:])), "gradient "
+    ),
+    "labels of a replica are missing": Fault(
+        of_data(lambda data, r: (data[0], data[1] * (r != 1), *data[2:])), "gradient "
+    ),
+    "sample weights are ignored": Fault(
+        of_data(lambda data, r: (*data[:2], np.ones_like(data[2]))), "gradient ", with_weights
+    ),
+    "sample weights are divided by their mean in a replica": Fault(
+        of_data(lambda data, r: (*data[:2], data[2] / data[2].mean())), "gradient ", with_weights
+    ),
+    "features are scaled": Fault(of_data(lambda data, r: (1.001 * data[0], *data[1:])), "gradient "),
+    "a gradient is doubled": Fault(
+        of_partial("gradient/", lambda array, r, name: array * (1 + (r == 1))), "gradient "
+    ),
+    "a gradient has the wrong sign": Fault(
+        of_partial("gradient/", lambda array, r, name: -array if r == 2 else array), "gradient "
+    ),
+    "a gradient is lost": Fault(of_partial("gradient/1", only(0)), "gradient "),
+    "gradients of one replica count": Fault(of_partial("gradient/", only(1)), "gradient "),
+    "gradients are rounded to half precision": Fault(of_partial("gradient/", half_precision), "gradient "),
+    "gradients are clipped in a replica": Fault(
+        of_partial("gradient/", lambda array, r, name: ops.clip(array, -0.01, 0.01)), "gradient "
+    ),
+    "a gradient is not averaged": Fault(
+        of_partial("gradient/0", lambda array, r, name: array * 3), "gradient "
+    ),
+    "the bias has the gradient of another replica": Fault(
+        of_partial("gradient/3", lambda array, r, name: array * 3 if r == 0 else array * 0), "gradient "
+    ),
+    "a metric is doubled": Fault(of_partial("metric/", lambda array, r, name: 2 * array), "state of "),
+    "a metric counts one replica": Fault(of_partial("metric/", only(0)), "state of "),
+    "a sum of a metric counts one replica": Fault(of_partial("metric/2", only(0)), "mae"),
+    "a metric counts examples of one replica": Fault(of_partial("metric/3", only(0)), "mae"),
+    "a metric in an evaluation is doubled": Fault(
+        of_partial("metric/", lambda array, r, name: 2 * array), "state of ", evaluating
+    ),
+    "an evaluation counts one replica": Fault(of_partial("metric/", only(2)), "loss", evaluating),
+    "the state of a layer is added up": Fault(
+        of_partial("state/", lambda array, r, name: 3 * array), "state ", with_state
+    ),
+    "the state of a layer is that of a replica": Fault(of_partial("state/0", only(1)), "state ", with_state),
+    "a figure is added up": Fault(
+        of_partial("log/", lambda array, r, name: 3 * array),
+        "labels",
+        lambda: fit(built(hidden(), cls=WithFigure)),
+    ),
+    "a figure is that of a replica": Fault(
+        of_partial("log/", lambda array, r, name: array * (29 / 10) if r == 0 else 0 * array),
+        "labels",
+        lambda: fit(built(hidden(), cls=WithFigure)),
+    ),
+    "a denominator is ignored": Fault(
+        of_partial("density", lambda array, r, name: ops.ones_like(array)), "gradient ", with_mask
+    ),
+    "the total is halved": Fault(of_total(lambda total: double(total, "gradient/0")), "gradient "),
+    "an element of a total is lost": Fault(of_total(lambda total: lose(total, "gradient/0")), "gradient "),
+    "an element of the last total is lost": Fault(
+        of_total(lambda total: lose(total, "gradient/3")), "gradient "
+    ),
+    "totals are swapped": Fault(of_total(lambda total: swap(total, "gradient/1", "gradient/2")), "gradient "),
+    "a total is transposed": Fault(
+        of_total(lambda total: total.update({"gradient/0": total["gradient/0"].T.copy()})), "gradient "
+    ),
+    "a total is reversed": Fault(
+        of_total(lambda total: total.update({"gradient/1": total["gradient/1"][::-1].copy()})), "gradient "
+    ),
+    "a total of a metric is lost": Fault(of_total(lambda total: lose(total, "metric/")), "state of "),
+    "a total is not a number": Fault(
+        of_total(lambda total: total.update({"gradient/0": total["gradient/0"] * np.nan})), "gradient "
+    ),
+    "a variable is not updated": Fault(of_update(first_without_update), "update "),
+    "the optimizer keeps its old state": Fault(of_update(slots_before), "update "),
+    "an update is too large": Fault(of_update(faster), "update "),
+    "a sum is not added up": Fault(
+        of_partial("gradient/", lambda array, r, name: array / 3), "gradient ", with_sum
+    ),
+    "predictions are in the wrong order": Fault(
+        of_outputs(lambda leaves: [leaf[::-1] for leaf in leaves]), "outputs", predicting
+    ),
+    "a prediction is repeated": Fault(
+        of_outputs(lambda leaves: [np.concatenate([leaf[:1], leaf[:-1]]) for leaf in leaves]),
+        "outputs",
+        predicting,
+    ),
+    "a prediction is missing": Fault(
+        of_outputs(lambda leaves: [leaf[:-1] for leaf in leaves]), "outputs", predicting
+    ),
+    "predictions are rounded": Fault(
+        of_outputs(lambda leaves: [leaf.astype("float16").astype("float32") for leaf in leaves]),
+        "outputs",
+        predicting,
+    ),
+    "a replica predicts for the rows of another": Fault(
+        of_rows(lambda rows, r: slice(0, rows.stop - rows.start) if r == 1 else rows), "outputs", predicting
+    ),
+}
+
+
+QUICK_FAULTS = {
+    "a weight is a little too small",
+    "a row counts twice",
+    "sample weights are ignored",
+    "a gradient is doubled",
+    "gradients are rounded to half precision",
+    "the bias has the gradient of another replica",
+    "a metric is doubled",
+    "the state of a layer is added up",
+    "a total is reversed",
+    "an update is too large",
+    "a prediction is repeated",
+}
+
+
+@pytest.mark.ci(*FAULTS.keys() - QUICK_FAULTS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_combination_is_seen(
+    name: str, compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    fault.model()
+    steps = compared()
+    assert not [step.reason for step in steps if step.reason]
+    found = [part for step in steps for part in step.differences]
+    assert any(part.part.startswith(fault.part) for part in found), found
+    assert not any(part.named for part in found)
+
+
+# Rounding.
+
+FLOATS = st.floats(-1e3, 1e3, width=32)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=30), st.randoms(use_true_random=False))
+def test_rounding_is_no_deviation(values: list[float], random: Any) -> None:
+    reference = np.array(values, "float32")
+    epsilon = float(np.finfo("float32").eps)
+
+    def rounded() -> Any:
+        factors = [1 + epsilon * random.choice([-1, 0, 1]) for _ in values]
+        return (reference * np.array(factors)).astype("float32")
+
+    assert deviation(reference, rounded(), [rounded()], epsilon) is None
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=30), st.sampled_from([0.5, 2.0, -1.0, 3.0]))
+def test_a_multiple_deviates_in_its_direction(values: list[float], factor: float) -> None:
+    reference = np.array(values, "float32")
+    found = deviation(reference, factor * reference, [reference], float(np.finfo("float32").eps))
+    if not np.any(reference):
+        assert found is None
+        return
+    assert found is not None
+    words = {0.5: "half", 2.0: "double", -1.0: "the negative of", 3.0: "3 times"}
+    assert found.direction == words[factor]
