@@ -67,6 +67,7 @@ def test_three_workers_do_not_change_a_bit(
     assert results(run, 0, 1, 2) == results(one_worker(backend), 0)
 
 
+@pytest.mark.slow("jax")
 @pytest.mark.ci
 def test_custom_loops_agree_with_plain_keras(eager_backend: str, one_worker: Callable[[str], Any]) -> None:
     run = one_worker(eager_backend)

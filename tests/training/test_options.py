@@ -72,7 +72,7 @@ def far_from_plain_keras(folder: Path, names: Sequence[str]) -> list[tuple[str, 
     return far
 
 
-@pytest.mark.slow("torch")
+@pytest.mark.slow
 @pytest.mark.ci
 def test_replicas_agree_with_plain_keras(one_worker: OneWorker, quicker_backend: str) -> None:
     names = QUICK[quicker_backend]

@@ -21,7 +21,7 @@ def results(lines: list[str]) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
 
 
-@pytest.mark.slow("torch")
+@pytest.mark.slow
 @pytest.mark.ci
 def test_one_step_at_a_time_is_plain_keras(
     launch: Launch, plain: Callable[..., str], quicker_backend: str

@@ -199,7 +199,7 @@ def test_what_has_no_whole_table_is_refused(launch: Launch) -> None:
             assert text in line
 
 
-@pytest.mark.slow("torch")
+@pytest.mark.slow
 @pytest.mark.ci
 @on("tensorflow", "torch")
 def test_functions_train_rows_like_plain_keras(
