@@ -24,17 +24,15 @@ TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 SMALL = {"jax": ("cnn", "custom"), "torch": ("cnn", "weighted", "eager", "summed")}
 """What `make test` compares with plain Keras and trains on three workers."""
-QUICK = {
-    "jax": ("cnn", "callbacks", "mixed", "several", "custom"),
-    "tensorflow": ("cnn", "dataset", "several"),
-}
+QUICK = {"tensorflow": ("cnn", "dataset", "several")}
 """What `make test-ci` also compares with plain Keras; slow tests compare all."""
+_ON_JAX = ("cnn", "callbacks", "mixed", "several", "custom")
 ALIKE = {
-    "jax": QUICK["jax"],
+    "jax": _ON_JAX,
     "tensorflow": ("cnn",),
-    "torch": ("cnn", *(name for name in TRAININGS if name not in QUICK["jax"])),
+    "torch": ("cnn", *(name for name in TRAININGS if name not in _ON_JAX)),
 }
-"""What `make test-ci` trains on three workers, and slow tests compare with other numbers of workers."""
+"""What `make test-ci` trains on TensorFlow on three workers, and slow tests on any number of them."""
 QUICK_OPTIMIZED = ("cnn", "weighted")
 """What is compared to the last bit on JAX but in slow tests: optimizing takes most of the time there."""
 TOLERANCE = {"mixed": 1e-3}
@@ -223,7 +221,7 @@ def test_code_that_is_optimized_gives_the_same_bits_on_any_number_of_workers(tra
     ("backend", "chosen"),
     [
         pytest.param("torch", SMALL["torch"], id="torch-small"),
-        pytest.param("jax", ALIKE["jax"], marks=pytest.mark.ci, id="jax-quick"),
+        pytest.param("jax", ALIKE["jax"], marks=pytest.mark.slow, id="jax-quick"),
         *(
             pytest.param(name, names(name), marks=pytest.mark.slow, id=f"{name}-all")
             for name in ("jax", "tensorflow", "torch")

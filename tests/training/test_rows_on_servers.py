@@ -50,6 +50,7 @@ def results(lines: list[str]) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
 
 
+@pytest.mark.ci
 def test_one_step_at_a_time_is_plain_keras(
     launch: Launch, plain: Callable[..., str], thorough_backend: str
 ) -> None:

@@ -91,6 +91,7 @@ def test_scripts_find_lockstep_and_keras_finds_tensorflow(names: Any) -> None:
     assert names.marked(0, "inside:") == ["inside: True True 2 None"]
     assert names.marked(0, "in run:") == ["in run: 6.0"]
     assert names.marked(0, "keras finds:") in ([], ["keras finds: tensorflow 1"])
+    assert names.marked(0, "the script finds:") in ([], ["the script finds: lockstep 2"])
 
 
 @pytest.mark.ci
