@@ -356,6 +356,11 @@ FAULTS: dict[str, Fault] = {
     "a gradient is doubled": Fault(
         of_partial("gradient/", lambda array, r, name: array * (1 + (r == 1))), "gradient "
     ),
+    "a gradient of half precision is doubled": Fault(
+        of_partial("gradient/", lambda array, r, name: array * (1 + (r == 1))),
+        "gradient ",
+        lambda: fit(eager(hidden(dtype="mixed_bfloat16"))),
+    ),
     "a gradient has the wrong sign": Fault(
         of_partial("gradient/", lambda array, r, name: -array if r == 2 else array), "gradient "
     ),

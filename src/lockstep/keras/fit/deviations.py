@@ -15,8 +15,9 @@ import numpy.typing as npt
 _TIMES_ROUNDING = 32
 """A difference is more than rounding if it is this many times larger than the measured one."""
 
-_EPSILONS = 1024
-"""A difference of this many units in the last place of the largest element is always rounding."""
+_EPSILONS, _MOST = 1024, 0.03
+"""A difference of this many units in the last place of the largest element is always rounding, up to `_MOST`
+of it: in half precision, the units are large."""
 
 _ALIKE = 0.02
 """A value is a multiple of another one if what remains is at most this part of it."""
@@ -81,7 +82,7 @@ def deviation(
         default=0.0,
     )
     largest = float(np.max(np.abs(reference)))
-    limit = max(_TIMES_ROUNDING * rounding, _EPSILONS * epsilon * largest, epsilon * scale)
+    limit = max(_TIMES_ROUNDING * rounding, min(_EPSILONS * epsilon, _MOST) * largest, epsilon * scale)
     return _described(reference, value) if float(np.max(np.abs(value - reference))) > limit else None
 
 
