@@ -68,7 +68,7 @@ def test_random_programs(backend: str, part: str, bench: Callable[[str], Bench])
     assert not faults, "python tests/fuzz/fuzz.py " + "\n".join(faults)
     kinds = [verdict.kind for verdict in verdicts.values()]
     assert len(kinds) == len(seeds)
-    assert kinds.count("true") > len(seeds) // 4
+    assert kinds.count("true") >= len(seeds) // 4
     assert kinds.count("invalid") + kinds.count("refused") < len(seeds) // 3
 
 

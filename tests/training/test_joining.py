@@ -72,6 +72,7 @@ def test_a_lost_chief_is_replaced(join: Callable[..., str], backend: str) -> Non
     assert "worker 2 is skipping the first steps of fit 1, which were taken before: 1 of 8" in notes
 
 
+@pytest.mark.slow
 @pytest.mark.ci
 def test_workers_join_and_leave_on_request(join: Callable[..., str], thorough_backend: str) -> None:
     notes = join(thorough_backend, "", "scaled", "fit 1 step 7", (0,))
