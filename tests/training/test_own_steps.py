@@ -31,7 +31,7 @@ TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapt
     ("backend", "names"),
     [
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
-        pytest.param("tensorflow", IN_GRAPHS, marks=pytest.mark.slow, id="tensorflow"),
+        pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
         pytest.param("tensorflow", TRAININGS, marks=pytest.mark.slow, id="tensorflow-rest"),
         pytest.param("torch", (*TRAININGS, *ON_TORCH), id="torch"),
     ],
