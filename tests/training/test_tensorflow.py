@@ -46,6 +46,7 @@ if HERE:
     from lockstep.keras.backends.adapter import adapter
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import assign, borrowed, executable, read
+    from lockstep.keras.fit.exactness import summed_occurrences
     from lockstep.keras.fit.trials import Trial
     from lockstep.keras.fit.tried_rows import TriedBatch
     from lockstep.keras.parameter_server.function_results import pack_result, unpack_results
@@ -253,6 +254,28 @@ def test_variables_of_tensorflow_are_state_of_a_step(eager: bool) -> None:
         losses.append(float(logs["loss"]))
         assert model.kept()[0] == step
     assert model.kept()[1] == pytest.approx(losses[0] / 4 + losses[1] / 2, rel=1e-6)
+
+
+@here
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (keras.optimizers.SGD(0.1, momentum=0.9), []),
+        (keras.optimizers.Adagrad(0.1), ["Adagrad with repeated ids of an Embedding"]),
+        (keras.optimizers.Adam(0.1), ["Adam with repeated ids of an Embedding"]),
+    ],
+    ids=["sgd", "adagrad", "adam"],
+)
+def test_optimizers_for_which_repeated_ids_are_not_their_sum_are_named(
+    optimizer: Any, named: list[str]
+) -> None:
+    """Plain Keras passes each occurrence of an id to the optimizer, replicas their sum."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Embedding(5, 2), keras.layers.Flatten()])
+    model.compile(optimizer, "mse")
+    assert summed_occurrences(model) == named
+    assert not optimizer.built
+    model.layers[0].trainable = False
+    assert summed_occurrences(model) == []
 
 
 @here

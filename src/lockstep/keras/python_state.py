@@ -380,7 +380,7 @@ class ObjectGraph:
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.nodes: list[_Changeable] = []
         self.variables: dict[str, Any] = {}
-        self._positions: dict[int, int] = {}
+        self._seen: set[int] = set()
         self._kept: list[Any] = []
         self._walk(list(roots))
 
@@ -475,19 +475,19 @@ class ObjectGraph:
         waiting.reverse()
         while waiting:
             path, value = waiting.pop()
-            if type(value) in _LEAVES or value is None or id(value) in self._positions:
+            if type(value) in _LEAVES or value is None or id(value) in self._seen:
                 continue
             if isinstance(value, tuple):
                 if len(value) <= _MANY:
                     waiting.extend((f"{path}[{i}]", one) for i, one in enumerate(value))
                 continue
             if _is_variable(value):
-                self._positions[id(value)] = len(self.nodes)
+                self._seen.add(id(value))
                 self.variables[path] = value
             elif (kind := _kind_of(value)) is not None:
                 node = kind(path, value)
                 # The node keeps the object, so that its id remains unique.
-                self._positions[id(value)] = len(self.nodes)
+                self._seen.add(id(value))
                 self.nodes.append(node)
                 waiting.extend(reversed(list(node.children())))
 

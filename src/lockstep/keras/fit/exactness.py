@@ -16,7 +16,7 @@ from lockstep.keras.backends.losses import observed_denominators
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import compiled_loss, layers_of, modules_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
-from lockstep.keras.variables import flat_metrics
+from lockstep.keras.variables import flat_metrics, optimizers_of
 from lockstep.system.prose import count
 from lockstep.topology import View
 
@@ -49,13 +49,58 @@ def kinds_per_replica(model: Any) -> list[str]:
 def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
     """Name the parts of a model's training that use several examples at once, as a trial shows.
 
-    These are the state of a layer that is no mean over examples, and losses with different denominators.
+    These are states of layers that are not means over examples, and losses with different denominators.
 
     Args:
         model: built.
-        batch: of the training.
+        batch: whose rows to try.
     """
     return _states_across_examples(model, batch) + _different_denominators(model, batch)
+
+
+def summed_occurrences(model: Any) -> list[str]:
+    """Name the optimizers that update an Embedding differently from plain Keras where ids repeat.
+
+    On TensorFlow, the gradient of an Embedding is a list of occurrences of ids, which plain Keras passes to
+    the optimizer. Replicas add the occurrences of an id up first. Whether that differs is tried.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return []
+    if not any(isinstance(layer, keras.layers.Embedding) and layer.trainable for layer in layers_of(model)):
+        return []
+    return [
+        f"{type(optimizer).__name__} with repeated ids of an Embedding"
+        for optimizer in optimizers_of(model)
+        if _tells_occurrences_apart(optimizer)
+    ]
+
+
+def occurrences_note(parts: Sequence[str]) -> str:
+    """Return the note on the result of `summed_occurrences`."""
+    return (
+        f"{', '.join(parts)}: the gradient of an id is the sum of its occurrences in a batch, as on JAX and "
+        "PyTorch; plain Keras on TensorFlow passes each occurrence to the optimizer"
+    )
+
+
+def _tells_occurrences_apart(optimizer: Any) -> bool:
+    """Whether an update from two occurrences of a row is not that from their sum."""
+    import tensorflow as tf
+
+    def updated(gradient: Any) -> Any:
+        tried = type(optimizer).from_config(optimizer.get_config())
+        variable = keras.Variable(np.ones((2, 1), "float32"))
+        # The second update depends on what the first one has left.
+        for _ in range(2):
+            tried.apply([gradient], [variable])
+        return keras.ops.convert_to_numpy(variable)[0]
+
+    with random_numbers(0):
+        try:
+            apart = updated(tf.IndexedSlices(tf.constant([[0.5], [0.25]]), tf.constant([0, 0]), (2, 1)))
+            return not np.allclose(apart, updated(tf.constant([[0.75], [0.0]])), 1e-5)
+        except Exception:  # An optimizer of the program may need more than its settings.
+            return True
 
 
 def _statistics_and_draws(layer: Any) -> list[str]:

@@ -40,8 +40,10 @@ from lockstep.keras.fit.callbacks import (
 from lockstep.keras.fit.exactness import (
     introduction,
     kinds_per_replica,
+    occurrences_note,
     per_replica_note,
     refuse_metrics_that_do_not_add,
+    summed_occurrences,
     tried_parts,
 )
 from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
@@ -917,7 +919,17 @@ class ModelMethods:
                 kinds = kinds_per_replica(model) if self._adopts_all else []
                 parts = [*(tried_parts(model, batch) if self._adopts_all else ()), *trial.names]
             measured.update(["train", "test"] if kind == "train" else [kind])
+            occurrences = summed_occurrences(model) if kind == "train" else []
         self._tell_of_parts(call, model, kinds, parts, introduces=kind != "predict")
+        self._named[model] += occurrences
+        if (new := [part for part in occurrences if part not in self._told_parts]) and self._notes_here:
+            note(occurrences_note(new))
+        self._told_parts.update(occurrences)
+
+    @property
+    def _notes_here(self) -> bool:
+        """Whether this worker shows the notes of the current position."""
+        return self._job.is_chief and not self._resumable.catches_up
 
     def _tell_of_parts(
         self, call: NumberedCall, model: Any, kinds: list[str], parts: list[str], *, introduces: bool
@@ -941,7 +953,7 @@ class ModelMethods:
         elif new := [part for key, part in named if key not in self._told_parts]:
             text = f"model {model.name!r}: {per_replica_note(new)}"
         self._told_parts |= {key for key, _ in named}
-        if text and self._job.is_chief and not self._resumable.catches_up:
+        if text and self._notes_here:
             note(text)
 
     def _step_context(self, model: Any) -> Callable[[], AbstractContextManager[Any]]:

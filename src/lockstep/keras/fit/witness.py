@@ -266,6 +266,9 @@ class _Comparison:
         """Return the variables after Keras's own update from the replicas' gradients; none if unknown."""
         if self._kind != "train" or len(self._gradients_in_logs.updated) != 1:
             return {}
+        if self._gradients_in_logs.has_occurrences:
+            # Plain Keras may not make the update from the sum of the occurrences.
+            return {}
         (variables,) = self._gradients_in_logs.updated
         optimizer = self._model.optimizer
         if len(replicas.gradients) != len(variables) or not type(optimizer).__module__.startswith("keras."):
@@ -404,10 +407,12 @@ class _GradientsInLogs:
 
     Attributes:
         updated: the variables of each update, once the step was traced or has run.
+        has_occurrences: whether a gradient is a list of occurrences, as of an Embedding on TensorFlow.
     """
 
     def __init__(self, model: Any) -> None:
         self.updated: list[Sequence[Any]] = []
+        self.has_occurrences = False
         self._model = model
         self._jax = keras.backend.backend() == "jax"
         self._recorded: dict[str, Any] = {}
@@ -431,11 +436,17 @@ class _GradientsInLogs:
     def _note(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         number = len(self.updated)
         self.updated.append(list(variables))
-        self._recorded.update(
-            (f"{_GRADIENT} {number} {position}", keras.ops.convert_to_tensor(gradient))
-            for position, gradient in enumerate(gradients)
-            if gradient is not None
-        )
+        for position, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._recorded[f"{_GRADIENT} {number} {position}"] = self._dense(gradient)
+
+    def _dense(self, gradient: Any) -> Any:
+        if type(gradient).__name__ != "IndexedSlices":
+            return gradient
+        import tensorflow as tf
+
+        self.has_occurrences = True
+        return tf.convert_to_tensor(gradient)
 
     def _stateless(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
