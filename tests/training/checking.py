@@ -1,10 +1,13 @@
-"""A script for `lockstep check`; argument: what it does.
+"""A script for `lockstep check`; arguments: what it does, and a pipe.
 
 named     a layer subtracts the mean of the batch
 fault     replicas are combined wrongly
 nothing   no model is trained
+    waits     writes its process id to the pipe, and waits for a signal
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ class Centered(keras.layers.Layer):
 def main() -> None:
     if WHAT == "nothing":
         return
+    if WHAT == "waits":
+        Path(sys.argv[2]).write_text(str(os.getpid()))
+        signal.pause()
     if WHAT == "fault":
         share = GlobalBatch.share
         GlobalBatch.share = lambda *args: share(*args)._replace(weight=1.0)  # type: ignore[method-assign]

@@ -1,6 +1,9 @@
 """The command `lockstep check`, and its exit status."""
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +13,8 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).with_name("checking.py")
+
+PATIENCE = 600.0
 
 Check = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -37,7 +42,7 @@ def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend:
     assert lines[1].endswith("differs") or lines[1].endswith("differ")
     assert lines[2].startswith("  loss: ")
     assert lines[2].endswith(", from layer centered on [named: the layer centered]")
-    assert lines[-1] == "the check ends here: checking.py:43 writes out.csv"
+    assert lines[-1] == "the check ends here: checking.py:49 writes out.csv"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,6 +55,25 @@ def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
     assert not any(part["named"] for part in differences)
     gradients = {part["deviation"] for part in differences if part["part"].startswith("gradient ")}
     assert gradients == {"double (differs by 100 %)"}
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_job_ends_with_the_command(
+    environment: dict[str, str], tmp_path: Path, number: int, status: int
+) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "temporary"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    command = [sys.executable, "-m", "lockstep", "check", "--backend", "jax", str(SCRIPT), "waits", str(pipe)]
+    variables = environment | {"TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=variables, cwd=tmp_path) as process:
+        worker = os.pidfd_open(int(pipe.read_text()))
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == status
+        assert select.select([worker], [], [], PATIENCE)[0] == [worker]
+    os.close(worker)
+    if number == signal.SIGTERM:
+        assert list(folder.glob("lockstep-check-*")) == []
 
 
 def test_a_script_that_trains_nothing_cannot_be_checked(check: Check) -> None:

@@ -1,6 +1,8 @@
 """The command `lockstep check`, and the check beside a run: a script's steps against those of one process."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,6 +59,8 @@ def check(**options: Any) -> None:
     The exit status is 0 if everything is equal, or differs for a reason that a note of lockstep run names; 1
     if something else differs; 2 if nothing could be compared.
     """
+    # The job ends with this process, which removes its folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     words = ["--replicas", str(options["replicas"] or options["workers"])]
     words += ["--tf-distribute"] if options["tf_distribute"] else []
     words += ["--seed", str(options["seed"])] if options["seed"] is not None else []
@@ -93,18 +97,10 @@ def checked(words: Sequence[str], program: Sequence[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         run, log = Path(folder, "run"), Path(folder, "output")
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "run",
-            "-n",
-            "1",
-            "--run-dir",
-            str(run),
-            *words,
-            *program,
-        ]
+        # -P: a module in the current folder must not replace one of ours.
+        own = [sys.executable, "-P", "-m"]
+        wrapper = [*own, "lockstep.doctor.child_wrapper", str(os.getpid())]
+        command = [*wrapper, *own, "lockstep", "run", "-n", "1", "--run-dir", str(run), *words, *program]
         with log.open("wb") as output:
             ended = subprocess.run(
                 command, env=checking(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
