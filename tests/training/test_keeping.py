@@ -98,12 +98,13 @@ def test_a_job_with_several_steps_per_execution_resumes(
     )
 
 
+@pytest.mark.slow("jax", "tensorflow")
 @pytest.mark.ci
 def test_a_job_with_the_callback_resumes_with_one_replica(
-    run_and_resume: Callable[..., Any], thorough_backend: str, undisturbed: Undisturbed
+    run_and_resume: Callable[..., Any], backend: str, undisturbed: Undisturbed
 ) -> None:
-    done = run_and_resume(thorough_backend, 2, "killed", "fit 2 step 4")
-    assert results(done) == undisturbed(thorough_backend)
+    done = run_and_resume(backend, 2, "killed", "fit 2 step 4")
+    assert results(done) == undisturbed(backend)
 
 
 @pytest.mark.slow

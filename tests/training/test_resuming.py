@@ -97,6 +97,7 @@ def test_a_model_with_several_optimizers_resumes(launch: Launch, backend: str, t
     assert resumed.marked(0, "result ")[-1:] == undisturbed.marked(0, "result ")[-1:] != []
 
 
+@pytest.mark.ci
 def test_a_stopped_job_resumes_at_its_last_step(
     launch: Launch, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:

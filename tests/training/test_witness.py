@@ -134,7 +134,7 @@ EQUAL: dict[str, Callable[[], None]] = {
 }
 
 
-QUICK = {"sums and state", "sample weights", "predictions"}
+QUICK = {"sums and state", "predictions"}
 
 
 @pytest.mark.ci(*EQUAL.keys() - QUICK)
@@ -449,14 +449,10 @@ FAULTS: dict[str, Fault] = {
 
 QUICK_FAULTS = {
     "a weight is a little too small",
-    "a row counts twice",
-    "sample weights are ignored",
     "a gradient is doubled",
     "gradients are rounded to half precision",
-    "the bias has the gradient of another replica",
     "a metric is doubled",
     "the state of a layer is added up",
-    "a total is reversed",
     "an update is too large",
     "a prediction is repeated",
 }
