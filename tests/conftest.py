@@ -26,6 +26,7 @@ settings.load_profile("lockstep")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # TensorFlow's output during its import has times and process ids.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["LOCKSTEP_WITNESS"] = "off"
 
 _LONG = ("training", "byhand", "notebook", "fuzz")
 """Folders whose files take minutes: they run first, so that the test processes end at the same time."""

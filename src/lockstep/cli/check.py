@@ -1,12 +1,10 @@
-"""The command `lockstep check`, and the check beside a run: a script's steps against those of one process."""
+"""The command `lockstep check`: a script's steps against those of one process."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,12 @@ import click
 
 from lockstep.cli.completion import complete_script
 from lockstep.cli.run import PARTS
+from lockstep.cli.witness import compare
+from lockstep.coordinator.comparison import unnamed
 from lockstep.launcher.backend import BACKENDS
-from lockstep.system.environment import checking
-from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
 
 _KINDS = {"train": "training step", "test": "evaluation step", "predict": "predictions"}
-_TAIL = 20
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -68,7 +65,9 @@ def check(**options: Any) -> None:
     results = {}
     for name in _backends(options["backend"]):
         backend = ["--backend", name] if name else []
-        results[name or "default"] = checked([*words, *backend], program)
+        with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
+            result = compare([*words, *backend], program, Path(folder), "every-fit")
+        results[name or "default"] = result
     if options["as_json"]:
         click.echo(json.dumps(results, indent=2))
     else:
@@ -86,44 +85,6 @@ def _backends(asked: str | None) -> list[str | None]:
     from importlib.util import find_spec
 
     return [name for name in BACKENDS if find_spec(name)]
-
-
-def checked(words: Sequence[str], program: Sequence[str]) -> dict[str, Any]:
-    """Check a script in a job of one worker; return its comparisons, and how it ended.
-
-    Args:
-        words: options of `lockstep run`.
-        program: the words that name the script and its arguments.
-    """
-    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        run, log = Path(folder, "run"), Path(folder, "output")
-        # -P: a module in the current folder must not replace one of ours.
-        own = [sys.executable, "-P", "-m"]
-        wrapper = [*own, "lockstep.doctor.child_wrapper", str(os.getpid())]
-        command = [*wrapper, *own, "lockstep", "run", "-n", "1", "--run-dir", str(run), *words, *program]
-        with log.open("wb") as output:
-            ended = subprocess.run(
-                command, env=checking(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            ).returncode
-        events = list(_events(RunPaths(run).events))
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
-    failures = [event["summary"] for event in events if event["event"] == "failed"]
-    reasons = [event["reason"] for event in events if event["event"] == "check ended"]
-    compared = [event for event in events if event["event"] == "compared"]
-    return {
-        "compared": [
-            {name: event[name] for name in event if name not in ("event", "time", "worker")}
-            for event in compared
-        ],
-        "ended": reasons[0] if reasons else "",
-        "failed": "" if reasons else failures[0] if failures else tail if ended else "",
-    }
-
-
-def _events(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.exists():
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
@@ -153,13 +114,3 @@ def status(result: Mapping[str, Any]) -> int:
     if unnamed(result):
         return 1
     return 0 if any(not step["reason"] for step in result["compared"]) else 2
-
-
-def unnamed(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the differences that no note names, with the calls of the script."""
-    return [
-        (step["call"], part)
-        for step in result["compared"]
-        for part in step["differences"]
-        if not part["named"]
-    ]

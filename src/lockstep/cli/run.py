@@ -18,6 +18,7 @@ import click
 from lockstep.cli.completion import complete_script
 from lockstep.cli.job_restarts import folder_of_job, start_again
 from lockstep.cli.page import page_beside
+from lockstep.cli.witness import Calls, witness_beside
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import (
@@ -40,6 +41,8 @@ from lockstep.system.environment import (
     ONE_PROCESS,
     ORDER,
     Checkpoints,
+    is_checking,
+    is_repeating,
     keras_backend,
     legacy_keras,
     replaced_hash_seed,
@@ -363,6 +366,15 @@ class _Folder(click.Path):
     "train each model that it compiles.",
 )
 @click.option(
+    "--witness",
+    type=click.Choice(get_args(Calls)),
+    default="first",
+    show_default=True,
+    envvar="LOCKSTEP_WITNESS",
+    help="Which calls of SCRIPT to compare with one process beside the training, as lockstep check does: the "
+    "first fit, evaluate and predict of each model, every one, or none.",
+)
+@click.option(
     "--ui",
     is_flag=True,
     help="Show the run on a local web page while it lasts, as lockstep ui does; a note has the address.",
@@ -452,7 +464,11 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         def serve(command: "Channel[Stop, Stop]") -> int:
             return _serve(spec, resumed, command, exports)
 
-    with page_beside(spec.run_dir) if options["ui"] else contextlib.nullcontext():
+    with contextlib.ExitStack() as beside:
+        if options["ui"]:
+            beside.enter_context(page_beside(spec.run_dir))
+        if spec.replicas > 1 and not (spec.parameter_servers or is_checking() or is_repeating()):
+            beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.grace, lifeline)
     leave_folder(spec.run_dir)
@@ -466,6 +482,19 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with contextlib.suppress(OSError):
             board.rmdir()
     sys.exit(status)
+
+
+def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[None]:
+    """Compare the script of a job with one process beside it."""
+    if calls == "off":
+        return contextlib.nullcontext()
+    words = ["--replicas", str(spec.replicas), "--seed", str(spec.seed)]
+    words += ["--threads-per-worker", str(spec.threads)] if spec.threads else []
+    words += ["--backend", spec.backend] if spec.backend is not None else []
+    words += ["--tf-distribute"] if spec.tf_distribute else []
+    words += [] if spec.adopts else ["--no-adopt"]
+    program = [*(["-m"] if spec.module else []), "--", spec.target, *spec.arguments]
+    return witness_beside(spec.run_dir, words, program, calls)
 
 
 def _passed_on(arguments: Sequence[str]) -> str:

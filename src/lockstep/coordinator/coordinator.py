@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.coordinator.admin_socket import AdminSocket, PendingReply, take_name
+from lockstep.coordinator.comparison import read_verdict
 from lockstep.coordinator.file_conflicts import FileConflicts
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
@@ -108,6 +109,7 @@ from lockstep.supervisor import events as job_events
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
+from lockstep.system.environment import is_checking
 from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.exit_status import signal_name, unkillable
 from lockstep.system.paths import RunPaths
@@ -608,6 +610,9 @@ class Coordinator:
         self._publish_and_decide(run_events.StopRequested(number))
 
     def _open_admin(self) -> None:
+        if is_checking():
+            # Nobody steers it, and commands without a name mean the only job that runs.
+            return
         try:
             self._admin = AdminSocket.over(self.requests or take_name(self.paths.root.name), self._answer)
         except LockstepError as error:
@@ -952,7 +957,9 @@ class Coordinator:
 
     def _summary(self) -> str:
         seconds = self.clock.now() - self._begun
-        return self._tally.line(seconds, len(self.state.members), len(self.state.failures))
+        return self._tally.line(
+            seconds, len(self.state.members), len(self.state.failures), read_verdict(self.paths)
+        )
 
     def _places(self, workers: Sequence[int]) -> str:
         """Return " (worker 1 on node2)" for workers that ended a job over hosts."""

@@ -52,13 +52,14 @@ class JobSummary:
             done["steps"] = reached
         return {"seconds": round(seconds, 3), **done}
 
-    def line(self, seconds: float, workers: int, failed: int = 0) -> str:
+    def line(self, seconds: float, workers: int, failed: int = 0, compared: str = "") -> str:
         """Return the last line of a job; empty if it trained nothing.
 
         Args:
             seconds: its duration.
             workers: the number of workers with which it ended.
             failed: the number of workers on which the script ended with an error.
+            compared: what a comparison with one process has shown; empty if none was wanted.
         """
         if self.steps is None:
             return ""
@@ -70,6 +71,8 @@ class JobSummary:
         steps = f": {count(self.steps, 'step')}{before}" if self.steps else ""
         changed = f" ({', '.join(changes)})" if changes else ""
         parts = [f"finished in {_spoken(seconds)}{steps} on {count(workers, 'worker')}{changed}"]
+        if compared:
+            parts.append(compared)
         if self.checkpoints:
             parts.append(count(self.checkpoints, "checkpoint"))
         if self.verified:

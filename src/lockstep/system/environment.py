@@ -56,7 +56,7 @@ ONE_PROCESS = f"{_PREFIX}ONE_PROCESS"
 DIGESTS = f"{_PREFIX}DIGESTS"
 """The variable that says which steps a run records; see `lockstep.worker.job.JobContext.digests`."""
 CHECK = f"{_PREFIX}CHECK"
-"""The variable of a job that compares its steps with one process; see `JobContext.checks`."""
+"""The variable of a job that only compares its steps with one process; see `JobContext.checks`."""
 ATTEMPT = f"{_PREFIX}ATTEMPT"
 """The variable with the number of times that a job was started again, and its run folder."""
 ENGINE = f"{_PREFIX}ENGINE"
@@ -140,7 +140,7 @@ class WorkerConfig:
     by_hand: bool = False
     host: str = ""
     digests: str = ""
-    checks: bool = False
+    checks: str = ""
     verify_every: int = 0
     verify_all: bool = False
     allow_unlike: bool = False
@@ -183,7 +183,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         by_hand=f"{_PREFIX}BY_HAND" in environ,
         host=environ.get(f"{_PREFIX}HOST", ""),
         digests=environ.get(DIGESTS, ""),
-        checks=CHECK in environ,
+        checks=environ.get(CHECK, ""),
         verify_every=_parse({f"{_PREFIX}VERIFY_EVERY": "0", **environ}, "VERIFY_EVERY", _count),
         verify_all=f"{_PREFIX}VERIFY_ALL" in environ,
         allow_unlike=f"{_PREFIX}ALLOW_UNLIKE" in environ,
@@ -399,9 +399,19 @@ def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def checking(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a command whose job compares its steps with one process."""
-    return {**environ, CHECK: "yes"}
+def checking(calls: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a command whose job only compares `calls`; see `JobContext.checks`."""
+    return {**environ, CHECK: calls}
+
+
+def is_checking(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the job of this environment does nothing but compare its steps with one process."""
+    return CHECK in environ
+
+
+def is_repeating(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the job of this environment repeats steps of another one."""
+    return not {ORDER, ONE_PROCESS, DIGESTS}.isdisjoint(environ)
 
 
 def repeating(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

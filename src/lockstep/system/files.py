@@ -77,6 +77,21 @@ def read_regular(path: Path) -> bytes:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
 
 
+def replace(path: Path, data: bytes) -> None:
+    """Write a file whole: whoever reads it gets the contents from before or `data`.
+
+    Raises:
+        OSError: it cannot be written; the contents are those from before.
+    """
+    new = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        new.write_bytes(data)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
 def _regular(descriptor: int, name: str) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor

@@ -54,6 +54,11 @@ class RunPaths:
         """Records of workers that save models together; removed at the end."""
         return self.root / "saved"
 
+    @property
+    def comparison(self) -> Path:
+        """What the comparison with one process, beside the run, has shown."""
+        return self.root / "comparison.json"
+
     def log(self, worker: int) -> Path:
         """The output of `worker` to stdout and stderr."""
         return self.root / f"worker-{worker}.log"

@@ -258,6 +258,7 @@ def remove_unused(folder: Path) -> None:
     paths = RunPaths(folder)
     if not paths.events.exists():
         with contextlib.suppress(OSError):
+            paths.comparison.unlink(missing_ok=True)
             paths.sources.rmdir()
             folder.rmdir()
             folder.parent.rmdir()

@@ -204,7 +204,8 @@ class JobContext:
         over_hosts: whether the job has several hosts; then some members may enter a view one call later than
             others.
         digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
-        checks: whether the job only compares the first steps of each call with plain Keras in one process.
+        checks: the calls whose first steps a job compares with plain Keras in one process, and does nothing
+            else: `first` of each kind of each compiled model, or `every-fit`; empty for other jobs.
         verify_every: the interval in training steps of `lockstep.keras.verification`; 0 for none.
         verify_all: whether a verified step verifies all replicas.
         allow_unlike: whether hosts may compute different bits.
@@ -223,7 +224,7 @@ class JobContext:
     host: str = ""
     over_hosts: bool = False
     digests: str = ""
-    checks: bool = False
+    checks: str = ""
     verify_every: int = 0
     verify_all: bool = False
     allow_unlike: bool = False

@@ -165,6 +165,7 @@ class ModelMethods:
         self._introduced = False
         self._told_parts: set[str] = set()
         self._named: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._witnessed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._witness = Witness(job, backend, self._new_step, self._by_itself, self._step_context)
         self._plain_steps = 0
         self._trained_by_batch: tuple[Any, int] | None = None
@@ -373,6 +374,7 @@ class ModelMethods:
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
         self._measured.pop(model, None)
+        self._witnessed.pop(model, None)
         self._named.pop(model, None)
         forget_growths(model)
         self.adopt(model)
@@ -883,7 +885,12 @@ class ModelMethods:
 
     def _check(self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]) -> None:
         """In a job that checks the script, compare a step with that of one process."""
-        if self._job.context.checks:
+        checks = self._job.context.checks
+        if not checks:
+            return
+        witnessed = self._witnessed.setdefault(model, set())
+        if checks == "every-fit" or kind not in witnessed:
+            witnessed.add(kind)
             self._witness.compare(call.name, model, kind, read(), self._named.get(model, ()))
 
     def _new_step(self, model: Any, kind: Kind) -> GlobalStep:

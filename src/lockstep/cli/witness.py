@@ -1,0 +1,223 @@
+"""The comparison of a script with one process: a job that does nothing else, and that job beside a run.
+
+`lockstep check` waits for the job. Beside a run, a process of low priority does, and whatever ends it costs
+the run nothing. It begins after the run's first step, when the script has downloaded what it needs.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from lockstep.coordinator.comparison import NOT_COMPARED, read_fields, save_verdict, unnamed, verdict
+from lockstep.system.descendants import kill_family
+from lockstep.system.environment import cache_folder, checking, usable_cores
+from lockstep.system.files import replace
+from lockstep.system.notes import note
+from lockstep.system.paths import RunPaths
+from lockstep.system.prctl import die_with
+from lockstep.system.prose import count
+
+Calls = Literal["off", "first", "every-fit"]
+"""The calls of a script to compare: none, the first of each kind for each compiled model, or every one."""
+
+DELAY = 45.0
+"""Seconds from the start of a run to the earliest start of the comparison beside it."""
+SHARE = 0.01
+"""The part of the processor time of a job of ten minutes that a process of the comparison may use at most.
+
+Two processes use most of it: one imports the framework, the other runs the script.
+"""
+_TEN_MINUTES = 600.0
+_LOOK_EVERY = 1.0
+_MEMORY_FACTOR = 2.0
+"""Memory of a comparison, in that of a worker: it keeps the state before the step, too."""
+_TAIL = 20
+
+
+def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: Calls) -> dict[str, Any]:
+    """Compare a script in a job of one worker; return the comparisons, and how the script ended.
+
+    Args:
+        words: options of `lockstep run`.
+        program: the words that name the script and its arguments.
+        folder: for the run; exists.
+        calls: which calls to compare.
+    """
+    # -P: a module in the current folder must not replace one of ours.
+    python = [sys.executable, "-P", "-m"]
+    wrapper = [*python, "lockstep.doctor.child_wrapper", str(os.getpid())]
+    job = ["lockstep", "run", "-n", "1", "--max-restarts", "0", "--run-dir", str(folder)]
+    log = folder / "output"
+    with log.open("wb") as output:
+        ended = subprocess.run(
+            [*wrapper, *python, *job, *words, *program],
+            env=checking(calls),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ).returncode
+    events = _events(RunPaths(folder).events)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+    if "SIGXCPU" in tail:
+        tail = f"it takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of processor time"
+    failures = [event["summary"] for event in events if event["event"] == "failed"]
+    reasons = [event["reason"] for event in events if event["event"] == "check ended"]
+    compared = [event for event in events if event["event"] == "compared"]
+    return {
+        "compared": [
+            {name: event[name] for name in event if name not in ("event", "time", "worker")}
+            for event in compared
+        ],
+        "ended": reasons[0] if reasons else "",
+        "failed": "" if reasons else failures[0] if failures else tail if ended else "",
+    }
+
+
+def _events(path: Path) -> list[Mapping[str, Any]]:
+    """Return the whole lines of a log of events, which may be growing."""
+    try:
+        lines = path.read_text().split("\n")[:-1]
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+@contextlib.contextmanager
+def witness_beside(
+    folder: Path, words: Sequence[str], program: Sequence[str], calls: Calls
+) -> Iterator[None]:
+    """Compare the script of a run in a process beside it, which ends with the block, or with this process.
+
+    The result is saved in the folder of the run. A note says what differs without a name, or why nothing is
+    compared.
+
+    Args:
+        folder: of the run, which has not begun.
+        words: options of `lockstep run`.
+        program: the words that name the script and its arguments.
+        calls: which calls to compare.
+    """
+    paths = RunPaths(folder.absolute())
+    save_verdict(paths, NOT_COMPARED)
+    parent = os.getpid()
+    try:
+        process = os.fork()
+    except OSError:
+        yield
+        return
+    if process == 0:
+        _become_witness(parent, paths, words, program, calls)
+    try:
+        yield
+    finally:
+        kill_family(process)
+
+
+def _become_witness(
+    parent: int, paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls
+) -> NoReturn:
+    try:
+        die_with(parent)
+        # Ctrl-C in a terminal is for the command.
+        os.setsid()
+        # Among the descriptors are locks of the command.
+        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _witness(paths, words, program, calls)
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            _tell(paths, {"compared": [], "ended": "", "failed": f"{type(error).__name__}: {error}"})
+    finally:
+        # The command waits for its other children; a child that has ended would be in the way.
+        while True:
+            signal.pause()
+
+
+def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls) -> None:
+    settings = _wait_for_first_step(paths)
+    identity = json.dumps([*words, *program, calls, *settings], sort_keys=True)
+    saved = cache_folder() / "compared" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
+    if result := read_fields(saved):
+        _tell(paths, result)
+        return
+    if reason := _lack_of_memory(paths):
+        _tell(paths, {"compared": [], "ended": reason, "failed": ""})
+        return
+    _step_back(calls)
+    folder = paths.root / "comparison"
+    folder.mkdir(exist_ok=True)
+    result = compare(words, program, folder, calls)
+    _tell(paths, result)
+    if any(not step["reason"] for step in result["compared"]):
+        saved.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace(saved, json.dumps(result).encode())
+
+
+def _wait_for_first_step(paths: RunPaths) -> list[Mapping[str, Any]]:
+    """Wait for the first step of a run; return what its program and its first call consist of."""
+    begun = time.monotonic()
+    while True:
+        time.sleep(max(_LOOK_EVERY, DELAY - (time.monotonic() - begun)))
+        records = [record for file in sorted(paths.digests.glob("*"))[:1] for record in _events(file)]
+        first = {record["event"]: record for record in reversed(records)}
+        if {"program", "settings"} <= first.keys():
+            return [
+                {name: value for name, value in first[event].items() if name not in ("time", "worker")}
+                for event in ("program", "settings")
+            ]
+
+
+def _lack_of_memory(paths: RunPaths) -> str:
+    """Return why the memory does not suffice for a comparison; empty if it does."""
+    import psutil
+
+    from lockstep.system.memory import available_memory
+
+    largest = 0
+    for event in _events(paths.events):
+        if event["event"] == "started" and "pid" in event:
+            with contextlib.suppress(psutil.Error):
+                largest = max(largest, psutil.Process(event["pid"]).memory_info().rss)
+    needed, available = _MEMORY_FACTOR * largest, available_memory()
+    if needed <= available:
+        return ""
+    return f"it needs about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are available"
+
+
+def _step_back(calls: Calls) -> None:
+    """Let the run go first: to the processors, the GPUs, and where memory runs out."""
+    os.nice(19)
+    # The kernel kills the process with the highest value.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    os.environ.update(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if calls == "first":
+        limit = round(SHARE * _TEN_MINUTES * usable_cores())
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 60))
+
+
+def _tell(paths: RunPaths, result: Mapping[str, Any]) -> None:
+    """Save the result of a comparison, and say in a note what no other note says."""
+    text = verdict(result)
+    save_verdict(paths, text, result)
+    if differences := unnamed(result):
+        call, part = differences[0]
+        begins = f", from {part['begins']} on" if part["begins"] else ""
+        rest = (
+            f"; {count(len(differences) - 1, 'more part')} in {paths.comparison}" if differences[1:] else ""
+        )
+        difference = f"{part['part']}: {part['deviation']}{begins}{rest}"
+        note(
+            f"{call} does not have the numbers of one process: {difference}; please report it with the script"
+        )
+    elif text.startswith(NOT_COMPARED):
+        note(text)

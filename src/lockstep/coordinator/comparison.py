@@ -1,0 +1,67 @@
+"""What a comparison with one process has shown: the file in the folder of a run, and its words."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.system.files import replace
+from lockstep.system.paths import RunPaths
+from lockstep.system.prose import count
+
+NOT_COMPARED = "not compared with one process"
+_COMPARED = "compared with one process"
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """Return what a comparison has shown, in the words of the last line of a run.
+
+    Args:
+        result: `compared`, the fields of events `StepCompared`; `ended`, what the script would have done; and
+            `failed`, its error.
+    """
+    steps = [step for step in result["compared"] if not step["reason"]]
+    if not steps:
+        reasons = [step["reason"] for step in result["compared"]]
+        reasons += [result["ended"], result["failed"].strip().rpartition("\n")[2]]
+        reason = next(filter(None, reasons), "")
+        return f"{NOT_COMPARED}: {reason}" if reason else NOT_COMPARED
+    if parts := unnamed(result):
+        return f"{_COMPARED}: {_differ(len(parts))}"
+    named = [part for step in steps for part in step["differences"]]
+    return f"{_COMPARED}: {_differ(len(named))}, as noted" if named else f"{_COMPARED}: equal"
+
+
+def unnamed(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the differences that no note names, with the calls of the script."""
+    return [
+        (step["call"], part)
+        for step in result["compared"]
+        for part in step["differences"]
+        if not part["named"]
+    ]
+
+
+def _differ(parts: int) -> str:
+    return f"{count(parts, 'part')} {'differs' if parts == 1 else 'differ'}"
+
+
+def save_verdict(paths: RunPaths, text: str, result: Mapping[str, Any] | None = None) -> None:
+    """Save the words of the last line, and the result if there is one; do nothing if that fails."""
+    with contextlib.suppress(OSError):
+        replace(paths.comparison, json.dumps({"verdict": text, **(result or {})}, indent=2).encode())
+
+
+def read_verdict(paths: RunPaths) -> str:
+    """Return what the last line of a run says of its comparison; empty if none was wanted."""
+    return str(read_fields(paths.comparison).get("verdict", ""))
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if it cannot be read."""
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}

@@ -1,0 +1,39 @@
+"""What a comparison with one process has shown, in words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.coordinator.comparison import read_verdict, save_verdict, verdict
+from lockstep.system.paths import RunPaths
+
+
+def step(*named: str, reason: str = "") -> dict[str, Any]:
+    parts = [{"part": "loss", "deviation": "double", "begins": "", "named": name} for name in named]
+    return {"call": "fit 1", "reason": reason, "equal": ["mae"], "differences": parts}
+
+
+@pytest.mark.parametrize(
+    ("compared", "ended", "failed", "words"),
+    [
+        ([step()], "t.py:1 writes a", "", "compared with one process: equal"),
+        ([step(), step("the loss f")], "", "", "compared with one process: 1 part differs, as noted"),
+        ([step("the loss f", ""), step("")], "", "", "compared with one process: 2 parts differ"),
+        ([step(reason="it has steps")], "t.py:1 writes a", "", "not compared with one process: it has steps"),
+        ([], "t.py:1 writes a", "", "not compared with one process: t.py:1 writes a"),
+        ([], "", "Traceback\nValueError: no\n", "not compared with one process: ValueError: no"),
+        ([], "", "", "not compared with one process"),
+    ],
+)
+def test_the_words_of_the_last_line(compared: Any, ended: str, failed: str, words: str) -> None:
+    assert verdict({"compared": compared, "ended": ended, "failed": failed}) == words
+
+
+def test_a_run_without_a_file_says_nothing(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert read_verdict(paths) == ""
+    save_verdict(paths, "equal")
+    assert read_verdict(paths) == "equal"
+    paths.comparison.write_text("{")
+    assert read_verdict(paths) == ""
