@@ -15,7 +15,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("beside.py")
 PATIENCE = 600.0
-AT_ONCE = "from lockstep.cli import main, witness; witness.DELAY = 0.0; main.main()"
+AT_ONCE = "from lockstep.cli import main, witness; witness.DELAY = 0.0; witness.SHARE = {share}; main.main()"
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -24,13 +24,15 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path: Path) -> Start:
     """Start a run beside which a comparison begins at once."""
 
-    def run(what: str, *, backend: str = "torch", witness: str = "first") -> "subprocess.Popen[str]":
+    def run(
+        what: str, *, backend: str = "torch", witness: str = "first", share: float = 1.0
+    ) -> "subprocess.Popen[str]":
         words = ["run", "-n", "2", "--backend", backend, "--witness", witness, "--run-dir", "run"]
         command = [
             sys.executable,
             "-P",
             "-c",
-            AT_ONCE,
+            AT_ONCE.format(share=share),
             *words,
             str(SCRIPT),
             what,
@@ -79,6 +81,12 @@ def test_a_script_that_cannot_be_compared_says_why(start: Start) -> None:
     reason = "not compared with one process: beside.py:40 writes out.csv"
     assert f"lockstep: {reason}" in told
     assert f"; {reason}; digest " in told[-1]
+
+
+@pytest.mark.ci
+def test_the_processor_time_is_limited(start: Start) -> None:
+    told = lines(start("equal", share=1e-9))
+    assert "; not compared with one process: it takes more than 1 s of processor time; " in told[-1]
 
 
 @contextmanager

@@ -31,7 +31,7 @@ Calls = Literal["off", "first", "every-fit"]
 
 DELAY = 45.0
 """Seconds from the start of a run to the earliest start of the comparison beside it."""
-SHARE = 0.01
+SHARE = 0.015
 """The part of the processor time of a job of ten minutes that a process of the comparison may use at most.
 
 Two processes use most of it: one imports the framework, the other runs the script.
@@ -82,13 +82,15 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
     }
 
 
-def _events(path: Path) -> list[Mapping[str, Any]]:
-    """Return the whole lines of a log of events, which may be growing."""
+def _events(path: Path, since: float = 0.0) -> list[Mapping[str, Any]]:
+    """Return the events of a log, which may be growing, from a time on: earlier ones are of earlier runs."""
     try:
+        if path.stat().st_mtime < since:
+            return []
         lines = path.read_text().split("\n")[:-1]
     except OSError:
         return []
-    return [json.loads(line) for line in lines]
+    return [event for event in map(json.loads, lines) if event.get("time", 0.0) >= since]
 
 
 @contextlib.contextmanager
@@ -142,13 +144,14 @@ def _become_witness(
 
 
 def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls) -> None:
-    settings = _wait_for_first_step(paths)
+    begun = time.time()  # The events of the run have this clock.
+    settings = _wait_for_first_step(paths, begun)
     identity = json.dumps([*words, *program, calls, *settings], sort_keys=True)
     saved = cache_folder() / "compared" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     if result := read_fields(saved):
         _tell(paths, result)
         return
-    if reason := _lack_of_memory(paths):
+    if reason := _lack_of_memory(paths, begun):
         _tell(paths, {"compared": [], "ended": reason, "failed": ""})
         return
     _step_back(calls)
@@ -161,12 +164,12 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
         replace(saved, json.dumps(result).encode())
 
 
-def _wait_for_first_step(paths: RunPaths) -> list[Mapping[str, Any]]:
+def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any]]:
     """Wait for the first step of a run; return what its program and its first call consist of."""
-    begun = time.monotonic()
+    time.sleep(DELAY)
     while True:
-        time.sleep(max(_LOOK_EVERY, DELAY - (time.monotonic() - begun)))
-        records = [record for file in sorted(paths.digests.glob("*"))[:1] for record in _events(file)]
+        time.sleep(_LOOK_EVERY)
+        records = [record for file in sorted(paths.digests.glob("*")) for record in _events(file, begun)]
         first = {record["event"]: record for record in reversed(records)}
         if {"program", "settings"} <= first.keys():
             return [
@@ -175,14 +178,14 @@ def _wait_for_first_step(paths: RunPaths) -> list[Mapping[str, Any]]:
             ]
 
 
-def _lack_of_memory(paths: RunPaths) -> str:
+def _lack_of_memory(paths: RunPaths, begun: float) -> str:
     """Return why the memory does not suffice for a comparison; empty if it does."""
     import psutil
 
     from lockstep.system.memory import available_memory
 
     largest = 0
-    for event in _events(paths.events):
+    for event in _events(paths.events, begun):
         if event["event"] == "started" and "pid" in event:
             with contextlib.suppress(psutil.Error):
                 largest = max(largest, psutil.Process(event["pid"]).memory_info().rss)
@@ -201,7 +204,7 @@ def _step_back(calls: Calls) -> None:
     os.environ.update(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if calls == "first":
-        limit = round(SHARE * _TEN_MINUTES * usable_cores())
+        limit = max(1, round(SHARE * _TEN_MINUTES * usable_cores()))
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 60))
 
 
