@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.monitoring.followed_job import FollowedJob, JobContact, open_job
-from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.run_folder import RunFolder
 from lockstep.protocol.admin import (
     AdminRequest,
     Refused,

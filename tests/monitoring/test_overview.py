@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.monitoring.overview import Overview, overview
-from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.run_folder import RunFolder
 from lockstep.monitoring.top_text import as_csv, as_json, as_text, csv_heading, table
 from lockstep.protocol.admin import Status
 
@@ -23,7 +23,7 @@ STATUS = Status("a", "train.py", 5, "/r", 1000.0, 4, (0, 1), (2,), 3, "fit 1")
 def seen(folder: Path, now: float = 1021.0, **more: Any) -> Overview:
     run = RunFolder(folder)
     run.update()
-    return overview(run.data, "train-1", now, **more)
+    return overview(run.state, "train-1", now, **more)
 
 
 def two_workers(
@@ -223,7 +223,7 @@ def test_a_call_within_a_call_is_named_and_does_not_count_as_compiling(tmp_path:
     record(tmp_path, event(1006.0, "call ended", worker=0, name="fit 1"))
     run = RunFolder(tmp_path)
     run.update()
-    assert [(call.name, call.ended) for call in run.data.calls] == [
+    assert [(call.name, call.ended) for call in run.state.calls] == [
         (name, 1006.0)
         for name in ("fit 1", "predict within fit 1", "evaluate within fit 1", "validation within fit 1")
     ]

@@ -11,40 +11,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.monitoring.page_data import MOST_POINTS, MOST_SERIES, Window, chart, compare, parts
-from lockstep.monitoring.run_data import METRIC_COLUMNS, Columns, RunData, RunFolder, WorkerInfo
+from lockstep.monitoring.run_folder import RunFolder
 from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.growth import Columns
+from lockstep.observability.run_state import LOAD_COLUMNS, METRIC_COLUMNS, RunState, WorkerInfo
 
 from .made_runs import END, EVENTS, HOSTILE, MEASURED, event, job, make_hostile_run, make_run, metrics, steps
 
 
-def read(folder: Path) -> RunData:
+def read(folder: Path) -> RunState:
     run = RunFolder(folder)
     run.update()
-    return run.data
+    return run.state
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> RunData:
+def data(tmp_path: Path) -> RunState:
     return read(make_run(tmp_path / "run"))
 
 
-def with_losses(values: list[float]) -> RunData:
-    data = RunData()
-    columns = data.batch_metrics.setdefault("loss", _columns())
+def with_losses(values: list[float]) -> RunState:
+    columns = Columns(*METRIC_COLUMNS)
     for at, value in enumerate(values):
-        columns.add(float(at), float(at), value, 0)
-    return data
+        columns = columns.plus(float(at), float(at), value, 0)
+    return RunState(batch_metrics={"loss": columns})
 
 
-def _columns() -> Columns:
-    return Columns(*METRIC_COLUMNS)
-
-
-def loss(data: RunData, **window: Any) -> dict[str, Any]:
+def loss(data: RunState, **window: Any) -> dict[str, Any]:
     return chart(data, "metric:loss", Window(axis="step", **window))[0]
 
 
-def test_a_run_in_parts(data: RunData) -> None:
+def test_a_run_in_parts(data: RunState) -> None:
     found = parts(data, active=False)
     summary = found["summary"]
     assert {name: summary[name] for name in ("state", "workers", "wanted", "steps", "epochs", "digest")} == {
@@ -89,12 +86,12 @@ def test_states(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_not_begun_has_parts_and_no_charts() -> None:
-    found = parts(RunData(), active=True)
+    found = parts(RunState(), active=True)
     assert found["charts"] == found["workers"] == found["events"] == []
     json.dumps(found, allow_nan=False)
 
 
-def test_the_charts_of_a_run(data: RunData) -> None:
+def test_the_charts_of_a_run(data: RunState) -> None:
     names = [one["id"] for one in parts(data, active=False)["charts"]]
     assert names == [
         *("metric:loss", "metric:accuracy", "throughput", "duration", "parts:0", "parts:1", "parts:2"),
@@ -109,12 +106,12 @@ def test_the_charts_of_a_run(data: RunData) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "metric:other", "parts:9", "parts:x", "load:pid", "host:", "gpu:name"])
-def test_a_chart_that_does_not_exist(data: RunData, name: str) -> None:
+def test_a_chart_that_does_not_exist(data: RunState, name: str) -> None:
     with pytest.raises(KeyError):
         chart(data, name, Window())
 
 
-def test_metrics_of_training_and_validation_share_a_chart(data: RunData) -> None:
+def test_metrics_of_training_and_validation_share_a_chart(data: RunState) -> None:
     found = chart(data, "metric:loss", Window(axis="step"))
     assert [(one["label"], one["role"], one["x"], one["mean"]) for one in found] == [
         ("loss", "train", [10, 20], [0.9, 0.7]),
@@ -131,7 +128,7 @@ def test_a_metric_of_validation_alone_has_a_chart_of_its_own(tmp_path: Path) -> 
     assert chart(data, "metric:val_top", Window())[0]["mean"] == [0.5]
 
 
-def test_the_parts_of_a_step_are_seconds_of_one_step(data: RunData) -> None:
+def test_the_parts_of_a_step_are_seconds_of_one_step(data: RunState) -> None:
     found = chart(data, "parts:0", Window())
     assert [one["label"] for one in found] == list(STEP_PARTS)
     means = (0.01, 0.04, 0.02, 0.01, 0.01, 0.01, 0.0)
@@ -233,10 +230,7 @@ def test_no_extreme_is_lost(values: list[float], points: int, smoothing: float) 
 def test_a_spike_of_one_step_in_a_million_is_shown() -> None:
     values = np.ones(1_000_000)
     values[123_456] = 9.0
-    data = RunData()
-    columns = data.batch_metrics.setdefault("loss", _columns())
-    columns._rows = np.stack([np.arange(1e6), np.arange(1e6), values, np.zeros(1_000_000)], axis=1)
-    columns._size = len(values)
+    data = with_losses(values.tolist())
     found = loss(data, points=100)
     assert len(found["x"]) <= 100
     assert max(found["high"]) == 9.0
@@ -277,11 +271,10 @@ def test_huge_and_infinite_values() -> None:
 
 
 def test_steps_that_were_trained_again_are_in_order() -> None:
-    data = RunData()
-    columns = data.batch_metrics.setdefault("loss", _columns())
+    columns = Columns(*METRIC_COLUMNS)
     for at, step in enumerate([1, 2, 3, 2, 3, 4]):
-        columns.add(float(at), float(step), float(at), 0)
-    found = loss(data)
+        columns = columns.plus(float(at), float(step), float(at), 0)
+    found = loss(RunState(batch_metrics={"loss": columns}))
     assert (found["x"], found["mean"]) == ([1, 2, 2, 3, 3, 4], [0, 1, 3, 2, 4, 5])
 
 
@@ -306,10 +299,8 @@ def test_two_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
 
 
 def test_the_number_of_series_is_bounded() -> None:
-    data = RunData()
-    for worker in range(100):
-        info = data.workers.setdefault(worker, WorkerInfo(worker))
-        info.load.add(1.0, 1.0, 0.0, 1.0, 0.0)
+    load = Columns(*LOAD_COLUMNS).plus(1.0, 1.0, 0.0, 1.0, 0.0)
+    data = RunState(workers={worker: WorkerInfo(worker, load=load) for worker in range(100)})
     assert len(chart(data, "load:cores", Window())) == MOST_SERIES
 
 

@@ -29,7 +29,8 @@ def measured(worker: int, trained: int, numbers: range, at: float, call: str = "
         for at_step, number in enumerate(numbers)
     ]
     named = {"worker": worker, "call": call, "number": numbers[-1], "trained": trained, "began": at}
-    return {"time": at + 1, "event": "steps", "count": len(numbers), **named, "singles": singles}
+    sums = {"count": len(numbers), "examples": 0, "replicas": 1, "seconds": 0.0, **dict.fromkeys(PARTS, 0.0)}
+    return {"time": at + 1, "event": "steps", **named, **sums, "singles": singles}
 
 
 def write(folder: Path, events: Sequence[Any], lines: Sequence[Any], end: str = "") -> Path:

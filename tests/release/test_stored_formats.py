@@ -23,8 +23,9 @@ from lockstep.checkpoint.resume import newest
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.values import unpack
 from lockstep.diff.recording import Key, read_recording
-from lockstep.monitoring.run_data import METRIC_COLUMNS, RunFolder
+from lockstep.monitoring.run_folder import RunFolder
 from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.run_state import METRIC_COLUMNS
 from lockstep.parameter_server.order import Kind, read_order
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -152,7 +153,7 @@ def test_a_checkpoint_of_a_job() -> None:
 def test_the_events_and_measurements_of_a_run() -> None:
     run = RunFolder(RUN)
     assert run.update()
-    data = run.data
+    data = run.state
     assert data.skipped == 0
     assert [(one.event, one.worker) for one in data.events] == [
         *(("job", None), ("started", 0), ("started", 1), ("ready", 0), ("ready", 1)),
@@ -252,5 +253,5 @@ def test_a_job_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     run = RunFolder(tmp_path / "resumed")
     run.update()
-    assert run.data.finished is not None
-    assert (run.data.finished["before"], run.data.finished["steps"]) == (4, 6)
+    assert run.state.finished is not None
+    assert (run.state.finished["before"], run.state.finished["steps"]) == (4, 6)

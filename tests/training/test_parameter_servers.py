@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.run_folder import RunFolder, steps_trained
 from lockstep.monitoring.trace import trace_of
 
 Launch = Callable[..., Any]
@@ -78,7 +78,7 @@ def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_
     assert [run.marked(worker, "digest ") for worker in range(5)] == [expected] * 5
     data = RunFolder(run.folder)
     data.update()
-    steps = range(1, data.data.trained + 1)
+    steps = range(1, steps_trained(data.state) + 1)
     slices = [event for event in trace_of(run.folder, steps) if event.get("cat") == "step"]
     named = [(event["name"], event["tid"] == 0) for event in slices]
     results, taken = ([(f"{kind} {step}", kind == "result") for step in steps] for kind in ("result", "step"))

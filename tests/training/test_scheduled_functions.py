@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.monitoring.overview import overview
-from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.run_folder import RunFolder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Launch = Callable[..., Any]
@@ -207,7 +207,7 @@ def check_measured_staleness(run: Any) -> None:
     assert note is not None
     data = RunFolder(run.folder)
     data.update()
-    rows = overview(data.data, "a", data.data.last, averages=True).workers
+    rows = overview(data.state, "a", data.state.last, averages=True).workers
     assert [row.task for row in rows] == ["chief", "worker", "worker", "worker", "ps", "ps"]
     assert [row.staleness is None for row in rows] == [row.task != "worker" for row in rows]
     assert max(row.largest_staleness or 0 for row in rows) == int(note[3])

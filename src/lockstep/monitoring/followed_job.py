@@ -12,7 +12,8 @@ from lockstep.coordinator.job_report import JobSummary
 from lockstep.coordinator.run_lookup import job_in, name_or_folder
 from lockstep.errors import ConfigError
 from lockstep.monitoring.overview import Overview, overview
-from lockstep.monitoring.run_data import RunData, RunFolder
+from lockstep.monitoring.run_folder import RunFolder
+from lockstep.observability.run_state import RunState
 from lockstep.protocol.admin import AdminRequest, Reply, StackRequest, Status, StatusRequest
 from lockstep.system.clock import Clock
 from lockstep.system.paths import RunPaths
@@ -129,20 +130,20 @@ class FollowedJob:
         gone = contact is None or contact.gone
         with contextlib.suppress(OSError):
             self.folder.update()
-        data, now = self.folder.data, self.clock.wall()
+        run, now = self.folder.state, self.clock.wall()
         status = contact.status if contact is not None else None
         end = ""
-        if data.finished is not None and (gone or status is None or data.began >= status.since - _SAME):
-            end = end_of(self.name, data)
+        if run.finished is not None and (gone or status is None or run.began >= status.since - _SAME):
+            end = end_of(self.name, run)
         elif contact is None:
             end = f"{self.name} has no last event: its processes were killed, or it runs on another machine"
         elif gone:
             end = f"{self.name} ended without a last event: its processes were killed"
         silent = contact.answered if contact is not None and contact.is_silent and not end else None
         return overview(
-            data,
+            run,
             self.name,
-            data.last if contact is None else now,
+            run.last if contact is None else now,
             status=status,
             silent_since=silent,
             end=end,
@@ -150,13 +151,13 @@ class FollowedJob:
         )
 
 
-def end_of(name: str, data: RunData) -> str:
+def end_of(name: str, run: RunState) -> str:
     """Return how a run ended, in one line."""
-    fields = dict(data.finished or {})
+    fields = dict(run.finished or {})
     status, message, seconds = fields.get("status"), fields.get("message"), fields.get("seconds", 0.0)
     if status == 0:
         known = {one: fields[one] for one in JobSummary.__dataclass_fields__ if one in fields}
-        line = JobSummary(**known).line(seconds, len(data.members))
+        line = JobSummary(**known).line(seconds, len(run.members))
         return f"{name} {line}" if line else f"{name} finished in {seconds:.0f} s"
     return f"{name} ended with status {status}" + (f": {message}" if message else "")
 

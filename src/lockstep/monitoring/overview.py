@@ -1,4 +1,4 @@
-"""What a run does now, or did on average, as values for a table: from `RunData`, without I/O."""
+"""What a run does now, or did on average, as values for a table: from `RunState`, without I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.monitoring.run_data import Columns, Happening, HostInfo, RunData, WorkerInfo
+from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.stragglers import WorkerUse, causes
 from lockstep.observability.events import STEP_PARTS, GpuLoad
+from lockstep.observability.growth import Columns
 from lockstep.observability.overload import is_delayed, tell_of_overload
+from lockstep.observability.run_lines import Happening
+from lockstep.observability.run_state import HostInfo, RunState, WorkerInfo
 from lockstep.observability.step_parts import SHORTEST, WorkerTimes, advise, scores, tell_of_slow
 from lockstep.observability.step_recorder import serves, trains
 from lockstep.protocol.admin import Status
@@ -156,7 +159,7 @@ class Overview:
 
 
 def overview(
-    data: RunData,
+    run: RunState,
     job: str,
     now: float,
     *,
@@ -168,7 +171,7 @@ def overview(
     """Return what a run does.
 
     Args:
-        data: of the run.
+        run: of the run.
         job: its name.
         now: the time, in seconds since 1970.
         status: the last reply of its coordinator.
@@ -176,22 +179,22 @@ def overview(
         end: how the run ended; empty while it runs.
         averages: whether to average over the whole run instead of the last seconds.
     """
-    infos = _shown_workers(data)
-    window = max(_WINDOW, (now - data.began) * _INTERVALS)
+    infos = _shown_workers(run)
+    window = max(_WINDOW, (now - run.began) * _INTERVALS)
     since = 0.0 if averages else now - window
-    taken = {one.worker: _times(data, one, since) for one in infos}
+    taken = {one.worker: _times(run, one, since) for one in infos}
     taken = {worker: found for worker, found in taken.items() if found.steps}
     # Those of servers are updates.
-    times = {worker: found for worker, found in taken.items() if data.task(worker) != "ps"}
+    times = {worker: found for worker, found in taken.items() if task_of(run, worker) != "ps"}
     loads = {one.worker: _mean(one.load, 0.0 if averages else now - window) for one in infos}
-    uses = {one.worker: _use(data, one, loads[one.worker], since) for one in infos if loads[one.worker]}
+    uses = {one.worker: _use(run, one, loads[one.worker], since) for one in infos if loads[one.worker]}
     paces, why = scores(times), causes(times, uses)
     rows = tuple(
         _row(
-            data,
+            run,
             one,
             taken.get(one.worker),
-            _staleness(data, one, since),
+            _staleness(run, one, since),
             loads[one.worker],
             paces.get(one.worker),
             why.get(one.worker, ""),
@@ -199,47 +202,47 @@ def overview(
         )
         for one in infos
     )
-    call = _training_call(data)
+    call = _training_call(run)
     leader = max(times.values(), key=lambda found: found.steps, default=None)
     last = max((_last(one.steps, "time") for one in infos if len(one.steps)), default=None)
     names = {row.host for row in rows}
-    hosts = tuple(_host(one, rows) for one in data.hosts.values() if len(one.load) and one.name in names)
+    hosts = tuple(_host(host, rows) for name, host in run.hosts.items() if name in names)
     return Overview(
         time=now,
         job=job,
-        script=str(data.job.get("target", status.script if status else "")),
-        began=data.began or (status.since if status else 0.0),
-        call=data.calls[call].name if call is not None else "",
-        step=_step(data, call),
-        epoch=_epoch(data, call),
-        trained=data.trained,
-        metrics=_metrics(data),
+        script=str(run.job.get("target", status.script if status else "")),
+        began=run.began or (status.since if status else 0.0),
+        call=run.calls[call].name if call is not None else "",
+        step=_step(run, call),
+        epoch=_epoch(run, call),
+        trained=steps_trained(run),
+        metrics=_metrics(run),
         examples_per_second=leader.examples / leader.seconds if leader and leader.examples else None,
         steps_per_second=leader.steps / leader.seconds if leader and leader.seconds else None,
         idle=None if last is None else max(0.0, now - last),
         workers=rows,
         wanted=status.wanted if status else None,
         hosts=hosts,
-        advice=(*_unmeasured(data, times), *_advice(times, rows), *_overload(hosts, rows, uses, why)),
-        events=tuple(tell(one, data.began) for one in _told(data)),
+        advice=(*_unmeasured(run, times), *_advice(times, rows), *_overload(hosts, rows, uses, why)),
+        events=tuple(tell(one, run.began) for one in _told(run)),
         silent_since=silent_since,
         end=end,
         averages=averages,
     )
 
 
-def _shown_workers(data: RunData) -> list[WorkerInfo]:
-    known = [one for one in data.workers.values() if one.worker >= 0 and one.began >= data.began]
-    if data.finished is not None:
+def _shown_workers(run: RunState) -> list[WorkerInfo]:
+    known = [one for one in run.workers.values() if one.worker >= 0 and one.began >= run.began]
+    if run.finished is not None:
         # Those that did not end with the run are of no interest.
-        last = [one for one in known if one.worker in data.members]
+        last = [one for one in known if one.worker in run.members]
         return sorted(last or known, key=lambda one: one.worker)
     living = [one for one in known if one.ended is None]
     ended = sorted((one for one in known if one.ended is not None), key=lambda one: one.ended or 0.0)
     return [*sorted(living, key=lambda one: one.worker), *ended[-_ENDED:]]
 
 
-def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
+def _times(run: RunState, info: WorkerInfo, since: float) -> WorkerTimes:
     """Return the times of the training steps of a worker, or of the updates of a server, since then.
 
     First steps, which compile, do not count.
@@ -248,7 +251,7 @@ def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
     if not len(steps):
         return times
     counts, numbers = steps.column("count"), steps.column("number")
-    chosen = _recent(data, info, since) & ~((counts == 1) & (numbers == 1))
+    chosen = _recent(run, info, since) & ~((counts == 1) & (numbers == 1))
     times.steps = int(counts[chosen].sum())
     times.examples = int(steps.column("examples")[chosen].sum())
     times.compiled = int(steps.column("compiled")[chosen].sum())
@@ -260,19 +263,19 @@ def _times(data: RunData, info: WorkerInfo, since: float) -> WorkerTimes:
     return times
 
 
-def _recent(data: RunData, info: WorkerInfo, since: float) -> npt.NDArray[np.bool_]:
+def _recent(run: RunState, info: WorkerInfo, since: float) -> npt.NDArray[np.bool_]:
     """Return which measurements of a worker since then are of training steps, or of updates."""
-    training = np.array([trains(call.name) or serves(call.name) for call in data.calls], bool)
+    training = np.array([trains(call.name) or serves(call.name) for call in run.calls], bool)
     recent: npt.NDArray[np.bool_] = training[info.steps.column("call").astype(int)]
     recent &= info.steps.column("time") > since
     return recent
 
 
-def _staleness(data: RunData, info: WorkerInfo, since: float) -> tuple[float, int] | None:
+def _staleness(run: RunState, info: WorkerInfo, since: float) -> tuple[float, int] | None:
     """Return the mean and the largest staleness of the steps of a worker since then; None for none."""
     if not len(info.steps):
         return None
-    chosen = _recent(data, info, since) & ~np.isnan(info.steps.column("staleness"))
+    chosen = _recent(run, info, since) & ~np.isnan(info.steps.column("staleness"))
     counts = float(info.steps.column("count")[chosen].sum())
     if not counts:
         return None
@@ -294,27 +297,27 @@ def _last(columns: Columns, name: str) -> float:
     return float(columns.column(name)[-1])
 
 
-def _gpus(data: RunData, info: WorkerInfo) -> list[GpuLoad]:
-    host = data.hosts.get(info.host)
+def _gpus(run: RunState, info: WorkerInfo) -> list[GpuLoad]:
+    host = run.hosts.get(info.host)
     if host is None or info.pid is None:
         return []
-    return [gpu for gpu in host.gpus if any(pid == info.pid for pid, _ in gpu.processes)]
+    return [gpu for gpu in host.measured.gpus if any(pid == info.pid for pid, _ in gpu.processes)]
 
 
-def _use(data: RunData, info: WorkerInfo, load: Mapping[str, float], since: float) -> WorkerUse:
-    host = _mean(data.hosts[info.host].load, since) if info.host in data.hosts else {}
+def _use(run: RunState, info: WorkerInfo, load: Mapping[str, float], since: float) -> WorkerUse:
+    host = _mean(run.hosts[info.host].load, since) if info.host in run.hosts else {}
     return WorkerUse(
         cores=load["cores"],
         delayed=load["delayed"],
         faults=load["faults"],
         swapping=host.get("swapping", 0.0),
         stopped=host.get("throttled", 0.0),
-        throttled=tuple(f"GPU {gpu.index} ({gpu.throttled})" for gpu in _gpus(data, info) if gpu.throttled),
+        throttled=tuple(f"GPU {gpu.index} ({gpu.throttled})" for gpu in _gpus(run, info) if gpu.throttled),
     )
 
 
 def _row(
-    data: RunData,
+    run: RunState,
     info: WorkerInfo,
     times: WorkerTimes | None,
     staleness: tuple[float, int] | None,
@@ -324,13 +327,13 @@ def _row(
     joining: Sequence[int],
 ) -> WorkerRow:
     seconds = times.seconds if times is not None else 0.0
-    gpus = _gpus(data, info)
+    gpus = _gpus(run, info)
     used = [memory or 0 for gpu in gpus for pid, memory in gpu.processes if pid == info.pid]
     return WorkerRow(
         worker=info.worker,
-        host=info.host or _only_host(data),
-        state=_state(data, info, joining),
-        task=data.task(info.worker),
+        host=info.host or _only_host(run),
+        state=_state(run, info, joining),
+        task=task_of(run, info.worker),
         replicas=int(_last(info.steps, "replicas")) if len(info.steps) else None,
         steps_per_second=times.steps / seconds if times is not None and seconds else None,
         parts={part: own / seconds for part, own in times.parts.items()} if times and seconds else {},
@@ -354,13 +357,13 @@ def _highest(values: Sequence[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _only_host(data: RunData) -> str:
+def _only_host(run: RunState) -> str:
     """Return the name of the only host of a run; empty if it has several."""
-    return str(data.job.get("host", "")) if not data.job.get("hosts") else ""
+    return str(run.job.get("host", "")) if not run.job.get("hosts") else ""
 
 
-def _state(data: RunData, info: WorkerInfo, joining: Sequence[int]) -> str:
-    if (waits := data.waits.get(info.worker)) is not None:
+def _state(run: RunState, info: WorkerInfo, joining: Sequence[int]) -> str:
+    if (waits := run.waits.get(info.worker)) is not None:
         named = (
             name_workers(sorted(waits.fields.get("waits_for", ())))
             if waits.fields.get("waits_for")
@@ -377,30 +380,30 @@ def _state(data: RunData, info: WorkerInfo, joining: Sequence[int]) -> str:
     return info.phase
 
 
-def _training_call(data: RunData) -> int | None:
+def _training_call(run: RunState) -> int | None:
     """Return the index of the last call that trains; None before one."""
-    return max((at for at, call in enumerate(data.calls) if trains(call.name)), default=None)
+    return max((at for at, call in enumerate(run.calls) if trains(call.name)), default=None)
 
 
-def _step(data: RunData, call: int | None) -> int | None:
+def _step(run: RunState, call: int | None) -> int | None:
     """Return the number of the last step of a call."""
-    numbers = [one.steps.column("number")[one.steps.column("call") == call] for one in data.workers.values()]
+    numbers = [one.steps.column("number")[one.steps.column("call") == call] for one in run.workers.values()]
     return max((int(found.max()) for found in numbers if len(found)), default=None)
 
 
-def _epoch(data: RunData, call: int | None) -> int | None:
+def _epoch(run: RunState, call: int | None) -> int | None:
     """Return the epoch in progress in a `fit`, or the last one if it has ended."""
-    if call is None or not data.calls[call].name.startswith("fit"):
+    if call is None or not run.calls[call].name.startswith("fit"):
         return None
-    began = data.calls[call].began
-    recorded = [one.column("epoch")[one.column("time") >= began] for one in data.metrics.values()]
+    began = run.calls[call].began
+    recorded = [one.column("epoch")[one.column("time") >= began] for one in run.metrics.values()]
     last = max((int(found.max()) for found in recorded if len(found)), default=0)
-    return last + (data.calls[call].ended is None and data.finished is None)
+    return last + (run.calls[call].ended is None and run.finished is None)
 
 
-def _metrics(data: RunData) -> dict[str, float]:
+def _metrics(run: RunState) -> dict[str, float]:
     newest: dict[str, tuple[float, float]] = {}
-    for found in (data.metrics, data.batch_metrics):
+    for found in (run.metrics, run.batch_metrics):
         for name, columns in found.items():
             if len(columns):
                 newest[name] = max(
@@ -409,9 +412,9 @@ def _metrics(data: RunData) -> dict[str, float]:
     return {name: value for name, (_, value) in newest.items()}
 
 
-def _unmeasured(data: RunData, times: Mapping[int, WorkerTimes]) -> list[str]:
+def _unmeasured(run: RunState, times: Mapping[int, WorkerTimes]) -> list[str]:
     """Return why no steps are measured in a job with one replica that trains."""
-    if data.job.get("replicas") != 1 or times or _training_call(data) is None:
+    if run.job.get("replicas") != 1 or times or _training_call(run) is None:
         return []
     return [
         "Keras itself takes the steps of one replica, so they are not measured: with --replicas 2 they are "
@@ -444,22 +447,22 @@ def _overload(
 
 
 def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
-    last = info.load.last()
+    newest = info.measured
     return HostRow(
-        info.name,
-        info.cores,
-        last["busy"],
-        int(last["memory_used"]),
-        info.memory_total,
-        last["swapping"],
-        last["throttled"],
-        info.gpus,
-        sum(row.cores or 0.0 for row in rows if row.host == info.name),
+        newest.host,
+        newest.cores,
+        newest.busy,
+        newest.memory_used,
+        newest.memory_total,
+        newest.swapping,
+        newest.throttled,
+        newest.gpus,
+        sum(row.cores or 0.0 for row in rows if row.host == newest.host),
     )
 
 
-def _told(data: RunData) -> list[Happening]:
-    told = [one for one in data.events if one.event in _TOLD and one.time >= data.began]
+def _told(run: RunState) -> list[Happening]:
+    told = [one for one in run.events if one.event in _TOLD and one.time >= run.began]
     return told[-_SHOWN:]
 
 

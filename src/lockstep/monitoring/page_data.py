@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.monitoring.run_data import Columns, Happening, RunData, WorkerInfo
+from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.growth import Columns
+from lockstep.observability.run_lines import Happening
+from lockstep.observability.run_state import RunState, WorkerInfo
 from lockstep.observability.step_recorder import serves, trains
 
 MOST_POINTS = 2000
@@ -52,34 +55,34 @@ class Window:
     smoothing: float = 0.0
 
 
-def parts(data: RunData, *, active: bool) -> dict[str, Any]:
+def parts(run: RunState, *, active: bool) -> dict[str, Any]:
     """Return everything but charts, by the name of the part.
 
     Args:
-        data: the run.
+        run: the run.
         active: whether a process holds the lock of the run folder.
     """
     return {
-        "summary": _summary(data, active),
-        "configuration": _configuration(data),
-        "workers": [_worker(data, info) for _, info in sorted(data.workers.items())],
+        "summary": _summary(run, active),
+        "configuration": _configuration(run),
+        "workers": [_worker(run, info) for _, info in sorted(run.workers.items())],
         "views": [
             {
                 "number": view.number,
-                "time": _since(data, view.time),
+                "time": _since(run, view.time),
                 "workers": view.workers,
                 "reason": view.reason,
                 "pause": _number(view.pause),
             }
-            for view in data.views
+            for view in run.views
         ],
-        "waits": _waits(data),
+        "waits": _waits(run),
         "checkpoints": [
-            {"time": _since(data, one.time)} | {name: one.fields.get(name) for name in _CHECKPOINT}
-            for one in data.checkpoints
+            {"time": _since(run, one.time)} | {name: one.fields.get(name) for name in _CHECKPOINT}
+            for one in run.checkpoints
         ],
-        "events": [_event(data, one) for one in list(data.events)[-_SHOWN_EVENTS:]],
-        "charts": _charts(data),
+        "events": [_event(run, one) for one in list(run.events)[-_SHOWN_EVENTS:]],
+        "charts": _charts(run),
     }
 
 
@@ -87,9 +90,9 @@ _CHECKPOINT = ("path", "step", "seconds")
 _TITLES = {"": "", "worker": "", "chief": " (chief)", "ps": " (parameter server)"}
 
 
-def state(data: RunData, *, active: bool) -> str:
+def state(run: RunState, *, active: bool) -> str:
     """Return in a few words whether the run trains, and how it has ended."""
-    return describe_state(None if data.finished is None else data.finished.get("status"), active=active)
+    return describe_state(None if run.finished is None else run.finished.get("status"), active=active)
 
 
 def describe_state(status: Any, *, active: bool) -> str:
@@ -99,28 +102,28 @@ def describe_state(status: Any, *, active: bool) -> str:
     return "finished" if status == 0 else f"failed (status {status})"
 
 
-def _summary(data: RunData, active: bool) -> dict[str, Any]:
-    job, finished = data.job, data.finished or {}
-    end = data.last if not active or data.finished else None
-    failure = next((one for one in data.events if one.event == "failed"), None)
+def _summary(run: RunState, active: bool) -> dict[str, Any]:
+    job, finished = run.job, run.finished or {}
+    end = run.last if not active or run.finished else None
+    failure = next((one for one in run.events if one.event == "failed"), None)
     return {
-        "state": state(data, active=active),
+        "state": state(run, active=active),
         "script": _text(job.get("target", "")),
         "backend": _text(job.get("backend") or ""),
         "host": _text(job.get("host", "")),
-        "began": data.began,
-        "seconds": None if end is None else _number(end - data.began),
-        "workers": sum(end is not None or _lives(data, one) for one in data.members),
+        "began": run.began,
+        "seconds": None if end is None else _number(end - run.began),
+        "workers": sum(end is not None or _lives(run, one) for one in run.members),
         "wanted": job.get("workers"),
         "replicas": job.get("replicas"),
         "seed": job.get("seed"),
-        "steps": max(data.trained, int(finished.get("steps") or 0)),
-        "epochs": max((int(columns.last().get("epoch", 0)) for columns in data.metrics.values()), default=0),
-        "call": _text(_current_call(data)),
-        **_rate(data, whole=end is not None),
-        "lost": sum(one.event == "lost" for one in data.events),
-        "joined": sum(one.event == "joined" for one in data.events),
-        "pauses": sum(view.pause or 0.0 for view in data.views),
+        "steps": max(steps_trained(run), int(finished.get("steps") or 0)),
+        "epochs": max((int(columns.last().get("epoch", 0)) for columns in run.metrics.values()), default=0),
+        "call": _text(_current_call(run)),
+        **_rate(run, whole=end is not None),
+        "lost": sum(one.event == "lost" for one in run.events),
+        "joined": sum(one.event == "joined" for one in run.events),
+        "pauses": sum(view.pause or 0.0 for view in run.views),
         "message": _text(finished.get("message", "")),
         "model": _text(finished.get("model", "")),
         "digest": _text(finished.get("digest", "")),
@@ -131,21 +134,21 @@ def _summary(data: RunData, active: bool) -> dict[str, Any]:
             "summary": _text(failure.fields.get("summary", "")),
             "traceback": _text(failure.fields.get("traceback", "")),
         },
-        "skipped": data.skipped,
+        "skipped": run.skipped,
     }
 
 
-def _current_call(data: RunData) -> str:
-    last = next((call for call in reversed(data.calls) if not serves(call.name)), None)
-    return last.name if last is not None and last.ended is None and data.finished is None else ""
+def _current_call(run: RunState) -> str:
+    last = next((call for call in reversed(run.calls) if not serves(call.name)), None)
+    return last.name if last is not None and last.ended is None and run.finished is None else ""
 
 
-def _rate(data: RunData, *, whole: bool) -> dict[str, Any]:
+def _rate(run: RunState, *, whole: bool) -> dict[str, Any]:
     """Return the speed of the training: of the whole run, with the rest of calls, or at its end.
 
     It is in examples if the size of batches is known, otherwise in steps.
     """
-    for rows in _training(data, _without_first_steps if whole else _without_first):
+    for rows in _training(run, _without_first_steps if whole else _without_first):
         seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
         since = 0 if whole else -1
         if (duration := float(seconds[since:].sum())) > 0:
@@ -155,19 +158,19 @@ def _rate(data: RunData, *, whole: bool) -> dict[str, Any]:
     return {"rate": None, "rate_unit": ""}
 
 
-def _lives(data: RunData, worker: int) -> bool:
-    return worker not in data.workers or data.workers[worker].ended is None
+def _lives(run: RunState, worker: int) -> bool:
+    return worker not in run.workers or run.workers[worker].ended is None
 
 
-def _configuration(data: RunData) -> list[dict[str, str]]:
+def _configuration(run: RunState) -> list[dict[str, str]]:
     """Return rows of `section`, `name` and `value`."""
     rows = [
         {"section": "job", "name": name, "value": _shown(value)}
-        for name, value in sorted(data.job.items())
+        for name, value in sorted(run.job.items())
         if name not in _NO_CONFIGURATION
     ]
-    versions = dict(data.job.get("versions") or {})
-    for one in data.events:
+    versions = dict(run.job.get("versions") or {})
+    for one in run.events:
         if one.event == "strategy":
             versions |= one.fields.get("libraries") or {}
             break
@@ -178,16 +181,16 @@ def _configuration(data: RunData) -> list[dict[str, str]]:
     return rows
 
 
-def _worker(data: RunData, info: WorkerInfo) -> dict[str, Any]:
+def _worker(run: RunState, info: WorkerInfo) -> dict[str, Any]:
     last, load = info.steps.last(), info.load.last()
     return {
         "worker": info.worker,
-        "task": data.task(info.worker),
+        "task": task_of(run, info.worker),
         "phase": info.phase,
         "pid": info.pid,
         "host": _text(info.host),
-        "began": _since(data, info.began) if info.began else None,
-        "ended": None if info.ended is None else _since(data, info.ended),
+        "began": _since(run, info.began) if info.began else None,
+        "ended": None if info.ended is None else _since(run, info.ended),
         "status": info.status,
         "reason": _text(info.reason),
         "call": _text(info.call),
@@ -198,17 +201,17 @@ def _worker(data: RunData, info: WorkerInfo) -> dict[str, Any]:
     }
 
 
-def _waits(data: RunData) -> list[dict[str, Any]]:
+def _waits(run: RunState) -> list[dict[str, Any]]:
     """Return the newest waits, each with its last report; those in progress are `current`."""
     found: list[Happening] = []
-    for one in data.events:
+    for one in run.events:
         if one.event == "wait":
             same = found and _key(found[-1]) == _key(one)
             found[-1 if same else len(found) :] = [one]
-    current = {id(one) for one in data.waits.values()}
+    current = {id(one) for one in run.waits.values()}
     return [
         {
-            "time": _since(data, one.time),
+            "time": _since(run, one.time),
             "worker": one.worker,
             "what": _text(one.fields.get("what", "")),
             "waits_for": one.fields.get("waits_for", ()),
@@ -223,10 +226,10 @@ def _key(one: Happening) -> tuple[Any, ...]:
     return one.worker, one.fields.get("what")
 
 
-def _event(data: RunData, one: Happening) -> dict[str, Any]:
+def _event(run: RunState, one: Happening) -> dict[str, Any]:
     fields = (f"{name}: {_shown(value)}" for name, value in one.fields.items() if one.event != "job")
     return {
-        "time": _since(data, one.time),
+        "time": _since(run, one.time),
         "event": _text(one.event),
         "worker": one.worker,
         "text": _text("; ".join(fields)),
@@ -254,7 +257,7 @@ class _Series:
     weight: Numbers | None = None
 
 
-def _charts(data: RunData) -> list[dict[str, Any]]:
+def _charts(run: RunState) -> list[dict[str, Any]]:
     """Return the charts of the run in their order on the page; `version` changes if one has gained values."""
     found: list[dict[str, Any]] = []
 
@@ -265,35 +268,35 @@ def _charts(data: RunData) -> list[dict[str, Any]]:
                 | {"version": version}
             )
 
-    for name in _metric_names(data):
-        version = sum(len(columns) for columns, _, _ in _columns_of(data, name))
+    for name in _metric_names(run):
+        version = sum(len(columns) for columns, _, _ in _columns_of(run, name))
         add("metrics", f"metric:{name}", _text(name), version)
-    steps = sum(len(info.steps) for info in data.workers.values())
-    known = any(info.steps.column("examples").any() for info in data.workers.values())
+    steps = sum(len(info.steps) for info in run.workers.values())
+    known = any(info.steps.column("examples").any() for info in run.workers.values())
     add("throughput", "throughput", "Throughput", steps * known, "examples/s")
     add("throughput", "duration", "Duration of a step", steps, "s")
-    if any(data.task(worker) for worker in data.workers):
+    if any(task_of(run, worker) for worker in run.workers):
         add("throughput", "rate", "Steps of each worker", steps, "steps/s")
         add("throughput", "updates", "Updates of each parameter server", steps, "updates/s")
         add("throughput", "staleness", "Staleness of the steps of each worker", steps)
         add("throughput", "largest_staleness", "Largest staleness of each worker", steps)
-    for worker, info in sorted(data.workers.items()):
-        title = f"Worker {worker}{_TITLES[data.task(worker)]}"
+    for worker, info in sorted(run.workers.items()):
+        title = f"Worker {worker}{_TITLES[task_of(run, worker)]}"
         add("parts", f"parts:{worker}", title, len(info.steps), "s", "stack")
-    loads = sum(len(info.load) for info in data.workers.values())
+    loads = sum(len(info.load) for info in run.workers.values())
     add("load", "load:cores", "Cores in use by each worker", loads)
     add("load", "load:delayed", "Threads that wait for a core", loads)
     add("load", "load:memory", "Memory of each worker", loads, "B")
-    hosts = sum(len(host.load) for host in data.hosts.values())
+    hosts = sum(len(host.load) for host in run.hosts.values())
     add("load", "host:busy", "Cores in use on each host", hosts)
     add("load", "host:memory_used", "Memory in use on each host", hosts, "B")
-    gpus = sum(len(columns) for host in data.hosts.values() for columns in host.gpu_load.values())
+    gpus = sum(len(columns) for host in run.hosts.values() for columns in host.gpu_load.values())
     add("load", "gpu:utilization", "GPU utilization", gpus, "%")
     add("load", "gpu:memory_used", "GPU memory", gpus, "B")
     return found
 
 
-def chart(data: RunData, name: str, window: Window) -> list[dict[str, Any]]:
+def chart(run: RunState, name: str, window: Window) -> list[dict[str, Any]]:
     """Return the first `MOST_SERIES` series of a chart, at most `window.points` points each.
 
     A series has `label`, `role` and lists of equal length: `x`; `low` and `high`, the extremes of the values
@@ -302,79 +305,78 @@ def chart(data: RunData, name: str, window: Window) -> list[dict[str, Any]]:
     the first one's place; `count` is the number of all values, `extent` the first and the last `x` of all.
 
     Args:
-        data: the run.
+        run: the run.
         name: the `id` of one of its charts.
         window: what to compute.
 
     Raises:
         KeyError: the run has no such chart.
     """
-    return [_decimated(one, window) for one in islice(_series(data, name, window.axis), MOST_SERIES)]
+    return [_decimated(one, window) for one in islice(_series(run, name, window.axis), MOST_SERIES)]
 
 
-def _series(data: RunData, name: str, axis: str) -> Iterator[_Series]:
+def _series(run: RunState, name: str, axis: str) -> Iterator[_Series]:
     kind, _, rest = name.partition(":")
     match kind:
-        case "metric" if rest in _metric_names(data):
-            for columns, label, role in _columns_of(data, rest):
-                yield _Series(_text(label), role, _axis(data, columns, axis), columns.column("value"))
+        case "metric" if rest in _metric_names(run):
+            for columns, label, role in _columns_of(run, rest):
+                yield _Series(_text(label), role, _axis(run, columns, axis), columns.column("value"))
         case "throughput":
-            yield from _throughput(data, axis)
+            yield from _throughput(run, axis)
         case "duration":
-            for rows in _training(data):
+            for rows in _training(run):
                 seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
-                yield _Series("a step", "", _rows_axis(data, rows, axis), seconds, rows["count"])
+                yield _Series("a step", "", _rows_axis(run, rows, axis), seconds, rows["count"])
         case "rate" | "updates" | "staleness" | "largest_staleness" if not rest:
-            yield from _of_tasks(data, kind, axis)
-        case "parts" if rest.lstrip("-").isdigit() and int(rest) in data.workers:
-            rows = _without_first(data.workers[int(rest)].steps)
+            yield from _of_tasks(run, kind, axis)
+        case "parts" if rest.lstrip("-").isdigit() and int(rest) in run.workers:
+            rows = _without_first(run.workers[int(rest)].steps)
             for part in STEP_PARTS:
-                yield _Series(part, "", _rows_axis(data, rows, axis), rows[part], rows["count"])
+                yield _Series(part, "", _rows_axis(run, rows, axis), rows[part], rows["count"])
         case "load" if rest in ("cores", "delayed", "memory"):
-            for worker, info in sorted(data.workers.items()):
+            for worker, info in sorted(run.workers.items()):
                 if len(info.load):
-                    x = info.load.column("time") - data.began
+                    x = info.load.column("time") - run.began
                     yield _Series(f"worker {worker}", "", x, info.load.column(rest))
         case "host" if rest in ("busy", "memory_used"):
-            for host in data.hosts.values():
-                yield _Series(
-                    _text(host.name), "", host.load.column("time") - data.began, host.load.column(rest)
-                )
+            for host_name, host in run.hosts.items():
+                x = host.load.column("time") - run.began
+                yield _Series(_text(host_name), "", x, host.load.column(rest))
         case "gpu" if rest in ("utilization", "memory_used"):
-            for host in data.hosts.values():
+            for host_name, host in run.hosts.items():
                 for index, columns in sorted(host.gpu_load.items()):
-                    label = _text(f"GPU {index} of {host.name}")
-                    yield _Series(label, "", columns.column("time") - data.began, columns.column(rest))
+                    label = _text(f"GPU {index} of {host_name}")
+                    yield _Series(label, "", columns.column("time") - run.began, columns.column(rest))
         case _:
             raise KeyError(name)
 
 
-def _metric_names(data: RunData) -> list[str]:
+def _metric_names(run: RunState) -> list[str]:
     """Return the names of metrics, of which `val_loss` belongs to `loss`; the loss first."""
-    both = dict.fromkeys((*data.metrics, *data.batch_metrics))
+    both = dict.fromkeys((*run.metrics, *run.batch_metrics))
     names = dict.fromkeys(base if (base := name.removeprefix(_VALIDATION)) in both else name for name in both)
     return sorted(names, key=lambda name: name != "loss")
 
 
-def _columns_of(data: RunData, name: str) -> Iterator[tuple[Columns, str, str]]:
+def _columns_of(run: RunState, name: str) -> Iterator[tuple[Columns, str, str]]:
     for found, label, role in (
-        (data.batch_metrics, name, "train"),
-        (data.metrics, f"{name}, epochs", "epoch"),
+        (run.batch_metrics, name, "train"),
+        (run.metrics, f"{name}, epochs", "epoch"),
     ):
         if name in found:
             yield found[name], label, role
     validation = _VALIDATION + name
-    for found in (data.batch_metrics, data.metrics):
+    for found in (run.batch_metrics, run.metrics):
         if validation in found:
             yield found[validation], validation, "validation"
 
 
-def _axis(data: RunData, columns: Columns, axis: str) -> Numbers:
-    return columns.column("trained") if axis == "step" else columns.column("time") - data.began
+def _axis(run: RunState, columns: Columns, axis: str) -> Numbers:
+    return columns.column("trained") if axis == "step" else columns.column("time") - run.began
 
 
-def _rows_axis(data: RunData, rows: Mapping[str, Numbers], axis: str) -> Numbers:
-    return rows["trained"] if axis == "step" else rows["time"] - data.began
+def _rows_axis(run: RunState, rows: Mapping[str, Numbers], axis: str) -> Numbers:
+    return rows["trained"] if axis == "step" else rows["time"] - run.began
 
 
 def _without_first_steps(steps: Columns) -> dict[str, Numbers]:
@@ -390,16 +392,16 @@ def _without_first(steps: Columns) -> dict[str, Numbers]:
 
 
 def _training(
-    data: RunData, chosen: Callable[[Columns], dict[str, Numbers]] = _without_first
+    run: RunState, chosen: Callable[[Columns], dict[str, Numbers]] = _without_first
 ) -> Iterator[dict[str, Numbers]]:
     """Yield the steps of calls that train, each step from one worker: another one's after a worker ended.
 
     With parameter servers, the chief takes all steps.
     """
-    calls = {number for number, call in enumerate(data.calls) if trains(call.name)}
+    calls = {number for number, call in enumerate(run.calls) if trains(call.name)}
     until = -math.inf
     found: list[dict[str, Numbers]] = []
-    taking = [info for info in data.workers.values() if data.task(info.worker) in ("", "chief")]
+    taking = [info for info in run.workers.values() if task_of(run, info.worker) in ("", "chief")]
     for info in sorted(taking, key=lambda info: (info.began, info.worker)):
         rows = chosen(info.steps)
         keep = np.isin(rows["call"], list(calls)) & (rows["began"] >= until)
@@ -410,24 +412,24 @@ def _training(
         yield {name: np.concatenate([rows[name] for rows in found]) for name in found[0]}
 
 
-def _throughput(data: RunData, axis: str = "time") -> Iterator[_Series]:
-    for rows in _training(data):
+def _throughput(run: RunState, axis: str = "time") -> Iterator[_Series]:
+    for rows in _training(run):
         seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
         keep = seconds > 0
-        x = _rows_axis(data, rows, axis)[keep]
+        x = _rows_axis(run, rows, axis)[keep]
         yield _Series("all workers", "", x, rows["examples"][keep], seconds[keep])
 
 
-def _of_tasks(data: RunData, kind: str, axis: str) -> Iterator[_Series]:
+def _of_tasks(run: RunState, kind: str, axis: str) -> Iterator[_Series]:
     """Yield series of the processes of a job with parameter servers: rates, or the staleness of steps."""
-    for worker, info in sorted(data.workers.items()):
-        rows, task = _without_first(info.steps), data.task(worker)
+    for worker, info in sorted(run.workers.items()):
+        rows, task = _without_first(info.steps), task_of(run, worker)
         if not task or (task == "ps") != (kind == "updates"):
             continue
-        keep = np.array([serves(call.name) or trains(call.name) for call in data.calls], bool)
+        keep = np.array([serves(call.name) or trains(call.name) for call in run.calls], bool)
         chosen = keep[rows["call"].astype(int)]
         label = f"worker {worker}{_TITLES[task]}"
-        x = _rows_axis(data, rows, axis)
+        x = _rows_axis(run, rows, axis)
         match kind:
             case "rate" | "updates":
                 seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(x)))
@@ -553,8 +555,8 @@ _RESULT = ("state", "steps", "epochs", "digest", "model", "lost", "joined")
 # ----------------------------------------------------------------------------------------------- values
 
 
-def _since(data: RunData, time: float) -> float:
-    return round(time - data.began, 3)
+def _since(run: RunState, time: float) -> float:
+    return round(time - run.began, 3)
 
 
 def _number(value: Any) -> float | None:

@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError
 from lockstep.monitoring import page_data
 from lockstep.monitoring.page_data import Window
 from lockstep.monitoring.run_catalog import Catalog, is_active
-from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.run_folder import RunFolder
 from lockstep.monitoring.run_logs import log_sizes, read_page, search
 
 STATIC = files("lockstep.monitoring") / "static"
@@ -90,7 +90,7 @@ class _Followed:
         self._updated = time.monotonic()
 
     def parts(self) -> dict[str, Any]:
-        return page_data.parts(self.run.data, active=self._active)
+        return page_data.parts(self.run.state, active=self._active)
 
     def encoded(self) -> dict[str, tuple[str, bytes]]:
         """Return each part as JSON with its digest."""
@@ -165,7 +165,9 @@ class RunsView:
         followed = self._find(query, "run")
         with followed.lock:
             try:
-                return msgspec.json.encode(page_data.chart(followed.run.data, query.get("chart", ""), window))
+                return msgspec.json.encode(
+                    page_data.chart(followed.run.state, query.get("chart", ""), window)
+                )
             except KeyError:
                 raise BadRequest("the run has no such chart") from None
 

@@ -15,7 +15,7 @@ from lockstep.monitoring import page_data
 from lockstep.monitoring.page_data import Window
 from lockstep.monitoring.page_server import STATIC
 from lockstep.monitoring.run_catalog import is_active
-from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.run_folder import RunFolder
 from lockstep.monitoring.run_logs import log_sizes, read_page
 from lockstep.system.files import open_regular
 
@@ -101,18 +101,18 @@ def _source(text: str) -> str:
 
 
 def _data(folder: Path, run: RunFolder) -> dict[str, Any]:
-    parts = page_data.parts(run.data, active=is_active(folder))
+    parts = page_data.parts(run.state, active=is_active(folder))
     shown = [one for one in parts["charts"] if one["section"] == "parts"][:_MOST_WORKERS]
     others = [one for one in parts["charts"] if one["section"] != "parts"][:_MOST_CHARTS]
     parts["charts"] = [*others, *shown]
     names = [one["id"] for one in parts["charts"]]
-    series = sum(len(page_data.chart(run.data, name, Window(points=1))) for name in names)
+    series = sum(len(page_data.chart(run.state, name, Window(points=1))) for name in names)
     points = max(50, min(1000, _BUDGET // max(1, series)))
     charts = {}
     for one in parts["charts"]:
         axes = ("step", "time") if one["section"] == "metrics" else ("time",)
         charts[one["id"]] = {
-            axis: page_data.chart(run.data, one["id"], Window(axis=axis, points=points)) for axis in axes
+            axis: page_data.chart(run.state, one["id"], Window(axis=axis, points=points)) for axis in axes
         }
     return {"name": folder.name, "parts": parts, "charts": charts, "logs": _logs(folder)}
 

@@ -14,11 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from lockstep.errors import ConfigError
-from lockstep.monitoring.run_data import Happening, RunData, RunFolder
-from lockstep.observability.events import STEP_PARTS
+from lockstep.monitoring.run_folder import RunFolder, steps_trained, task_of
+from lockstep.observability.events import STEP_PARTS, StepsMeasured
+from lockstep.observability.run_lines import GrowingFile, Happening, measurement
+from lockstep.observability.run_state import RunState
 from lockstep.system.paths import RunPaths
 
 _STEPS = re.compile("([0-9]{1,18})(?::([0-9]{1,18}))?")
@@ -54,20 +54,6 @@ class SingleStep(NamedTuple):
         return self.start + sum(self.parts)
 
 
-class _Line(msgspec.Struct, tag_field="event", tag="steps"):
-    time: float
-    worker: int
-    call: str
-    number: int
-    trained: int
-    began: float
-    singles: tuple[tuple[int, ...], ...]
-    steps: tuple[int, ...] = ()
-
-
-_line: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
-
-
 def parse_steps(text: str) -> range:
     """Return the steps that a text such as `100:110` names, both included, or a single number.
 
@@ -90,36 +76,34 @@ def trace_of(folder: Path, steps: range) -> list[TraceEvent]:
         ConfigError: the folder has no run, or not all of the steps were recorded one by one.
         OSError: a file cannot be read.
     """
-    run = RunFolder(folder)
-    run.update()
-    if not run.data.job:
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {run.paths.events.name}")
-    recorded = newest(single_steps(run.paths), [one.time for one in run.data.events if one.event == "job"])
+    followed = RunFolder(folder)
+    followed.update()
+    run = followed.state
+    if not run.job:
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {followed.paths.events.name}")
+    begun = [one.time for one in run.events if one.event == "job"]
+    recorded = newest(single_steps(followed.paths), begun)
     wanted = [step for step in recorded if step.step in steps]
-    taken = {step.step for step in recorded if run.data.task(step.worker) != "chief"}
-    refuse_missing(steps, sorted(taken), run.data.trained)
-    return trace_events(wanted, run.data)
+    taken = {step.step for step in recorded if task_of(run, step.worker) != "chief"}
+    refuse_missing(steps, sorted(taken), steps_trained(run))
+    return trace_events(wanted, run)
 
 
 def single_steps(paths: RunPaths) -> Iterator[tuple[float, SingleStep]]:
     """Yield the recorded steps of a run folder, each with the time of its measurement."""
-    if not paths.measurements.exists():
-        return
-    with paths.measurements.open("rb") as file:
-        for text in file:
-            try:
-                line = _line.decode(text)
-            except msgspec.DecodeError:
-                # Another event, or an incomplete line.
-                continue
-            began = round(line.began * _MICRO)
-            before = line.trained - line.number
-            steps = line.steps or [before + number for number, *_ in line.singles]
-            for step, (number, start, *parts) in zip(steps, line.singles, strict=False):
-                yield (
-                    line.time,
-                    SingleStep(step, line.worker, line.call, number, began + start, tuple(parts)),
-                )
+    for line in GrowingFile(paths.measurements).lines():
+        found = measurement(line)
+        if found is None or found.worker is None or not isinstance(found.event, StepsMeasured):
+            continue
+        measured = found.event
+        began = round(measured.began * _MICRO)
+        before = measured.trained - measured.number
+        steps = measured.steps or [before + number for number, *_ in measured.singles]
+        for step, (number, start, *parts) in zip(steps, measured.singles, strict=False):
+            yield (
+                found.time,
+                SingleStep(step, found.worker, measured.call, number, began + start, tuple(parts)),
+            )
 
 
 def newest(recorded: Iterable[tuple[float, SingleStep]], begun: Sequence[float]) -> list[SingleStep]:
@@ -166,17 +150,17 @@ def refuse_missing(steps: range, recorded: Sequence[int], trained: int) -> None:
     )
 
 
-def trace_events(steps: Iterable[SingleStep], data: RunData) -> list[TraceEvent]:
+def trace_events(steps: Iterable[SingleStep], run: RunState) -> list[TraceEvent]:
     """Return the events of steps of a run, and of what happened between the first and the last of them."""
     by_worker: dict[int, list[SingleStep]] = {}
     for step in sorted(steps, key=lambda step: (step.worker, step.start)):
         by_worker.setdefault(step.worker, []).append(step)
-    hosts = {worker: host_of(worker, data) for worker in by_worker}
+    hosts = {worker: host_of(worker, run) for worker in by_worker}
     numbers = {name: at for at, name in enumerate(dict.fromkeys(hosts.values()), 1)}
     events: list[TraceEvent] = [_name("process_name", number, 0, name) for name, number in numbers.items()]
     for worker, taken in by_worker.items():
         process = numbers[hosts[worker]]
-        task = data.task(worker)
+        task = task_of(run, worker)
         name = f"worker {worker} (chief)" if task == "chief" else f"worker {worker}"
         events.append(_name("thread_name", process, worker, name))
         free = 0
@@ -187,7 +171,7 @@ def trace_events(steps: Iterable[SingleStep], data: RunData) -> list[TraceEvent]
             events += _slices(step._replace(start=start), process, task)
     begin = min(taken[0].start for taken in by_worker.values()) / _MICRO
     end = max(taken[-1].end for taken in by_worker.values()) / _MICRO
-    for one in data.events:
+    for one in run.events:
         if one.event in _CHANGES and begin <= one.time <= end:
             process = numbers.get(hosts.get(one.worker, ""), 1) if one.worker is not None else 1
             events.append(_instant(one, process))
@@ -210,15 +194,15 @@ def slowest(events: Iterable[TraceEvent]) -> str:
     return text
 
 
-def host_of(worker: int, data: RunData) -> str:
+def host_of(worker: int, run: RunState) -> str:
     """Return the name of the host of a worker, from its load, or from how the run began."""
-    info = data.workers.get(worker)
+    info = run.workers.get(worker)
     if info is not None and info.host:
         return info.host
-    names = [name for name, workers in data.job.get("hosts", ()) for _ in range(workers)]
+    names = [name for name, workers in run.job.get("hosts", ()) for _ in range(workers)]
     if worker < len(names):
         return str(names[worker])
-    return "unknown host" if names else str(data.job.get("host", "this host"))
+    return "unknown host" if names else str(run.job.get("host", "this host"))
 
 
 def _name(kind: str, process: int, thread: int, name: str) -> TraceEvent:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.monitoring.run_data import RunFolder
+from lockstep.monitoring.run_folder import RunFolder, steps_trained
 from lockstep.observability.events import FORMAT
 
 
@@ -82,7 +82,7 @@ def lines(events: list[dict[str, Any]]) -> bytes:
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:
-    data = folder.data
+    data = folder.state
     return {
         "workers": {
             worker: (
@@ -97,7 +97,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
             for worker, info in data.workers.items()
         },
         "views": [(view.number, view.workers, view.pause) for view in data.views],
-        "members": data.members,
+        "members": tuple(data.members),
         "calls": [(call.name, call.began, call.ended) for call in data.calls],
         "epochs": {
             name: [columns.column("trained").tolist(), columns.column("epoch").tolist()]
@@ -107,7 +107,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
         "checkpoints": len(data.checkpoints),
         "waits": sorted(data.waits),
         "finished": data.finished and data.finished["digest"],
-        "trained": data.trained,
+        "trained": steps_trained(data),
         "skipped": data.skipped,
     }
 
@@ -140,8 +140,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.update()
     assert summary(folder) == EXPECTED
-    assert math.isnan(folder.data.metrics["val_loss"].column("value")[0])
-    assert folder.data.workers[0].steps.last()["wait"] == 0.3
+    assert math.isnan(folder.state.metrics["val_loss"].column("value")[0])
+    assert folder.state.workers[0].steps.last()["wait"] == 0.3
     assert not folder.update()
 
 
@@ -158,7 +158,7 @@ def test_a_run_that_grows_is_read_to_the_same_end(tmp_path: Path, piece: int) ->
         **EXPECTED,
         "workers": summary(folder)["workers"],
     }
-    phases = {worker: info.phase for worker, info in folder.data.workers.items()}
+    phases = {worker: info.phase for worker, info in folder.state.workers.items()}
     assert phases == {0: "finished", 1: "lost"}
 
 
@@ -193,11 +193,11 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
     folder.update()
     write(tmp_path, lines(EVENTS[:3]), b"")
     assert folder.update()
-    assert [info.phase for info in folder.data.workers.values()] == ["starting", "starting"]
-    assert folder.data.finished is None
+    assert [info.phase for info in folder.state.workers.values()] == ["starting", "starting"]
+    assert folder.state.finished is None
     (tmp_path / "events.jsonl").unlink()
     folder.update()
-    assert not folder.data.workers
+    assert not folder.state.workers
 
 
 def test_the_last_run_of_a_folder_counts(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_last_run_of_a_folder_counts(tmp_path: Path) -> None:
     write(tmp_path, lines([*EVENTS, *later]), lines(MEASURED))
     folder = RunFolder(tmp_path)
     folder.update()
-    data = folder.data
-    assert (data.began, data.finished, data.views, data.members) == (1100.0, None, [], (0, 1))
+    data = folder.state
+    assert (data.began, data.finished, data.views, tuple(data.members)) == (1100.0, None, (), (0, 1))
     assert data.workers[1].reason == ""
     assert len(data.metrics["loss"]) == 1

@@ -1,0 +1,93 @@
+"""The folder of a run, followed while its files grow: the state of the run that they tell.
+
+A folder may contain several runs, one after the other: the last one counts, but for metrics and steps, which
+continue.
+"""
+
+import heapq
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import FORMAT
+from lockstep.observability.run_lines import GrowingFile, Happening, happening, measurement
+from lockstep.observability.run_state import RunState
+from lockstep.parameter_server.tasks import Tasks
+from lockstep.system.paths import RunPaths
+
+
+def task_of(state: RunState, worker: int) -> str:
+    """Return `chief`, `worker` or `ps` in a job with parameter servers; empty in another one."""
+    processes, servers = int(state.job.get("workers", 0)), int(state.job.get("parameter_servers", 0))
+    if not servers:
+        return ""
+    if processes == 1:
+        # One process with all tasks repeats a run.
+        return "chief"
+    # Others take the place of workers only.
+    return Tasks(processes, servers).of(worker)[0] if 0 <= worker < processes else "worker"
+
+
+def steps_trained(state: RunState) -> int:
+    """Return the number of training steps so far, as measured; with parameter servers, by the chief."""
+    taking = [info for info in state.workers.values() if task_of(state, info.worker) in ("", "chief")]
+    return max((int(info.steps.last().get("trained", 0)) for info in taking), default=0)
+
+
+class RunFolder:
+    """Follows the files of a run.
+
+    Args:
+        folder: the run folder; its files may appear later.
+
+    Attributes:
+        paths: of the folder.
+        state: of the run, from what was read so far.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.state = RunState()
+        self._events = GrowingFile(self.paths.events)
+        self._measurements = GrowingFile(self.paths.measurements)
+
+    def update(self) -> bool:
+        """Read what the files have gained; return whether anything is new.
+
+        A line without its end is read when it is complete. One that cannot be read is skipped, and counted.
+
+        Raises:
+            OSError: a file exists and cannot be read.
+            ConfigError: the last run in the folder was recorded in a format of a later version.
+        """
+        if self._events.shrank() or self._measurements.shrank():
+            self._begin()
+        before = self.state
+        # In the order of time: what a worker does follows from both files.
+        for entry in heapq.merge(self._happenings(), self._measured(), key=lambda one: one.time):
+            self.state = self.state.after(entry)
+        written = self.state.job.get("format")
+        if isinstance(written, int) and written > FORMAT:
+            raise ConfigError(
+                f"{self.paths.events} has format {written}, and this version reads format {FORMAT}: install "
+                "the version of Lockstep that has written it"
+            )
+        return self.state is not before
+
+    def _happenings(self) -> Iterator[Happening | PublishedEvent]:
+        for line in self._events.lines():
+            if (found := happening(line)) is not None:
+                yield found
+            else:
+                self.state = self.state.without_line()
+
+    def _measured(self) -> Iterator[Happening | PublishedEvent]:
+        for line in self._measurements.lines():
+            if (found := measurement(line)) is not None:
+                yield found
+            else:
+                self.state = self.state.without_line()

@@ -1,0 +1,129 @@
+"""Reads the JSON lines of a run folder. A line that is not what it should be is left out.
+
+Its last line may be torn, another version may have written it, and a file may hold anything.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import Measurement
+
+_CHUNK = 4 * 1024 * 1024
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Happening(msgspec.Struct, frozen=True):
+    """An event as in `events.jsonl`, where any version may have written it.
+
+    Attributes:
+        time: when it was published, in seconds since 1970.
+        event: its name.
+        worker: that published it, or about which it is; None for the run.
+        fields: the others.
+    """
+
+    time: float
+    event: str
+    worker: int | None
+    fields: Mapping[str, Any]
+
+
+class _Origin(msgspec.Struct):
+    """What every line of `measurements.jsonl` says beside its measurement."""
+
+    time: float
+    worker: int | None = None
+
+
+_origins: msgspec.json.Decoder[_Origin] = msgspec.json.Decoder(_Origin)
+_measurements: msgspec.json.Decoder[Measurement] = msgspec.json.Decoder(Measurement)
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line; None if there is another thing."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except _UNREADABLE:
+        return None
+
+
+def json_objects(text: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of a text."""
+    for line in text.split(b"\n"):
+        if (found := json_object(line)) is not None:
+            yield found
+
+
+def happening(line: bytes) -> Happening | None:
+    """Return the event in a line of `events.jsonl`; None if there is no event."""
+    fields = json_object(line)
+    try:
+        assert fields is not None
+        time, event, worker = float(fields.pop("time")), fields.pop("event"), fields.pop("worker", None)
+    except (AssertionError, KeyError, TypeError, ValueError):
+        return None
+    if not isinstance(event, str) or not (worker is None or isinstance(worker, int)):
+        return None
+    return Happening(time, event, worker, fields)
+
+
+def happenings(text: bytes) -> Iterator[Happening]:
+    """Yield the events in the lines of `events.jsonl`."""
+    for line in text.split(b"\n"):
+        if (found := happening(line)) is not None:
+            yield found
+
+
+def as_happening(published: PublishedEvent) -> Happening:
+    """Return an event as its line in `events.jsonl` says it."""
+    fields = msgspec.to_builtins(published.event)
+    worker = fields.pop("worker", published.worker)
+    return Happening(published.time, fields.pop("event"), worker, fields)
+
+
+def measurement(line: bytes) -> PublishedEvent | None:
+    """Return the measurement in a line of `measurements.jsonl`; None if there is no measurement."""
+    try:
+        origin = _origins.decode(line)
+        return PublishedEvent(origin.time, origin.worker, _measurements.decode(line))
+    except _UNREADABLE:
+        return None
+
+
+class GrowingFile:
+    """The lines of a file that grows, and may appear later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode: int | None = None
+
+    def shrank(self) -> bool:
+        """Whether the file is another one, or shorter, than when it was last read."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return self._inode is not None
+        return found.st_size < self._offset or self._inode not in (None, found.st_ino)
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the complete lines since the last call."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            rest = b""
+            while chunk := file.read(_CHUNK):
+                *complete, rest = (rest + chunk).split(b"\n")
+                for line in complete:
+                    self._offset += len(line) + 1
+                    if line:
+                        yield line

@@ -1,0 +1,585 @@
+"""What has happened in a run: one immutable state, and one pure step, `RunState.after`.
+
+All that people see of a run is rendered from this state: the page, the report, `lockstep top` and `lockstep
+runs` from the files of its folder, its last line and its metrics while it publishes its events. An event
+means the same to all of them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import STEP_PARTS, LoadMeasured, MetricsRecorded, StepsMeasured
+from lockstep.observability.growth import Columns, GrowingList, Numbering
+from lockstep.observability.run_lines import Happening, as_happening
+from lockstep.observability.step_recorder import serves, trains
+
+_MOST_EVENTS = 20_000
+
+Phase = Literal[
+    "starting",
+    "running the script",
+    "compiling",
+    "training",
+    "joining",
+    "leaving",
+    "lost",
+    "failed",
+    "finished",
+    "ended",
+]
+
+_STEP_SUMS = (
+    "number",
+    "trained",
+    "count",
+    "began",
+    "examples",
+    "replicas",
+    "compiled",
+    "compiling",
+    "staleness",
+    "largest_staleness",
+    *STEP_PARTS,
+)
+STEP_COLUMNS = ("time", "call", *_STEP_SUMS)
+"""Of `WorkerInfo.steps`: `call` is the index in `RunState.calls`; the others are those of `StepsMeasured`,
+with NaN for None."""
+
+LOAD_COLUMNS = ("time", "cores", "delayed", "memory", "faults")
+"""Of `WorkerInfo.load`, as in `WorkerLoad`."""
+
+HOST_COLUMNS = ("time", "busy", "memory_used", "swapping", "throttled")
+"""Of `HostInfo.load`, as in `LoadMeasured`."""
+
+GPU_COLUMNS = ("time", "utilization", "memory_used", "temperature", "power")
+"""Of `HostInfo.gpu_load`, as in `GpuLoad`; NaN for what the driver does not report."""
+
+METRIC_COLUMNS = ("time", "trained", "value", "epoch")
+"""Of a metric: `value` is NaN if it was not finite; `epoch` is 0 within epochs."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker of the run.
+
+    Attributes:
+        worker: its id.
+        phase: what it does, or how it has ended.
+        pid: of its process; None until it has started.
+        host: the name of its host, once its load was measured; else empty.
+        began: when it was started, in seconds since 1970.
+        ended: when its process ended; None while it runs.
+        status: its exit status; None while it runs.
+        reason: why it was lost or left; empty otherwise.
+        call: that it has begun last, or in which its last steps were measured.
+        nested: seconds of calls within calls that train, by method.
+        steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
+            own with count 1 and number 1.
+        load: its measured load, with the columns `LOAD_COLUMNS`.
+    """
+
+    worker: int
+    phase: Phase = "starting"
+    pid: int | None = None
+    host: str = ""
+    began: float = 0.0
+    ended: float | None = None
+    status: int | None = None
+    reason: str = ""
+    call: str = ""
+    nested: Mapping[str, float] = {}
+    steps: Columns = Columns(*STEP_COLUMNS)
+    load: Columns = Columns(*LOAD_COLUMNS)
+
+
+class HostInfo(msgspec.Struct, frozen=True):
+    """A host of the run: its newest measurement, and its load, with the columns `HOST_COLUMNS`.
+
+    `gpu_load` has the load of its GPUs by index, with the columns `GPU_COLUMNS`.
+    """
+
+    measured: LoadMeasured
+    load: Columns = Columns(*HOST_COLUMNS)
+    gpu_load: Mapping[int, Columns] = {}
+
+
+class CallInfo(msgspec.Struct, frozen=True):
+    """A distributed call, such as `fit 1`: when it began and ended, in seconds since 1970."""
+
+    name: str
+    began: float
+    ended: float | None = None
+
+
+class ViewInfo(msgspec.Struct, frozen=True):
+    """A membership: when it began, its workers, why, and how long the training paused; None if unknown."""
+
+    number: int
+    time: float
+    workers: tuple[int, ...]
+    reason: str
+    pause: float | None = None
+
+
+class StepSums(msgspec.Struct, frozen=True):
+    """Sums over the measured steps of a worker.
+
+    Attributes:
+        count: their number.
+        parts: seconds of each of `STEP_PARTS`.
+        trained: the training steps of the job after the last of them.
+        staleness: sum over the steps; None in a job without parameter servers.
+        largest_staleness: of the last measurement; None likewise.
+    """
+
+    count: int = 0
+    parts: tuple[float, ...] = (0.0,) * len(STEP_PARTS)
+    trained: int = 0
+    staleness: int | None = None
+    largest_staleness: int | None = None
+
+    def plus(self, steps: StepsMeasured) -> "StepSums":
+        """Return the sums with another measurement."""
+        stale = steps.staleness is not None and steps.largest_staleness is not None
+        return StepSums(
+            self.count + steps.count,
+            tuple(sum_ + getattr(steps, part) for sum_, part in zip(self.parts, STEP_PARTS, strict=True)),
+            max(self.trained, steps.trained),
+            (self.staleness or 0) + (steps.staleness or 0) if stale else self.staleness,
+            steps.largest_staleness if stale else self.largest_staleness,
+        )
+
+
+class ExampleCount(msgspec.Struct, frozen=True):
+    """Counts the examples in training steps: all workers measure the same ones, each in its own pieces.
+
+    Attributes:
+        examples: their number.
+        first: the training steps before the first measurement; None before it.
+        counted: the training steps up to which examples are counted.
+        reached: for each worker, up to which step it has measured, and the examples up to there.
+    """
+
+    examples: int = 0
+    first: int | None = None
+    counted: int = 0
+    reached: Mapping[int, tuple[int, int]] = {}
+
+    def plus(self, worker: int, steps: StepsMeasured) -> "ExampleCount":
+        """Return the count with another measurement; the worker that is ahead counts."""
+        before = steps.trained - steps.count
+        first, counted = (before, before) if self.first is None else (self.first, self.counted)
+        reached, examples = self.reached.get(worker, (first, 0))
+        if reached != before:
+            # It has joined: how many there were before follows from the others, up to uneven batches.
+            mean = self.examples / max(1, counted - first)
+            examples = self.examples + round((before - counted) * mean)
+        examples += steps.examples
+        known = {**self.reached, worker: (steps.trained, examples)}
+        if steps.trained > counted:
+            return ExampleCount(max(self.examples, examples), first, steps.trained, known)
+        return ExampleCount(self.examples, first, counted, known)
+
+
+class JobTotals(msgspec.Struct, frozen=True):
+    """What a job has done.
+
+    Attributes:
+        lost: number of lost workers.
+        joined: number of workers that joined.
+        checkpoints: number of written checkpoints.
+        verified: number of replicas' computations that a second worker has repeated, with equal bits.
+        before: training steps in the checkpoint from which the job resumed.
+        steps: training steps, including those; None until the chief reports them.
+        model: the name of the model that was trained last; empty if there is none.
+        digest: `lockstep.digest` of that model at the end of the script.
+        reached: training steps that are known to be completed, also those in the checkpoint.
+    """
+
+    lost: int = 0
+    joined: int = 0
+    checkpoints: int = 0
+    verified: int = 0
+    before: int = 0
+    steps: int | None = None
+    model: str = ""
+    digest: str = ""
+    reached: int = 0
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run, or of the last one of several in a folder; see the attributes.
+
+    Steps, load, metrics, calls, checkpoints and events of earlier runs in the folder remain.
+
+    Attributes:
+        keeps_history: whether the state has every measurement and event; otherwise its size is bounded, and
+            it has no columns, events, checkpoints, views and calls.
+        job: the fields of the event `job`; empty before it.
+        began: when the run started, in seconds since 1970; 0 before that is known.
+        last: when something was last published.
+        members: the workers of the newest view, the longest-serving first.
+        workers: by id.
+        hosts: by name.
+        totals: what the job has done.
+        left: number of workers that were asked to leave.
+        trained: training steps that workers have measured, or from which they have resumed; None before.
+        examples: in measured training steps.
+        taken: sums over the training steps of each worker that has measured any.
+        served: sums over the updates of each parameter server that has measured any.
+        saved: the training steps in the last checkpoint; None without one.
+        values: the newest value of each metric; None if it was not finite.
+        views: those that followed the first one, the newest last.
+        calls: the calls of the script in the order in which they began. Those within a call share one name,
+            such as `validation within fit 1`.
+        metrics: by name, at the end of epochs; columns `METRIC_COLUMNS`.
+        batch_metrics: the same within epochs.
+        waits: the last report of each wait in progress, by the worker that waits.
+        events: the newest 20,000 events of all kinds but measurements.
+        checkpoints: `checkpoint` events.
+        finished: the fields of the event `finished`; None while the run has not ended.
+        skipped: number of lines that could not be read.
+    """
+
+    keeps_history: bool = True
+    job: Mapping[str, Any] = {}
+    began: float = 0.0
+    last: float = 0.0
+    members: Sequence[int] = ()
+    workers: Mapping[int, WorkerInfo] = {}
+    hosts: Mapping[str, HostInfo] = {}
+    totals: JobTotals = JobTotals()
+    left: int = 0
+    trained: int | None = None
+    examples: ExampleCount = ExampleCount()
+    taken: Mapping[int, StepSums] = {}
+    served: Mapping[int, StepSums] = {}
+    saved: int | None = None
+    values: Mapping[str, float | None] = {}
+    views: tuple[ViewInfo, ...] = ()
+    calls: GrowingList[CallInfo] = GrowingList()
+    metrics: Mapping[str, Columns] = {}
+    batch_metrics: Mapping[str, Columns] = {}
+    waits: Mapping[int, Happening] = {}
+    events: GrowingList[Happening] = GrowingList()
+    checkpoints: GrowingList[Happening] = GrowingList()
+    finished: Mapping[str, Any] | None = None
+    skipped: int = 0
+    _earlier_calls: int = 0
+    _call_names: Numbering = Numbering()
+    _epochs: Numbering = Numbering()
+
+    def after(self, published: PublishedEvent | Happening) -> "RunState":
+        """Return what is known after an event."""
+        match published:
+            case Happening():
+                return self._after_happening(published)
+            case PublishedEvent(time, worker, StepsMeasured() as steps) if worker is not None:
+                return self._after_steps(time, worker, steps)
+            case PublishedEvent(time, _, MetricsRecorded() as metrics):
+                return self._after_metrics(time, metrics)
+            case PublishedEvent(time, _, LoadMeasured() as load):
+                return self._after_load(time, load)
+            case PublishedEvent(event=StepsMeasured()):
+                return self
+        return self._after_happening(as_happening(published))
+
+    def without_line(self) -> "RunState":
+        """Return what is known if another line of a file cannot be read."""
+        return replace(self, skipped=self.skipped + 1)
+
+    # Measurements.
+
+    def _after_steps(self, time: float, worker: int, steps: StepsMeasured) -> "RunState":
+        state, info = self, self.workers.get(worker) or WorkerInfo(worker)
+        phase = "training" if info.ended is None else info.phase
+        nested = info.nested
+        if steps.calls:
+            more = {method: nested.get(method, 0.0) + seconds for method, seconds in steps.calls.items()}
+            nested = {**nested, **more}
+        rows = info.steps
+        if self.keeps_history:
+            state, call = self._with_call(steps.call, steps.began)
+            values = (getattr(steps, name) for name in _STEP_SUMS)
+            rows = rows.plus(time, call, *(math.nan if value is None else value for value in values))
+        info = replace(info, phase=phase, call=steps.call, nested=nested, steps=rows)
+        trained, examples, taken, served = self.trained, self.examples, self.taken, self.served
+        if trains(steps.call):
+            trained = steps.trained if trained is None else max(trained, steps.trained)
+            taken = {**taken, worker: (taken.get(worker) or StepSums()).plus(steps)}
+            if steps.staleness is None or steps.largest_staleness is None:
+                # The chief of a job with parameter servers takes all steps.
+                examples = examples.plus(worker, steps)
+        elif serves(steps.call):
+            served = {**served, worker: (served.get(worker) or StepSums()).plus(steps)}
+        return replace(
+            state,
+            last=max(self.last, time),
+            workers={**self.workers, worker: info},
+            waits=_without(self.waits, worker),
+            totals=_reached(self.totals, steps.trained),
+            trained=trained,
+            examples=examples,
+            taken=taken,
+            served=served,
+        )
+
+    def _after_metrics(self, time: float, metrics: MetricsRecorded) -> "RunState":
+        trained, epoch = metrics.trained, metrics.epoch
+        state = replace(
+            self,
+            last=max(self.last, time),
+            trained=trained if self.trained is None else max(self.trained, trained),
+            values={**self.values, **metrics.values},
+        )
+        if not self.keeps_history:
+            return state
+        if epoch is not None:
+            # The chief that follows a lost one may record an epoch again.
+            name = f"epoch {epoch} of {metrics.call}"
+            if self._epochs.number(name) is not None:
+                return state
+            state = replace(state, _epochs=self._epochs.plus(name))
+        known = state.batch_metrics if epoch is None else state.metrics
+        columns = {
+            name: known.get(name, _NO_METRICS).plus(
+                time, trained, math.nan if value is None else value, epoch or 0
+            )
+            for name, value in metrics.values.items()
+        }
+        changed = {**known, **columns}
+        return replace(state, batch_metrics=changed) if epoch is None else replace(state, metrics=changed)
+
+    def _after_load(self, time: float, measured: LoadMeasured) -> "RunState":
+        workers, host = dict(self.workers), self.hosts.get(measured.host)
+        host = HostInfo(measured) if host is None else replace(host, measured=measured)
+        for load in measured.workers:
+            info = workers.get(load.worker) or WorkerInfo(load.worker)
+            rows = info.load
+            if self.keeps_history:
+                rows = rows.plus(time, load.cores, load.delayed, load.memory, load.faults)
+            workers[load.worker] = replace(info, host=measured.host, load=rows)
+        if self.keeps_history:
+            rows = host.load.plus(
+                time, measured.busy, measured.memory_used, measured.swapping, measured.throttled
+            )
+            gpu_load = dict(host.gpu_load)
+            for gpu in measured.gpus:
+                values = (gpu.utilization, gpu.memory_used, gpu.temperature, gpu.power)
+                columns = gpu_load.get(gpu.index, _NO_GPU_LOAD)
+                gpu_load[gpu.index] = columns.plus(
+                    time, *(math.nan if value is None else value for value in values)
+                )
+            host = replace(host, load=rows, gpu_load=gpu_load)
+        hosts = {**self.hosts, measured.host: host}
+        return replace(self, last=max(self.last, time), workers=workers, hosts=hosts)
+
+    # Events.
+
+    def _after_happening(self, happening: Happening) -> "RunState":
+        last = max(self.last, happening.time)
+        if self.keeps_history:
+            state = replace(self, last=last, events=self.events.plus(happening, _MOST_EVENTS))
+        else:
+            state = replace(self, last=last)
+        act = _EVENTS.get(happening.event)
+        try:
+            return state if act is None else act(state, happening)
+        except (TypeError, ValueError):
+            # A value of another type than the event's.
+            return state.without_line()
+
+    def _with_worker(self, worker: int | None, **changes: Any) -> "RunState":
+        at = -1 if worker is None else worker
+        info = replace(self.workers.get(at) or WorkerInfo(at), **changes)
+        return replace(self, workers={**self.workers, at: info})
+
+    def _with_phase(self, happening: Happening, phase: Phase) -> "RunState":
+        info = self.workers.get(-1 if happening.worker is None else happening.worker)
+        if info is not None and info.ended is not None:
+            return self
+        reason = str(happening.fields.get("reason", ""))
+        return self._with_worker(happening.worker, phase=phase, reason=reason)
+
+    def _with_call(self, name: str, time: float) -> tuple["RunState", int]:
+        """Return the state with a call, and its index; the time is that of a new one."""
+        number = self._call_names.number(name)
+        if number is not None:
+            return self, self._earlier_calls + number
+        names, calls = self._call_names.plus(name), self.calls.plus(CallInfo(name, time))
+        return replace(self, calls=calls, _call_names=names), len(calls) - 1
+
+    def _job(self, happening: Happening) -> "RunState":
+        # Ids of workers and numbers of views and calls begin again. Anything may stand in a file.
+        count = happening.fields.get("workers")
+        workers = {
+            worker: replace(info, phase="starting", status=None, reason="", ended=None)
+            for worker, info in self.workers.items()
+        }
+        return replace(
+            self,
+            job=happening.fields,
+            began=happening.time,
+            members=range(count if isinstance(count, int) else 0),
+            workers=workers,
+            finished=None,
+            views=(),
+            waits={},
+            totals=JobTotals(),
+            left=0,
+            trained=None,
+            examples=ExampleCount(),
+            taken={},
+            served={},
+            saved=None,
+            values={},
+            _earlier_calls=len(self.calls),
+            _call_names=Numbering(),
+            _epochs=Numbering(),
+        )
+
+    def _started(self, happening: Happening) -> "RunState":
+        return self._with_worker(
+            happening.worker,
+            phase="starting",
+            pid=happening.fields.get("pid"),
+            began=happening.time,
+            ended=None,
+            status=None,
+            reason="",
+        )
+
+    def _joined(self, _: Happening) -> "RunState":
+        return self._with_totals(joined=self.totals.joined + 1)
+
+    def _left(self, happening: Happening) -> "RunState":
+        return replace(self._with_phase(happening, "leaving"), left=self.left + 1)
+
+    def _lost(self, happening: Happening) -> "RunState":
+        return self._with_phase(happening, "lost")._with_totals(lost=self.totals.lost + 1)
+
+    def _exited(self, happening: Happening) -> "RunState":
+        worker, status = happening.worker, happening.fields.get("status")
+        at = -1 if worker is None else worker
+        phase = self.workers[at].phase if at in self.workers else "starting"
+        if phase not in ("lost", "failed", "leaving", "finished"):
+            phase = "ended" if status else "finished"
+        state = self._with_worker(worker, ended=happening.time, status=status, phase=phase)
+        return replace(state, waits=_without(self.waits, at))
+
+    def _view(self, happening: Happening) -> "RunState":
+        fields = happening.fields
+        workers = tuple(fields.get("workers", ()))
+        number, reason = int(fields.get("number", 0)), str(fields.get("reason", ""))
+        views = (*self.views, ViewInfo(number, happening.time, workers, reason)) if self.keeps_history else ()
+        return replace(self, members=workers, views=views, waits={})
+
+    def _paused(self, happening: Happening) -> "RunState":
+        for index in reversed(range(len(self.views))):
+            if self.views[index].number == happening.fields.get("number"):
+                view = replace(self.views[index], pause=happening.fields.get("seconds"))
+                return replace(self, views=(*self.views[:index], view, *self.views[index + 1 :]))
+        return self
+
+    def _call_began(self, happening: Happening) -> "RunState":
+        name = str(happening.fields.get("name", ""))
+        method, _, _ = name.partition(" ")
+        if " within " in name:
+            # There may be one in each step.
+            name = f"{method} within {name.partition(' within ')[2]}"
+        state = self._with_call(name, happening.time)[0] if self.keeps_history else self
+        # Only the first step of an outer call is known to compile.
+        phase: Phase = "training" if " within " in name or method == "predict" else "compiling"
+        return state._with_worker(happening.worker, call=name)._with_phase(happening, phase)
+
+    def _call_ended(self, happening: Happening) -> "RunState":
+        state, name = self, str(happening.fields.get("name", ""))
+        number = self._call_names.number(name)
+        if number is not None:
+            calls = self.calls
+            for index in range(self._earlier_calls + number, len(calls)):
+                call = calls[index]
+                if call.name == name or call.name.endswith(f" within {name}"):
+                    calls = calls.replaced(index, replace(call, ended=happening.time))
+            state = replace(state, calls=calls)
+        return state._with_phase(happening, "running the script")
+
+    def _waits(self, happening: Happening) -> "RunState":
+        if happening.worker is None:
+            return self
+        return replace(self, waits={**self.waits, happening.worker: happening})
+
+    def _checkpoint(self, happening: Happening) -> "RunState":
+        step = int(happening.fields.get("step", 0))
+        totals = replace(self.totals, checkpoints=self.totals.checkpoints + 1)
+        kept = self.checkpoints.plus(happening) if self.keeps_history else self.checkpoints
+        return replace(self, checkpoints=kept, totals=_reached(totals, step), saved=step)
+
+    def _resumed(self, happening: Happening) -> "RunState":
+        step, worker = int(happening.fields.get("step", 0)), happening.worker
+        state = replace(self, trained=step if self.trained is None else max(self.trained, step))
+        # A joiner that is the chief, because the hosts of all others retire, does not resume the job.
+        if worker in self.members[:1] and (worker or 0) < int(self.job.get("workers", 0)):
+            return replace(state, totals=_reached(replace(self.totals, before=step), step))
+        return state
+
+    def _reports_trained(self, happening: Happening) -> "RunState":
+        if happening.worker not in self.members[:1]:
+            return self
+        fields = happening.fields
+        steps, model, digest = fields.get("steps"), str(fields.get("model", "")), fields.get("digest", "")
+        return self._with_totals(steps=steps, model=model, digest=str(digest))
+
+    def _finished(self, happening: Happening) -> "RunState":
+        return replace(self, finished=happening.fields, waits={})
+
+    def _with_totals(self, **changes: Any) -> "RunState":
+        return replace(self, totals=replace(self.totals, **changes))
+
+
+_NO_METRICS = Columns(*METRIC_COLUMNS)
+_NO_GPU_LOAD = Columns(*GPU_COLUMNS)
+
+
+def _reached(totals: JobTotals, step: int) -> JobTotals:
+    return replace(totals, reached=step) if step > totals.reached else totals
+
+
+def _without(waits: Mapping[int, Happening], worker: int) -> Mapping[int, Happening]:
+    return {one: wait for one, wait in waits.items() if one != worker} if worker in waits else waits
+
+
+def _phase(phase: Phase) -> Callable[[RunState, Happening], RunState]:
+    return partial(RunState._with_phase, phase=phase)
+
+
+_EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
+    "job": RunState._job,
+    "started": RunState._started,
+    "ready": _phase("running the script"),
+    "asks": _phase("joining"),
+    "joined": RunState._joined,
+    "lost": RunState._lost,
+    "left": RunState._left,
+    "failed": _phase("failed"),
+    "done": _phase("finished"),
+    "exited": RunState._exited,
+    "view": RunState._view,
+    "paused": RunState._paused,
+    "call": RunState._call_began,
+    "call ended": RunState._call_ended,
+    "wait": RunState._waits,
+    "checkpoint": RunState._checkpoint,
+    "resumed": RunState._resumed,
+    "leaving": lambda state, happening: replace(
+        state, totals=_reached(state.totals, int(happening.fields.get("step", 0)))
+    ),
+    "verified": lambda state, happening: state._with_totals(verified=happening.fields.get("count", 0)),
+    "trained": RunState._reports_trained,
+    "finished": RunState._finished,
+}
