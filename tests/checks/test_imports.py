@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
         *("cluster", "errors", "keras", "launcher", "parameter_server", "rendezvous", "system", "worker"),
     },
     "doctor": {"cluster", "collectives", "errors", "hosts", "launcher", "system", "worker"},
-    "functions": {"errors", "system", "worker"},
+    "functions": {"errors", "observability", "system", "worker"},
     "ray": {"errors", "functions", "hosts", "keras", "protocol", "system", "transport", "worker"},
     "cli": {
         *("agent", "checkpoint", "coordinator", "diff", "doctor", "errors", "hosts", "launcher"),

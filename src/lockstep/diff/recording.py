@@ -4,16 +4,16 @@ A folder may contain several runs, one after the other. The last one counts, wit
 earlier runs have recorded, if it has resumed after them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from lockstep.errors import ConfigError
 from lockstep.observability.digest_log import segments
 from lockstep.observability.events import DIGEST_FORMAT
+from lockstep.observability.run_lines import happenings, json_objects
+from lockstep.observability.run_state import RunState
 from lockstep.system.files import read_regular
 from lockstep.system.paths import RunPaths
 
@@ -134,7 +134,7 @@ def read_recording(folder: Path) -> Recording:
             "version of Lockstep wrote it"
         )
     runs = [_Reader(folder)]
-    for record in (record for path in found for record in _lines(path)):
+    for record in (record for path in found for record in json_objects(_read(path))):
         if record.get("event") == "job":
             runs.append(_Reader(folder, thinned=runs[-1].thinned))
         runs[-1].take(record)
@@ -216,29 +216,16 @@ class _Reader:
                 setattr(known, name, str(text))
 
 
-def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON objects of a file; other lines, such as an incomplete last one, are skipped."""
+def _read(path: Path) -> bytes:
     try:
-        text = read_regular(path)
+        return read_regular(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    for line in text.splitlines():
-        try:
-            record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-        if isinstance(record, dict):
-            yield record
 
 
 def _finished(events: Path) -> Mapping[str, Any]:
-    """Return the event `finished` of the last run in an event log; empty if it has not ended."""
-    found: Mapping[str, Any] = {}
-    if events.is_file():
-        for record in _lines(events):
-            match record.get("event"):
-                case "job":
-                    found = {}
-                case "finished":
-                    found = record
-    return found
+    """Return the fields of `finished` of the last run in an event log; empty if it has not ended."""
+    state = RunState(keeps_history=False)
+    for event in happenings(_read(events)) if events.is_file() else ():
+        state = state.after(event)
+    return state.finished or {}

@@ -1,10 +1,10 @@
 """Why a job has no result, from the events of its run."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import JobError
+from lockstep.observability.run_lines import happenings
+from lockstep.observability.run_state import RunState
 from lockstep.system.paths import RunPaths
 
 
@@ -25,8 +25,8 @@ class RunHistory:
 
     def error(self, status: int) -> JobError:
         """Return the error for a job that has ended with an exit status, and without a result."""
-        events = self._read()
-        end = next((event for event in reversed(events) if event["event"] == "finished"), None)
+        run = self._read()
+        end = run.finished
         if end is None:
             return JobError(f"the job's command exited with status {status}; see its output above")
         logs = f"logs in {self._paths.root}{self._on}"
@@ -35,12 +35,14 @@ class RunHistory:
         worker = end["workers"][0] if end["workers"] else None
         where = f"log: {self._paths.log(worker)}{self._on}" if worker is not None else logs
         tracebacks = [
-            event["traceback"] for event in events if event["event"] == "failed" and event["worker"] == worker
+            event.fields["traceback"]
+            for event in run.events
+            if event.event == "failed" and event.worker == worker
         ]
         return JobError(f"{end['message']}; {where}", worker, tracebacks[0] if tracebacks else "")
 
-    def _read(self) -> list[dict[str, Any]]:
-        if not self._paths.events.exists():
-            return []
-        lines = self._paths.events.read_bytes()[self._start :].splitlines()
-        return [json.loads(line) for line in lines]
+    def _read(self) -> RunState:
+        state, events = RunState(), self._paths.events
+        for event in happenings(events.read_bytes()[self._start :] if events.exists() else b""):
+            state = state.after(event)
+        return state

@@ -7,15 +7,15 @@ its last line may be torn, and an earlier version has recorded less.
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from lockstep.monitoring.run_catalog import is_active
 from lockstep.observability.events import FORMAT
+from lockstep.observability.run_lines import happenings, measurement
+from lockstep.observability.run_state import RunState
 from lockstep.system.files import open_regular, read_regular
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import columns, printable, short_duration
@@ -102,21 +102,17 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
         measurements: the end of the log of measurements.
         now: seconds since 1970; None if no process uses the folder.
     """
-    name = printable(name)
-    job: dict[str, Any] = {}
-    finished: dict[str, Any] | None = None
-    last: float | None = None
-    for record in _records(events):
-        if record.get("event") == "job":
-            job, finished = record, None
-        elif record.get("event") == "finished":
-            finished = record
-        last = _number(record.get("time"), last)
-    written = job.get("format")
+    name, state, last = printable(name), RunState(keeps_history=False), None
+    for event in happenings(events):
+        state, last = state.after(event), _number(event.time)
+    job, done = state.job, state.finished or {}
+    began, written = _number(state.began) if job else None, job.get("format")
     if isinstance(written, int) and written > FORMAT:
-        return PastRun(name, _number(job.get("time")), end=f"recorded in format {written} by a later version")
-    began, done = _number(job.get("time")), finished or {}
-    ended = now if now is not None and finished is None else last
+        return PastRun(name, began, end=f"recorded in format {written} by a later version")
+    for line in measurements.split(b"\n") if not done.get("steps") else ():
+        if (measured := measurement(line)) is not None and measured.time >= (began or 0.0):
+            state = state.after(measured)
+    ended = now if now is not None and state.finished is None else last
     took = None if began is None or ended is None else ended - began
     servers = _integer(job.get("parameter_servers")) or 0
     # One process with all tasks of a job with servers may repeat a run.
@@ -130,9 +126,9 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
         servers,
         _integer(job.get("replicas")),
         (len(hosts) or 1) if isinstance(hosts, list) else None,
-        _integer(done.get("steps")) or _measured(measurements, began),
+        _integer(done.get("steps")) or state.totals.reached or None,
         printable(str(done.get("digest", "")))[:_DIGITS],
-        _end(finished, active=now is not None),
+        _end(state.finished, active=now is not None),
     )
 
 
@@ -152,24 +148,7 @@ def _row(run: PastRun) -> tuple[str, ...]:
     return run.name, began, took, *numbers, run.digest, end
 
 
-def _records(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among lines; others are skipped."""
-    for line in lines.split(b"\n"):
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):
-            yield msgspec.json.decode(line, type=dict[str, Any])
-
-
-def _measured(measurements: bytes, began: float | None) -> int | None:
-    """Return the number of training steps that workers have measured since a time; None if there is none."""
-    steps = [
-        _integer(record.get("trained")) or 0
-        for record in _records(measurements)
-        if record.get("event") == "steps" and (_number(record.get("time")) or 0.0) >= (began or 0.0)
-    ]
-    return max(steps, default=0) or None
-
-
-def _end(finished: dict[str, Any] | None, *, active: bool) -> str:
+def _end(finished: Mapping[str, Any] | None, *, active: bool) -> str:
     if finished is None:
         return "running" if active else "no end is recorded: it was killed, or its host was lost"
     status, message = finished.get("status"), printable(str(finished.get("message", "")))

@@ -2,15 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from lockstep.coordinator.run_lookup import find_run, known_jobs
 from lockstep.errors import ConfigError
+from lockstep.observability.run_lines import happening
+from lockstep.observability.run_state import RunState
 from lockstep.system.files import open_regular
 from lockstep.system.locks import is_locked
 from lockstep.system.paths import RunPaths
@@ -109,26 +108,24 @@ class Catalog:
                 seen = self._seen.get(folder)
                 if seen is not None and seen[0] == key:
                     return seen[1]
-                first = _fields(file.readline(_HEAD))
+                begun = _after(RunState(), file.readline(_HEAD))
                 file.seek(max(0, found.st_size - _TAIL))
-                last = _fields(file.read(_TAIL).rstrip(b"\n").rpartition(b"\n")[2])
+                newest = _after(begun, file.read(_TAIL).rstrip(b"\n").rpartition(b"\n")[2])
         except OSError:
             return Glance("", 0.0, 0.0, None, None)
-        ended = last.get("event") == "finished"
-        status, steps = last.get("status"), last.get("steps")
+        ended = newest.finished or {}
+        status, steps = ended.get("status"), ended.get("steps")
         glance = Glance(
-            str(first.get("target", ""))[:1000],
-            float(time) if isinstance(time := first.get("time"), (int, float)) else 0.0,
+            str(begun.job.get("target", ""))[:1000],
+            begun.began,
             found.st_mtime,
-            status if ended and isinstance(status, int) else None,
-            steps if ended and isinstance(steps, int) else None,
+            status if isinstance(status, int) else None,
+            steps if isinstance(steps, int) else None,
         )
         self._seen[folder] = key, glance
         return glance
 
 
-def _fields(line: bytes) -> Mapping[str, Any]:
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {}
+def _after(state: RunState, line: bytes) -> RunState:
+    event = happening(line)
+    return state if event is None else state.after(event)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.run_lines import json_object
 from lockstep.system.files import FOLDER_MODE, AppendFile, Complain, open_own, read_regular
 
 LIMIT = 256 * 1024 * 1024
@@ -146,12 +147,9 @@ def thinned(text: bytes, stride: int) -> bytes:
     """Return a segment without the steps whose number `stride` does not divide; the first step stays."""
     lines = [_header(stride)]
     for line in text.splitlines(keepends=True):
-        try:
-            record = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue
+        record = json_object(line)
         match record:
-            case {"event": "segment"}:
+            case None | {"event": "segment"}:
                 continue
             case {"event": "digests", "steps": [*steps]}:
                 record["steps"] = [step for step in steps if _stays(step, stride)]
@@ -174,8 +172,5 @@ def _header(stride: int) -> bytes:
 def _stride_of(path: Path) -> int:
     with path.open("rb") as file:
         first = file.readline(_FIRST_LINE)
-    try:
-        found = msgspec.json.decode(first)
-        return int(found["stride"])
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-        return 1
+    stride = (json_object(first) or {}).get("stride")
+    return stride if isinstance(stride, int) else 1

@@ -8,6 +8,7 @@ means the same to all of them.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import add, attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -126,6 +127,10 @@ class ViewInfo(msgspec.Struct, frozen=True):
     pause: float | None = None
 
 
+_parts_of = attrgetter(*STEP_PARTS)
+_sums_of = attrgetter(*_STEP_SUMS)
+
+
 class StepSums(msgspec.Struct, frozen=True):
     """Sums over the measured steps of a worker.
 
@@ -148,7 +153,7 @@ class StepSums(msgspec.Struct, frozen=True):
         stale = steps.staleness is not None and steps.largest_staleness is not None
         return StepSums(
             self.count + steps.count,
-            tuple(sum_ + getattr(steps, part) for sum_, part in zip(self.parts, STEP_PARTS, strict=True)),
+            tuple(map(add, self.parts, _parts_of(steps))),
             max(self.trained, steps.trained),
             (self.staleness or 0) + (steps.staleness or 0) if stale else self.staleness,
             steps.largest_staleness if stale else self.largest_staleness,
@@ -305,8 +310,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         rows = info.steps
         if self.keeps_history:
             state, call = self._with_call(steps.call, steps.began)
-            values = (getattr(steps, name) for name in _STEP_SUMS)
-            rows = rows.plus(time, call, *(math.nan if value is None else value for value in values))
+            rows = rows.plus(time, call, *(math.nan if value is None else value for value in _sums_of(steps)))
         info = replace(info, phase=phase, call=steps.call, nested=nested, steps=rows)
         trained, examples, taken, served = self.trained, self.examples, self.taken, self.served
         if trains(steps.call):
@@ -394,17 +398,20 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             # A value of another type than the event's.
             return state.without_line()
 
-    def _with_worker(self, worker: int | None, **changes: Any) -> "RunState":
-        at = -1 if worker is None else worker
-        info = replace(self.workers.get(at) or WorkerInfo(at), **changes)
-        return replace(self, workers={**self.workers, at: info})
+    def _worker(self, happening: Happening) -> WorkerInfo:
+        """Return the worker of an event; one with the id -1 for the run itself."""
+        at = -1 if happening.worker is None else happening.worker
+        return self.workers.get(at) or WorkerInfo(at)
 
-    def _with_phase(self, happening: Happening, phase: Phase) -> "RunState":
-        info = self.workers.get(-1 if happening.worker is None else happening.worker)
-        if info is not None and info.ended is not None:
-            return self
-        reason = str(happening.fields.get("reason", ""))
-        return self._with_worker(happening.worker, phase=phase, reason=reason)
+    def _with_worker(self, info: WorkerInfo) -> "RunState":
+        return replace(self, workers={**self.workers, info.worker: info})
+
+    def _with_phase(self, happening: Happening, phase: Phase, **changes: Any) -> "RunState":
+        """Return the state with a worker in a phase, unless its process has ended, and with other changes."""
+        info = self._worker(happening)
+        if info.ended is None:
+            changes |= {"phase": phase, "reason": str(happening.fields.get("reason", ""))}
+        return self._with_worker(replace(info, **changes))
 
     def _with_call(self, name: str, time: float) -> tuple["RunState", int]:
         """Return the state with a call, and its index; the time is that of a new one."""
@@ -444,8 +451,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _started(self, happening: Happening) -> "RunState":
-        return self._with_worker(
-            happening.worker,
+        info = replace(
+            self._worker(happening),
             phase="starting",
             pid=happening.fields.get("pid"),
             began=happening.time,
@@ -453,6 +460,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             status=None,
             reason="",
         )
+        return self._with_worker(info)
 
     def _joined(self, _: Happening) -> "RunState":
         return self._with_totals(joined=self.totals.joined + 1)
@@ -464,13 +472,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return self._with_phase(happening, "lost")._with_totals(lost=self.totals.lost + 1)
 
     def _exited(self, happening: Happening) -> "RunState":
-        worker, status = happening.worker, happening.fields.get("status")
-        at = -1 if worker is None else worker
-        phase = self.workers[at].phase if at in self.workers else "starting"
+        info, status = self._worker(happening), happening.fields.get("status")
+        phase = info.phase
         if phase not in ("lost", "failed", "leaving", "finished"):
             phase = "ended" if status else "finished"
-        state = self._with_worker(worker, ended=happening.time, status=status, phase=phase)
-        return replace(state, waits=_without(self.waits, at))
+        info = replace(info, ended=happening.time, status=status, phase=phase)
+        return replace(self._with_worker(info), waits=_without(self.waits, info.worker))
 
     def _view(self, happening: Happening) -> "RunState":
         fields = happening.fields
@@ -495,7 +502,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         state = self._with_call(name, happening.time)[0] if self.keeps_history else self
         # Only the first step of an outer call is known to compile.
         phase: Phase = "training" if " within " in name or method == "predict" else "compiling"
-        return state._with_worker(happening.worker, call=name)._with_phase(happening, phase)
+        return state._with_phase(happening, phase, call=name)
 
     def _call_ended(self, happening: Happening) -> "RunState":
         state, name = self, str(happening.fields.get("name", ""))
