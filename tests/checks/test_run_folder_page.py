@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.coordinator.job_report import JobSummary
+from lockstep.coordinator.job_report import fields_of_end
 from lockstep.coordinator.provenance import provenance
 from lockstep.observability.events import (
     DIGEST_FORMAT,
@@ -19,6 +19,7 @@ from lockstep.observability.events import (
     JobStarted,
     StepDigests,
 )
+from lockstep.observability.run_state import JobTotals
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.worker.script import Script
 
@@ -58,7 +59,7 @@ def test_every_field_of_a_recorded_step_is_described() -> None:
 def test_the_first_and_the_last_event_describe_the_whole_job() -> None:
     asked = {field.name for field in fields(JobSpec)} | set(provenance(Script("a.py", False)))
     assert set(JobStarted.__struct_fields__) == {"format"} | asked
-    ended = JobSummary().fields(0.0).keys() | {"status", "message", "workers"}
+    ended = fields_of_end(JobTotals(), 0.0).keys() | {"status", "message", "workers"}
     assert set(JobFinished.__struct_fields__) == ended
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, encode_record, newest
-from lockstep.coordinator.job_report import JobSummary
+from lockstep.observability.run_state import JobTotals
 from lockstep.protocol.host import (
     BeginView,
     HostMembers,
@@ -70,7 +70,7 @@ def test_a_record_comes_back_as_it_was() -> None:
         (first, HostRecord("node2", None, lost=True)),
         BeginView(2, (members,), "lost", (1,), 3, 1),
         StateSource(2, 1, 4096, 0, "10.0.0.1", 4000),
-        JobSummary(lost=2, steps=7, digest="d"),
+        JobTotals(lost=2, steps=7, digest="d"),
         "fit 1",
         ("log.csv",),
         True,

@@ -116,6 +116,14 @@ def test_a_state_stays_what_it_is_when_events_follow(entries: list[PublishedEven
     assert [plain(state.after(entry)) for state, entry in zip(states, entries, strict=False)] == before[1:]
 
 
+def test_a_late_report_of_an_earlier_step_lowers_nothing() -> None:
+    state = RunState().after(JOB)
+    for event in (CheckpointWritten("c/20", 20, 0.1), steps(18), LastStepEnded(19)):
+        state = state.after(PublishedEvent(1.0, 0, event))
+    assert state.totals.reached == 20
+    assert state.after(PublishedEvent(1.0, 1, steps(0))).totals.reached == 20
+
+
 def plain(value: Any) -> Any:
     """All that a value holds, as built-in types; a text for numbers, so that NaN equals NaN."""
     match value:

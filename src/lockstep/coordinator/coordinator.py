@@ -19,7 +19,7 @@ from lockstep.coordinator.comparison import read_verdict
 from lockstep.coordinator.file_conflicts import FileConflicts
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
-from lockstep.coordinator.job_report import JobSummary, explain
+from lockstep.coordinator.job_report import explain, fields_of_end, last_line
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.startup_progress import (
     LOADING,
@@ -33,8 +33,9 @@ from lockstep.coordinator.startup_progress import (
 )
 from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
-from lockstep.observability.bus import Bus
+from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.console import Console
+from lockstep.observability.run_state import JobTotals, RunState
 from lockstep.observability.step_parts import CallTimes
 from lockstep.protocol.admin import (
     AdminRequest,
@@ -208,7 +209,7 @@ class Coordinator:
     _downloads: dict[str, float] = field(default_factory=dict)
     _chief_writes: tuple[str, ...] = ()
     _kept_step: int = 0
-    _tally: JobSummary = field(default_factory=JobSummary)
+    _run: RunState = field(init=False)
     _call_times: CallTimes = field(default_factory=CallTimes)
     _begun: float = 0.0
     _since: float = 0.0
@@ -223,6 +224,17 @@ class Coordinator:
         self._output = RemoteOutput(self.console, self.paths)
         for agent in self.agents:
             self._take_in(agent)
+        # The job goes on with another coordinator, and does not start again.
+        self._run = RunState(
+            keeps_history=False,
+            job={"workers": self.spec.workers},
+            members=self.state.view.workers,
+            totals=JobTotals() if self.record is None else self.record.tally,
+        )
+        self.events.subscribe(self._note_event, *run_events.RUN_EVENTS, run_events.StepsMeasured)
+
+    def _note_event(self, published: PublishedEvent) -> None:
+        self._run = self._run.after(published)
 
     def _take_in(self, agent: HostAgent) -> None:
         agent.queue = self._queue
@@ -296,7 +308,7 @@ class Coordinator:
 
     def _take_over(self, record: JobRecord) -> None:
         """Continue a job whose coordinator was lost; its agents have the instructions of the record."""
-        self._view, self._given, self._tally = record.view, record.given, record.tally
+        self._view, self._given = record.view, record.given
         self._doing, self._chief_writes = record.doing, record.chief_writes
         self._used_strategy = record.used_strategy
         self._begun, self._since = record.begun, record.since
@@ -367,7 +379,7 @@ class Coordinator:
             ),
             self._view,
             self._given,
-            self._tally,
+            self._run.totals,
             self._doing,
             self._chief_writes,
             self._used_strategy,
@@ -458,11 +470,9 @@ class Coordinator:
         before, leaving = set(self._view.workers), self.state.leaving
         for worker in sorted(before.difference(view.workers)):
             leaves = worker in leaving
-            self._tally.lost += not leaves
             happened = run_events.WorkerLeft if leaves else run_events.WorkerLost
             self.events.publish(happened(worker, reason))
         for worker in sorted(set(view.workers) - before):
-            self._tally.joined += 1
             self.events.publish(run_events.WorkerJoined(worker, reason))
         self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
         old = self._view.hosts[0]
@@ -784,7 +794,6 @@ class Coordinator:
                 self.events.publish(event, worker)
                 if isinstance(event, run_events.StepsMeasured):
                     self._call_times.measured(worker, event)
-                    self._tally.has_reached(event.trained)
                 elif not isinstance(
                     event, run_events.MetricsRecorded | run_events.WorkerDigest | run_events.OrderRecorded
                 ):
@@ -818,10 +827,8 @@ class Coordinator:
                 | run_events.CheckpointsConfigured()
                 | run_events.TimeoutSet()
                 | run_events.CheckpointNotWritten()
+                | run_events.LastStepEnded()
             ):
-                self._decide(event)
-            case run_events.LastStepEnded(step):
-                self._tally.has_reached(step)
                 self._decide(event)
             case run_events.ImportStarted(module):
                 self._note_progress(worker, importing(module), self.clock.now() if module else None)
@@ -843,13 +850,7 @@ class Coordinator:
                 self._tell_of_download(worker, file, of, seconds)
             case run_events.HostsDiffer(what):
                 self.console.say(what)
-            case run_events.ReplicasVerified(verified):
-                self._tally.verified = verified
-            case run_events.TrainingEnded(steps, model, digest) if worker == self.state.view.chief:
-                self._tally.trained(steps, model, digest)
             case run_events.CheckpointWritten(path, step, seconds):
-                self._tally.checkpoints += 1
-                self._tally.has_reached(step)
                 self._kept_step = step
                 self.console.say(
                     f"checkpoint {path}{f' ({seconds:.0f} s)' if seconds >= _LONG_WRITE else ''}"
@@ -858,8 +859,7 @@ class Coordinator:
             case run_events.TrainingResumed(where, step) if worker == self.state.view.chief:
                 if self.state.workers[worker].started_at is None:
                     # Otherwise it has joined, and is the chief because the hosts of all others retire.
-                    self._tally.before = self._kept_step = step
-                    self._tally.has_reached(step)
+                    self._kept_step = step
                     self.console.say(f"training resumed after {where}")
 
     def _note_progress(self, worker: int, what: str, since: float | None = None) -> None:
@@ -957,9 +957,9 @@ class Coordinator:
 
     def _summary(self) -> str:
         seconds = self.clock.now() - self._begun
-        return self._tally.line(
-            seconds, len(self.state.members), len(self.state.failures), read_verdict(self.paths)
-        )
+        compared = read_verdict(self.paths)
+        ended, failed = len(self.state.members), len(self.state.failures)
+        return last_line(self._run.totals, seconds, ended, failed, compared)
 
     def _places(self, workers: Sequence[int]) -> str:
         """Return " (worker 1 on node2)" for workers that ended a job over hosts."""
@@ -989,7 +989,7 @@ class Coordinator:
         return tuple(agent.ended for agent in self.agents if agent.ended is not None)
 
     def _publish_end(self, status: int, message: str, workers: tuple[int, ...] = ()) -> None:
-        done = self._tally.fields(self.clock.now() - self._begun)
+        done = fields_of_end(self._run.totals, self.clock.now() - self._begun)
         self.events.publish(run_events.JobFinished(status=status, message=message, workers=workers, **done))
 
     def _warn(self, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from lockstep.coordinator.job_report import JobSummary
+from lockstep.observability.run_state import JobTotals
 from lockstep.protocol.host import BeginView, Instruction, KeepRecord, PeerAddress, StateSource
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.actions import JobOutcome
@@ -68,7 +68,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     hosts: tuple[HostRecord, ...]
     view: BeginView = BeginView(0, ())
     given: StateSource | None = None
-    tally: JobSummary = msgspec.field(default_factory=JobSummary)
+    tally: JobTotals = JobTotals()
     doing: str = ""
     chief_writes: tuple[str, ...] = ()
     used_strategy: bool = False

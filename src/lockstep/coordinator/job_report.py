@@ -1,85 +1,55 @@
 """The last message of a job: what it has done, or why it failed. Pure."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from lockstep.errors import code_in
+from lockstep.observability.run_state import JobTotals
 from lockstep.protocol.host import WorkerEvidence
 from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.system.prose import count
 
 
-@dataclass
-class JobSummary:
-    """What a job has done.
+def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
+    """Return the fields of what a job has done for the event at its end; it took `seconds`."""
+    done = msgspec.structs.asdict(totals)
+    reached = done.pop("reached")
+    if totals.steps is None and reached:
+        done["steps"] = reached
+    return {"seconds": round(seconds, 3), **done}
 
-    Attributes:
-        lost: number of lost workers.
-        joined: number of workers that joined.
-        checkpoints: number of written checkpoints.
-        verified: number of replicas' computations that a second worker has repeated, with equal bits.
-        before: training steps in the checkpoint from which the job resumed.
-        steps: training steps, including those; None until the chief reports them.
-        model: the name of the model that was trained last; empty if there is none.
-        digest: `lockstep.digest` of that model at the end of the script.
-        reached: training steps that are known to be completed, also those in the checkpoint.
+
+def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, compared: str = "") -> str:
+    """Return the last line of a job; empty if it trained nothing.
+
+    Args:
+        totals: what it has done.
+        seconds: its duration.
+        workers: the number of workers with which it ended.
+        failed: the number of workers on which the script ended with an error.
+        compared: what a comparison with one process has shown; empty if none was wanted.
     """
-
-    lost: int = 0
-    joined: int = 0
-    checkpoints: int = 0
-    verified: int = 0
-    before: int = 0
-    steps: int | None = None
-    model: str = ""
-    digest: str = ""
-    reached: int = 0
-
-    def has_reached(self, step: int) -> None:
-        """Note that this training step is completed."""
-        self.reached = max(self.reached, step)
-
-    def trained(self, steps: int, model: str, digest: str) -> None:
-        """Note what the chief reports at the end of its script."""
-        self.steps, self.model, self.digest = steps, model, digest
-
-    def fields(self, seconds: float) -> dict[str, Any]:
-        """Return the fields for the event at the end of the job, which took `seconds`."""
-        done = asdict(self)
-        reached = done.pop("reached")
-        if self.steps is None and reached:
-            done["steps"] = reached
-        return {"seconds": round(seconds, 3), **done}
-
-    def line(self, seconds: float, workers: int, failed: int = 0, compared: str = "") -> str:
-        """Return the last line of a job; empty if it trained nothing.
-
-        Args:
-            seconds: its duration.
-            workers: the number of workers with which it ended.
-            failed: the number of workers on which the script ended with an error.
-            compared: what a comparison with one process has shown; empty if none was wanted.
-        """
-        if self.steps is None:
-            return ""
-        before = f", {self.before} of them before," if self.before else ""
-        numbers = {"lost": self.lost, "joined": self.joined}
-        changes = [f"{number} {what}" for what, number in numbers.items() if number]
-        changes += [f"the script failed on {count(failed, 'worker')}"] if failed else []
-        # Lockstep does not count the steps of a custom loop that it does not drive.
-        steps = f": {count(self.steps, 'step')}{before}" if self.steps else ""
-        changed = f" ({', '.join(changes)})" if changes else ""
-        parts = [f"finished in {_spoken(seconds)}{steps} on {count(workers, 'worker')}{changed}"]
-        if compared:
-            parts.append(compared)
-        if self.checkpoints:
-            parts.append(count(self.checkpoints, "checkpoint"))
-        if self.verified:
-            parts.append(f"{count(self.verified, 'computation')} verified")
-        if self.digest:
-            parts.append(f"digest {self.digest} of model {self.model!r}")
-        return "; ".join(parts)
+    if totals.steps is None:
+        return ""
+    before = f", {totals.before} of them before," if totals.before else ""
+    numbers = {"lost": totals.lost, "joined": totals.joined}
+    changes = [f"{number} {what}" for what, number in numbers.items() if number]
+    changes += [f"the script failed on {count(failed, 'worker')}"] if failed else []
+    # Lockstep does not count the steps of a custom loop that it does not drive.
+    steps = f": {count(totals.steps, 'step')}{before}" if totals.steps else ""
+    changed = f" ({', '.join(changes)})" if changes else ""
+    parts = [f"finished in {_spoken(seconds)}{steps} on {count(workers, 'worker')}{changed}"]
+    if compared:
+        parts.append(compared)
+    if totals.checkpoints:
+        parts.append(count(totals.checkpoints, "checkpoint"))
+    if totals.verified:
+        parts.append(f"{count(totals.verified, 'computation')} verified")
+    if totals.digest:
+        parts.append(f"digest {totals.digest} of model {totals.model!r}")
+    return "; ".join(parts)
 
 
 def _spoken(seconds: float) -> str:

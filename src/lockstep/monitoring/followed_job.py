@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.coordinator.admin_client import JobWatch, call_job
-from lockstep.coordinator.job_report import JobSummary
+from lockstep.coordinator.job_report import last_line
 from lockstep.coordinator.run_lookup import job_in, name_or_folder
 from lockstep.errors import ConfigError
 from lockstep.monitoring.overview import Overview, overview
 from lockstep.monitoring.run_folder import RunFolder
-from lockstep.observability.run_state import RunState
+from lockstep.observability.run_state import JobTotals, RunState
 from lockstep.protocol.admin import AdminRequest, Reply, StackRequest, Status, StatusRequest
 from lockstep.system.clock import Clock
 from lockstep.system.paths import RunPaths
@@ -156,8 +156,8 @@ def end_of(name: str, run: RunState) -> str:
     fields = dict(run.finished or {})
     status, message, seconds = fields.get("status"), fields.get("message"), fields.get("seconds", 0.0)
     if status == 0:
-        known = {one: fields[one] for one in JobSummary.__dataclass_fields__ if one in fields}
-        line = JobSummary(**known).line(seconds, len(run.members))
+        known = {one: fields[one] for one in JobTotals.__struct_fields__ if one in fields}
+        line = last_line(JobTotals(**known), seconds, len(run.members))
         return f"{name} {line}" if line else f"{name} finished in {seconds:.0f} s"
     return f"{name} ended with status {status}" + (f": {message}" if message else "")
 

@@ -102,7 +102,8 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
         measurements: the end of the log of measurements.
         now: seconds since 1970; None if no process uses the folder.
     """
-    name, state, last = printable(name), RunState(keeps_history=False), None
+    name = printable(name)
+    state, last = RunState(keeps_history=False), None
     for event in happenings(events):
         state, last = state.after(event), _number(event.time)
     job, done = state.job, state.finished or {}
