@@ -1,4 +1,4 @@
-"""The figures of a running job as OpenMetrics: a fold of its events, and the text of the format."""
+"""The figures of a running job as OpenMetrics: those of the state of its run, and the text of the format."""
 
 import math
 import threading
@@ -21,7 +21,7 @@ from lockstep.observability.events import (
     WorkerLoad,
     WorkerLost,
 )
-from lockstep.observability.step_recorder import serves, trains
+from lockstep.observability.run_state import RunState, StepSums
 
 KINDS: tuple[type[Event], ...] = (
     *(CheckpointWritten, LoadMeasured, MetricsRecorded, StepsMeasured, TrainingResumed),
@@ -53,7 +53,7 @@ class Family(NamedTuple):
 
 
 class JobMetrics:
-    """Adds up the events of a job; the methods may be called from any thread.
+    """The figures of a job, from its events; the methods may be called from any thread.
 
     Counters begin at zero with each coordinator, but for the number of steps.
 
@@ -65,147 +65,81 @@ class JobMetrics:
     def __init__(self, labels: Mapping[str, str], workers: int) -> None:
         self._lock = threading.Lock()
         self._labels = labels
-        self._workers = workers
-        self._changes = dict.fromkeys(("joined", "left", "lost"), 0)
-        self._trained: int | None = None
-        self._examples = 0
-        self._first: int | None = None
-        self._counted = 0
-        self._reached: dict[int, tuple[int, int]] = {}
-        self._steps: dict[int, int] = {}
-        self._staleness: dict[int, int] = {}
-        self._stalest: dict[int, int] = {}
-        self._updates: dict[int, int] = {}
-        self._serving: dict[tuple[int, str], float] = {}
-        self._seconds: dict[tuple[int, str], float] = {}
-        self._values: dict[str, float] = {}
-        self._hosts: dict[str, LoadMeasured] = {}
-        self._checkpoints = 0
-        self._saved: int | None = None
+        self._state = RunState(keeps_history=False, members=range(workers))
 
     def add(self, published: PublishedEvent) -> None:
         """Take in an event of one of `KINDS`."""
         with self._lock:
-            match event := published.event:
-                case StepsMeasured() if published.worker is not None and trains(event.call):
-                    self._add_steps(published.worker, event)
-                case StepsMeasured() if published.worker is not None and serves(event.call):
-                    self._updates[published.worker] = self._updates.get(published.worker, 0) + event.count
-                    _add_parts(self._serving, published.worker, event)
-                case MetricsRecorded(trained=trained, values=values):
-                    self._reach(trained)
-                    self._values |= {name: math.nan if one is None else one for name, one in values.items()}
-                case LoadMeasured():
-                    self._hosts[event.host] = event
-                case TrainingResumed(step=step):
-                    self._reach(step)
-                case ViewStarted(workers=workers):
-                    self._workers = len(workers)
-                case WorkerJoined():
-                    self._changes["joined"] += 1
-                case WorkerLeft():
-                    self._changes["left"] += 1
-                case WorkerLost():
-                    self._changes["lost"] += 1
-                case CheckpointWritten(step=step):
-                    self._checkpoints += 1
-                    self._saved = step
+            self._state = self._state.after(published)
 
     def text(self) -> bytes:
         """Return the figures as the body of a response with `CONTENT_TYPE`."""
-        with self._lock:
-            families = self._families()
-        return exposition(families)
-
-    def _reach(self, step: int) -> None:
-        self._trained = step if self._trained is None else max(self._trained, step)
-
-    def _add_steps(self, worker: int, steps: StepsMeasured) -> None:
-        self._reach(steps.trained)
-        self._steps[worker] = self._steps.get(worker, 0) + steps.count
-        _add_parts(self._seconds, worker, steps)
-        if steps.staleness is not None and steps.largest_staleness is not None:
-            self._staleness[worker] = self._staleness.get(worker, 0) + steps.staleness
-            self._stalest[worker] = steps.largest_staleness
-            # The chief takes all steps.
-            return
-        # All workers measure the same examples, each in its own pieces. The one that is ahead counts.
-        before = steps.trained - steps.count
-        if self._first is None:
-            self._first = self._counted = before
-        reached, examples = self._reached.get(worker, (self._first, 0))
-        if reached != before:
-            # It has joined: how many there were before follows from the others, up to uneven batches.
-            mean = self._examples / max(1, self._counted - self._first)
-            examples = self._examples + round((before - self._counted) * mean)
-        self._reached[worker] = (steps.trained, examples + steps.examples)
-        if steps.trained > self._counted:
-            self._counted, self._examples = steps.trained, max(self._examples, examples + steps.examples)
-
-    def _families_of_servers(self) -> list[Family]:
-        """Return the families of a job with parameter servers."""
-        staleness, largest, updates = (
-            [LabelledValue(of_worker(worker), value) for worker, value in values.items()]
-            for values in (self._staleness, self._stalest, self._updates)
-        )
-        return [
-            Family("lockstep_staleness", "counter", "Sum of the staleness of steps of a worker.", staleness),
-            Family(
-                "lockstep_largest_staleness", "gauge", "Largest staleness in the last measurement.", largest
-            ),
-            Family("lockstep_server_updates", "counter", "Updates of a parameter server.", updates),
-            Family(
-                "lockstep_server_seconds",
-                "counter",
-                "Time of a parameter server, by part.",
-                _of_parts(self._serving),
-                "seconds",
-            ),
-        ]
-
-    def _families(self) -> list[Family]:
-        joined, left, lost = (single(self._changes[name]) for name in ("joined", "left", "lost"))
-        steps = [LabelledValue(of_worker(worker), count) for worker, count in self._steps.items()]
-        seconds = _of_parts(self._seconds)
-        metrics = [LabelledValue({"name": name}, value) for name, value in self._values.items()]
-        of_servers = self._families_of_servers() if self._staleness or self._updates else []
-        # Unknown values have no sample: a counter that falls to zero would count anew.
-        trained = [] if self._trained is None else single(self._trained)
-        saved = [] if self._saved is None else single(self._saved)
-        return [
-            Family("lockstep_job", "info", "The job.", [LabelledValue(self._labels, 1)]),
-            Family("lockstep_workers", "gauge", "Members of the newest view.", single(self._workers)),
-            Family("lockstep_workers_joined", "counter", "Workers that have joined.", joined),
-            Family("lockstep_workers_left", "counter", "Workers that were asked to leave.", left),
-            Family("lockstep_workers_lost", "counter", "Workers that were lost.", lost),
-            Family(
-                "lockstep_steps",
-                "counter",
-                "Training steps of the job, with those before it resumed.",
-                trained,
-            ),
-            Family("lockstep_examples", "counter", "Examples in training steps.", single(self._examples)),
-            Family("lockstep_worker_steps", "counter", "Training steps of a worker.", steps),
-            Family(
-                "lockstep_step_seconds",
-                "counter",
-                "Time of training steps of a worker, by part.",
-                seconds,
-                "seconds",
-            ),
-            *of_servers,
-            Family("lockstep_metric", "gauge", "The last value of a metric of fit.", metrics),
-            Family(
-                "lockstep_checkpoints", "counter", "Checkpoints that were written.", single(self._checkpoints)
-            ),
-            Family("lockstep_checkpoint_step", "gauge", "Training steps in the last checkpoint.", saved),
-            *load_families([self._hosts[name] for name in self._hosts]),
-        ]
+        return exposition(job_families(self._labels, self._state))
 
 
-def _add_parts(sums: dict[tuple[int, str], float], worker: int, steps: StepsMeasured) -> None:
-    for part in STEP_PARTS:
-        sums[worker, part] = sums.get((worker, part), 0.0) + getattr(steps, part)
+def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
+    """Return the families of a job: what it is, and what has happened in it."""
+    totals, taken = state.totals, state.taken
+    joined, left, lost = (single(number) for number in (totals.joined, state.left, totals.lost))
+    steps = [LabelledValue(of_worker(worker), sums.count) for worker, sums in taken.items()]
+    metrics = [
+        LabelledValue({"name": name}, math.nan if value is None else value)
+        for name, value in state.values.items()
+    ]
+    # Unknown values have no sample: a counter that falls to zero would count anew.
+    trained = [] if state.trained is None else single(state.trained)
+    saved = [] if state.saved is None else single(state.saved)
+    examples = single(state.examples.examples)
+    return [
+        Family("lockstep_job", "info", "The job.", [LabelledValue(labels, 1)]),
+        Family("lockstep_workers", "gauge", "Members of the newest view.", single(len(state.members))),
+        Family("lockstep_workers_joined", "counter", "Workers that have joined.", joined),
+        Family("lockstep_workers_left", "counter", "Workers that were asked to leave.", left),
+        Family("lockstep_workers_lost", "counter", "Workers that were lost.", lost),
+        Family(
+            "lockstep_steps", "counter", "Training steps of the job, with those before it resumed.", trained
+        ),
+        Family("lockstep_examples", "counter", "Examples in training steps.", examples),
+        Family("lockstep_worker_steps", "counter", "Training steps of a worker.", steps),
+        Family(
+            "lockstep_step_seconds",
+            "counter",
+            "Time of training steps of a worker, by part.",
+            _of_parts(taken),
+            "seconds",
+        ),
+        *_server_families(state),
+        Family("lockstep_metric", "gauge", "The last value of a metric of fit.", metrics),
+        Family(
+            "lockstep_checkpoints", "counter", "Checkpoints that were written.", single(totals.checkpoints)
+        ),
+        Family("lockstep_checkpoint_step", "gauge", "Training steps in the last checkpoint.", saved),
+        *load_families([host.measured for host in state.hosts.values()]),
+    ]
+
+
+def _server_families(state: RunState) -> list[Family]:
+    """Return the families of a job with parameter servers; none for another one."""
+    stale = {worker: sums for worker, sums in state.taken.items() if sums.staleness is not None}
+    if not stale and not state.served:
+        return []
+    staleness = [LabelledValue(of_worker(worker), sums.staleness or 0) for worker, sums in stale.items()]
+    largest = [
+        LabelledValue(of_worker(worker), sums.largest_staleness or 0) for worker, sums in stale.items()
+    ]
+    updates = [LabelledValue(of_worker(worker), sums.count) for worker, sums in state.served.items()]
+    return [
+        Family("lockstep_staleness", "counter", "Sum of the staleness of steps of a worker.", staleness),
+        Family("lockstep_largest_staleness", "gauge", "Largest staleness in the last measurement.", largest),
+        Family("lockstep_server_updates", "counter", "Updates of a parameter server.", updates),
+        Family(
+            "lockstep_server_seconds",
+            "counter",
+            "Time of a parameter server, by part.",
+            _of_parts(state.served),
+            "seconds",
+        ),
+    ]
 
 
 def load_families(hosts: Sequence[LoadMeasured]) -> list[Family]:
@@ -251,9 +185,11 @@ def load_families(hosts: Sequence[LoadMeasured]) -> list[Family]:
     ]
 
 
-def _of_parts(seconds: Mapping[tuple[int, str], float]) -> list[LabelledValue]:
+def _of_parts(sums: Mapping[int, StepSums]) -> list[LabelledValue]:
     return [
-        LabelledValue({**of_worker(worker), "part": part}, value) for (worker, part), value in seconds.items()
+        LabelledValue({**of_worker(worker), "part": part}, seconds)
+        for worker, of_steps in sums.items()
+        for part, seconds in zip(STEP_PARTS, of_steps.parts, strict=True)
     ]
 
 

@@ -29,6 +29,7 @@ from lockstep.observability.events import (
     TrainingResumed,
     ViewStarted,
 )
+from lockstep.observability.run_state import RunState
 from lockstep.observability.step_recorder import serves, trains
 from lockstep.system.files import FOLDER_MODE
 from lockstep.system.prose import count, name_workers
@@ -69,47 +70,47 @@ class Points:
     """
 
     def __init__(self) -> None:
-        self._step: int | None = None
+        self._state = RunState(keeps_history=False)
         self._waiting: list[PublishedEvent] = []
         self._text: tuple[int, str] = (-1, "")
 
     def of(self, published: PublishedEvent) -> list[Point]:
         """Return the points that follow from an event."""
-        points, time = [], published.time
+        points, time, step = [], published.time, self._step
+        self._state = self._state.after(published)
         match event := published.event:
             case MetricsRecorded():
-                self._reached(event.trained)
                 points = _metrics(event, time)
             case StepsMeasured() if trains(event.call) or serves(event.call):
-                self._reached(event.trained)
                 points = _steps(f"worker-{published.worker}", event, time)
-            case TrainingResumed():
-                self._reached(event.step)
-            case LoadMeasured() if self._step is not None:
-                points = _load(event, self._step, time)
+            case LoadMeasured() if step is not None:
+                points = _load(event, step, time)
             case _ if isinstance(event, _MEMBERSHIP):
                 self._waiting.append(published)
         return points + self._membership()
 
-    def _reached(self, step: int) -> None:
-        # Workers report one after the other, and a joiner begins with an older state.
-        self._step = step if self._step is None else max(step, self._step)
+    @property
+    def _step(self) -> int | None:
+        """The last known training step; a server may be the first to know it."""
+        served = [sums.trained for sums in self._state.served.values()]
+        return max((step for step in (self._state.trained, *served) if step is not None), default=None)
 
     def _membership(self) -> list[Point]:
-        if self._step is None:
+        known = self._step
+        if known is None:
             return []
         points = []
         for time, _, event in self._waiting:
             line = f"* {strftime('%Y-%m-%d %H:%M:%S', localtime(time))}: {_described(event)}"
             # TensorBoard shows one text for each step.
             step, text = self._text
-            text = f"{text}\n{line}" if step == self._step else line
-            self._text = (self._step, text)
-            points.append(Point(_JOB, "membership", self._step, time, text))
+            text = f"{text}\n{line}" if step == known else line
+            self._text = (known, text)
+            points.append(Point(_JOB, "membership", known, time, text))
             if isinstance(event, JobStarted):
-                points.append(Point(_JOB, "workers", self._step, time, event.workers))
+                points.append(Point(_JOB, "workers", known, time, event.workers))
             elif isinstance(event, ViewStarted):
-                points.append(Point(_JOB, "workers", self._step, time, len(event.workers)))
+                points.append(Point(_JOB, "workers", known, time, len(event.workers)))
         self._waiting.clear()
         return points
 
