@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.monitoring.page_data import MOST_POINTS, MOST_SERIES, Window, chart, compare, parts
 from lockstep.monitoring.run_folder import RunFolder
 from lockstep.observability.events import STEP_PARTS
-from lockstep.observability.growth import Columns
+from lockstep.observability.growth import Columns, GrowingMap
 from lockstep.observability.run_state import LOAD_COLUMNS, METRIC_COLUMNS, RunState, WorkerInfo
 
 from .made_runs import END, EVENTS, HOSTILE, MEASURED, event, job, make_hostile_run, make_run, metrics, steps
@@ -300,7 +300,10 @@ def test_two_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
 
 def test_the_number_of_series_is_bounded() -> None:
     load = Columns(*LOAD_COLUMNS).plus(1.0, 1.0, 0.0, 1.0, 0.0)
-    data = RunState(workers={worker: WorkerInfo(worker, load=load) for worker in range(100)})
+    workers: GrowingMap[WorkerInfo] = GrowingMap()
+    for worker in range(100):
+        workers = workers.plus(worker, WorkerInfo(worker, load=load))
+    data = RunState(workers=workers)
     assert len(chart(data, "load:cores", Window())) == MOST_SERIES
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.observability.growth import Columns, GrowingList, Numbering
+from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numbering
 
 choices = st.lists(st.integers(0, 10**6), max_size=80)
 """For each new value, from which of those before it is made."""
@@ -51,6 +51,22 @@ def test_a_log_is_a_list_of_its_newest_items(count: int, most: int | None, data:
     assert list(reversed(log)) == items[::-1]
     with pytest.raises(IndexError):
         log[len(log)]
+
+
+@given(choices)
+def test_items_of_any_value_remain_whatever_is_made_from_it(choices: list[int]) -> None:
+    values: list[tuple[GrowingMap[int], dict[int, int]]] = [(GrowingMap(), {})]
+    for at, choice in enumerate(choices):
+        items, twin = values[choice % len(values)]
+        added = {choice % 97 - 1: at, at: choice}
+        twin = {**twin, **added}
+        for key, value in added.items():
+            items = items.plus(key, value)
+        values.append((items, twin))
+    for items, twin in values:
+        assert (dict(items), len(items), 10**7 in items) == (twin, len(twin), False)
+        assert all(items[key] == items.find(key) == value for key, value in twin.items())
+        assert items.find(10**7) is None
 
 
 @given(choices)

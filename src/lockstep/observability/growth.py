@@ -4,9 +4,9 @@ A state of a run that gains thousands of events stays a value, without copies of
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,6 +16,8 @@ _Item = TypeVar("_Item")
 
 _FIRST_ROWS = 16
 _PART = 256
+_NEIGHBOURS = 32
+_NO_ITEMS: Mapping[int, Any] = {}
 
 
 class _Rows:
@@ -121,6 +123,36 @@ class GrowingList(Generic[_Item]):
             raise IndexError(index)
         number, at = divmod(index % len(self) + self._skipped, _PART)
         return self._last[at] if number == len(self._parts) else self._parts[number][at]
+
+
+class GrowingMap(Mapping[int, _Item], Generic[_Item]):
+    """Items by the id of a worker, in the order in which they were added among some neighbours."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        # By the higher digits of the id: an item costs the copy of one part, not of all items.
+        self._parts: Mapping[int, Mapping[int, _Item]] = {}
+
+    def plus(self, key: int, item: _Item) -> "GrowingMap[_Item]":
+        """Return the items with another one, instead of that with the same id."""
+        number = key // _NEIGHBOURS
+        longer: GrowingMap[_Item] = GrowingMap.__new__(GrowingMap)
+        longer._parts = {**self._parts, number: {**self._parts.get(number, _NO_ITEMS), key: item}}
+        return longer
+
+    def find(self, key: int) -> _Item | None:
+        """Return the item of an id; None if there is none."""
+        return self._parts.get(key // _NEIGHBOURS, _NO_ITEMS).get(key)
+
+    def __getitem__(self, key: int) -> _Item:
+        return self._parts[key // _NEIGHBOURS][key]
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._parts.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts.values()))
 
 
 class Numbering:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import STEP_PARTS, LoadMeasured, MetricsRecorded, StepsMeasured
-from lockstep.observability.growth import Columns, GrowingList, Numbering
+from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numbering
 from lockstep.observability.run_lines import Happening, as_happening
 from lockstep.observability.step_recorder import serves, trains
 
@@ -173,19 +173,19 @@ class ExampleCount(msgspec.Struct, frozen=True):
     examples: int = 0
     first: int | None = None
     counted: int = 0
-    reached: Mapping[int, tuple[int, int]] = {}
+    reached: GrowingMap[tuple[int, int]] = GrowingMap()
 
     def plus(self, worker: int, steps: StepsMeasured) -> "ExampleCount":
         """Return the count with another measurement; the worker that is ahead counts."""
         before = steps.trained - steps.count
         first, counted = (before, before) if self.first is None else (self.first, self.counted)
-        reached, examples = self.reached.get(worker, (first, 0))
+        reached, examples = self.reached.find(worker) or (first, 0)
         if reached != before:
             # It has joined: how many there were before follows from the others, up to uneven batches.
             mean = self.examples / max(1, counted - first)
             examples = self.examples + round((before - counted) * mean)
         examples += steps.examples
-        known = {**self.reached, worker: (steps.trained, examples)}
+        known = self.reached.plus(worker, (steps.trained, examples))
         if steps.trained > counted:
             return ExampleCount(max(self.examples, examples), first, steps.trained, known)
         return ExampleCount(self.examples, first, counted, known)
@@ -256,14 +256,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     began: float = 0.0
     last: float = 0.0
     members: Sequence[int] = ()
-    workers: Mapping[int, WorkerInfo] = {}
+    workers: GrowingMap[WorkerInfo] = GrowingMap()
     hosts: Mapping[str, HostInfo] = {}
     totals: JobTotals = JobTotals()
     left: int = 0
     trained: int | None = None
     examples: ExampleCount = ExampleCount()
-    taken: Mapping[int, StepSums] = {}
-    served: Mapping[int, StepSums] = {}
+    taken: GrowingMap[StepSums] = GrowingMap()
+    served: GrowingMap[StepSums] = GrowingMap()
     saved: int | None = None
     values: Mapping[str, float | None] = {}
     views: tuple[ViewInfo, ...] = ()
@@ -281,17 +281,16 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     def after(self, published: PublishedEvent | Happening) -> "RunState":
         """Return what is known after an event."""
-        match published:
-            case Happening():
-                return self._after_happening(published)
-            case PublishedEvent(time, worker, StepsMeasured() as steps) if worker is not None:
-                return self._after_steps(time, worker, steps)
-            case PublishedEvent(time, _, MetricsRecorded() as metrics):
-                return self._after_metrics(time, metrics)
-            case PublishedEvent(time, _, LoadMeasured() as load):
-                return self._after_load(time, load)
-            case PublishedEvent(event=StepsMeasured()):
-                return self
+        if isinstance(published, Happening):
+            return self._after_happening(published)
+        match published.event:
+            case StepsMeasured() as steps:
+                worker = published.worker
+                return self if worker is None else self._after_steps(published.time, worker, steps)
+            case MetricsRecorded() as metrics:
+                return self._after_metrics(published.time, metrics)
+            case LoadMeasured() as load:
+                return self._after_load(published.time, load)
         return self._after_happening(as_happening(published))
 
     def without_line(self) -> "RunState":
@@ -301,7 +300,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     # Measurements.
 
     def _after_steps(self, time: float, worker: int, steps: StepsMeasured) -> "RunState":
-        state, info = self, self.workers.get(worker) or WorkerInfo(worker)
+        state, info = self, self.workers.find(worker) or WorkerInfo(worker)
         phase = "training" if info.ended is None else info.phase
         nested = info.nested
         if steps.calls:
@@ -315,16 +314,16 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         trained, examples, taken, served = self.trained, self.examples, self.taken, self.served
         if trains(steps.call):
             trained = steps.trained if trained is None else max(trained, steps.trained)
-            taken = {**taken, worker: (taken.get(worker) or StepSums()).plus(steps)}
+            taken = taken.plus(worker, (taken.find(worker) or StepSums()).plus(steps))
             if steps.staleness is None or steps.largest_staleness is None:
                 # The chief of a job with parameter servers takes all steps.
                 examples = examples.plus(worker, steps)
         elif serves(steps.call):
-            served = {**served, worker: (served.get(worker) or StepSums()).plus(steps)}
+            served = served.plus(worker, (served.find(worker) or StepSums()).plus(steps))
         return replace(
             state,
             last=max(self.last, time),
-            workers={**self.workers, worker: info},
+            workers=self.workers.plus(worker, info),
             waits=_without(self.waits, worker),
             totals=_reached(self.totals, steps.trained),
             trained=trained,
@@ -360,14 +359,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(state, batch_metrics=changed) if epoch is None else replace(state, metrics=changed)
 
     def _after_load(self, time: float, measured: LoadMeasured) -> "RunState":
-        workers, host = dict(self.workers), self.hosts.get(measured.host)
+        workers, host = self.workers, self.hosts.get(measured.host)
         host = HostInfo(measured) if host is None else replace(host, measured=measured)
         for load in measured.workers:
-            info = workers.get(load.worker) or WorkerInfo(load.worker)
+            info = workers.find(load.worker) or WorkerInfo(load.worker)
             rows = info.load
             if self.keeps_history:
                 rows = rows.plus(time, load.cores, load.delayed, load.memory, load.faults)
-            workers[load.worker] = replace(info, host=measured.host, load=rows)
+            workers = workers.plus(load.worker, replace(info, host=measured.host, load=rows))
         if self.keeps_history:
             rows = host.load.plus(
                 time, measured.busy, measured.memory_used, measured.swapping, measured.throttled
@@ -401,10 +400,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def _worker(self, happening: Happening) -> WorkerInfo:
         """Return the worker of an event; one with the id -1 for the run itself."""
         at = -1 if happening.worker is None else happening.worker
-        return self.workers.get(at) or WorkerInfo(at)
+        return self.workers.find(at) or WorkerInfo(at)
 
     def _with_worker(self, info: WorkerInfo) -> "RunState":
-        return replace(self, workers={**self.workers, info.worker: info})
+        return replace(self, workers=self.workers.plus(info.worker, info))
 
     def _with_phase(self, happening: Happening, phase: Phase, **changes: Any) -> "RunState":
         """Return the state with a worker in a phase, unless its process has ended, and with other changes."""
@@ -424,10 +423,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def _job(self, happening: Happening) -> "RunState":
         # Ids of workers and numbers of views and calls begin again. Anything may stand in a file.
         count = happening.fields.get("workers")
-        workers = {
-            worker: replace(info, phase="starting", status=None, reason="", ended=None)
-            for worker, info in self.workers.items()
-        }
+        workers = self.workers
+        for worker, info in self.workers.items():
+            info = replace(info, phase="starting", status=None, reason="", ended=None)
+            workers = workers.plus(worker, info)
         return replace(
             self,
             job=happening.fields,
@@ -441,8 +440,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             left=0,
             trained=None,
             examples=ExampleCount(),
-            taken={},
-            served={},
+            taken=GrowingMap(),
+            served=GrowingMap(),
             saved=None,
             values={},
             _earlier_calls=len(self.calls),
