@@ -28,7 +28,7 @@ from lockstep.system.clock import VirtualClock
 from lockstep.system.nvml import read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-from fake_nvml import GIB, FakeNvml, geforce, h100, process
+from fake_nvml import GIB, LOST, FakeNvml, geforce, h100, process
 
 STATUS = Status("train-1", "train.py", 5, "/r/train-1", 940.0, 4, (0, 1), (), 2, "fit 1")
 JOBS = RunningJobs((STATUS,), ("hung-1",))
@@ -47,16 +47,18 @@ def machine(tmp_path: Path) -> MachineLoad:
         nvmlDeviceGetCurrentClocksThrottleReasons=0x20,
     )
     names = {"nvmlSystemGetProcessName": {4_000_001: "python\x1b[31m"}}
-    return seen(FakeNvml(busy, geforce(1), **names), tmp_path)
+    return seen(FakeNvml(busy, geforce(1), LOST, **names), tmp_path)
 
 
 def test_gpus_their_processes_and_jobs_are_listed(machine: MachineLoad) -> None:
     lines = machine_lines(machine, 1000.0, 2.0)
     assert "  box: " in lines[0]
     assert lines[1:] == [
-        "GPU 0 NVIDIA H100 80GB HBM3  97 %  20.0 of 80.0 GiB  34 C  76 W  throttled (thermal)",
+        "GPU 0 NVIDIA H100 80GB HBM3  97 %  20.0 of 80.0 GiB  34 C  76 W  throttled (thermal)  "
+        "BAR1 1.0 of 128.0 GiB",
         "  4000001  python?[31m  5.0 GiB",
         "GPU 1 NVIDIA GeForce GT 710  0.0 of 2.0 GiB  41 C",
+        "GPU 2  it has fallen off the bus",
         "",
         "JOB      WORKERS  REPLICAS  SINCE  DOING  FOLDER",
         "train-1  2 of 2   4         1m 0s  fit 1  /r/train-1",
@@ -69,10 +71,20 @@ def test_json_and_csv_have_a_place_for_each_value(machine: MachineLoad) -> None:
     assert found["host"]["gpus"][0]["utilization"] == 97
     assert found["jobs"][0]["job"] == "train-1"
     rows = list(csv.DictReader(io.StringIO(machine_csv_heading() + machine_csv(machine))))
-    assert [row["index"] for row in rows] == ["0", "1"]
+    assert [row["index"] for row in rows] == ["0", "1", "2"]
     assert (rows[0]["memory_used"], rows[0]["processes"]) == (str(20 * GIB), "4000001")
     assert rows[0]["throttled"] == "thermal"
     assert (rows[1]["utilization"], rows[1]["processes"]) == ("", "")
+    assert [row["bar1_used"] for row in rows] == [str(GIB), "", ""]
+    assert [bool(row["fault"]) for row in rows] == [False, False, True]
+    assert found["bar1"]["0"] == {"total": 128 * GIB, "used": GIB, "free": 127 * GIB}
+    assert found["faults"].keys() == {"2"}
+
+
+def test_the_host_is_sampled(tmp_path: Path) -> None:
+    host = seen(None, tmp_path).host
+    assert 0 <= host.busy <= 2 * host.cores
+    assert 0 < host.memory_used < host.memory_total
 
 
 def test_a_machine_without_a_gpu_says_why(tmp_path: Path) -> None:

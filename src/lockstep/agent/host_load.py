@@ -4,21 +4,17 @@ A measurement takes some 10 microseconds per thread of a worker, and never waits
 may, has a separate thread.
 """
 
-import contextlib
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 from lockstep.observability.events import GpuLoad, LoadMeasured, WorkerLoad
-from lockstep.system.cgroups import groups, read, throttled_seconds
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.environment import usable_cores
-from lockstep.system.memory import limited_groups, memory_in_use, read_numbers
+from lockstep.system.load import CGROUPS, PROC, HostSampler, ProcessCounters, process_counters
 from lockstep.system.nvml import GpuReading, driver_is_present, load, reader
 
 _EVERY = 2.0
@@ -26,109 +22,9 @@ _SHARE = 1 / 1800
 """The interval grows with the age of the agent, so that a run of a month has some 15,000 measurements."""
 _MOST_COST = 0.001
 """The share of a core that measuring may use: with many workers, the interval is longer."""
-_MOST_BYTES = 4096
-_TICK = 1 / os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_NANO = 1e-9
-_BUSY = (0, 1, 2, 5, 6)
-"""The columns of the first line of /proc/stat in which a core works: for users, and in the kernel."""
 
 GpuReader = Callable[[], AbstractContextManager[Callable[[], GpuReading]]]
 """Opens the driver of GPUs; returns a function that takes a reading."""
-
-
-class ProcessCounters(NamedTuple):
-    """What a process has used so far.
-
-    Attributes:
-        cpu: seconds of processor time.
-        delays: seconds that each of its threads was ready to run and had no core; empty if the kernel does
-            not tell.
-        memory: its resident memory, in bytes.
-        faults: number of page faults that read from the disk.
-    """
-
-    cpu: float
-    delays: dict[int, float]
-    memory: int
-    faults: int
-
-
-class HostCounters(NamedTuple):
-    """What all processes of the host have used so far.
-
-    Attributes:
-        busy: seconds of processor time.
-        memory_used: bytes in use, on the host or in the container with the least memory left.
-        memory_total: bytes of it.
-        swapped: bytes read from and written to swap.
-        throttled: seconds in which a CPU quota has stopped processes of this one's control group.
-    """
-
-    busy: float
-    memory_used: int
-    memory_total: int
-    swapped: int
-    throttled: float
-
-
-class HostCounterFiles:
-    """Where the kernel tells the counters of the host.
-
-    Args:
-        proc: where the kernel's data on processes are mounted.
-        cgroups: where the cgroup file systems are mounted.
-    """
-
-    def __init__(self, proc: Path, cgroups: Path) -> None:
-        self._proc = proc
-        membership = proc / "self" / "cgroup"
-        self._limited = limited_groups(proc / "meminfo", membership, cgroups)
-        found = dict.fromkeys(group / "cpu.stat" for group in groups(membership, cgroups, "cpu"))
-        self._statistics = [file for file in found if file.exists()]
-
-    def read(self) -> HostCounters:
-        """Read the counters; 0 for those that the kernel does not tell."""
-        columns = read(self._proc / "stat").partition("\n")[0].split()[1:]
-        busy = sum(int(columns[at]) for at in _BUSY if at < len(columns)) * _TICK
-        vmstat = read_numbers(self._proc / "vmstat")
-        pages = vmstat.get("pswpin", 0) + vmstat.get("pswpout", 0)
-        memory = memory_in_use(self._proc / "meminfo", self._limited)
-        return HostCounters(busy, *memory, pages * _PAGE, throttled_seconds(self._statistics))
-
-
-def process_counters(pid: int, proc: Path) -> ProcessCounters | None:
-    """Read the counters of a process; None if it has ended, or this user may not see it."""
-    folder = f"{proc}/{pid}"
-    try:
-        # The name in parentheses may contain anything.
-        fields = _bytes(f"{folder}/stat").rpartition(b")")[2].split()
-        cpu, memory = (int(fields[11]) + int(fields[12])) * _TICK, int(fields[21]) * _PAGE
-        faults = int(fields[9])
-    except (OSError, IndexError, ValueError):
-        return None
-    if not memory:
-        # It has released everything, and is about to end.
-        return None
-    return ProcessCounters(cpu, _delays(f"{folder}/task"), memory, faults)
-
-
-def _delays(tasks: str) -> dict[int, float]:
-    delays = {}
-    # A process may end meanwhile; the kernel may not keep these counters.
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(tasks):  # noqa: PTH208 - paths would cost ten times as much
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                delays[int(thread)] = int(_bytes(f"{tasks}/{thread}/schedstat").split()[1]) * _NANO
-    return delays
-
-
-def _bytes(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(descriptor, _MOST_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 _Read = tuple[float, ProcessCounters | None]
@@ -166,17 +62,16 @@ class LoadMeter:
         host: str = "",
         clock: Clock | None = None,
         open_gpus: GpuReader | None = None,
-        proc: Path = Path("/proc"),
-        cgroups: Path = Path("/sys/fs/cgroup"),
+        proc: Path = PROC,
+        cgroups: Path = CGROUPS,
     ) -> None:
         self._host = host or socket.gethostname()
         self._clock = clock or SystemClock()
-        self._proc, self._host_files = proc, HostCounterFiles(proc, cgroups)
+        self._proc, self._sampler = proc, HostSampler(self._clock, proc, cgroups)
         self._cores = usable_cores()
         self._gpus = None if open_gpus is None else _GpuThread(open_gpus)
-        self._born = self._read_at = self._clock.now()
+        self._born = self._clock.now()
         self._due = self._born + _EVERY
-        self._before = self._host_files.read()
         self._workers: dict[int, _Read] = {}
 
     @classmethod
@@ -200,22 +95,21 @@ class LoadMeter:
         if now < self._due:
             return None
         begun = time.thread_time()
-        host = self._host_files.read()
+        sample = self._sampler.sample()
         workers = {worker: (now, process_counters(pid, self._proc)) for worker, pid in processes.items()}
         loads = [_worker_load(worker, self._workers[worker], read) for worker, read in workers.items()]
         gpus = self._gpus.take() if self._gpus is not None else ()
         cost = (time.thread_time() - begun) / _MOST_COST
         self._due = now + max(_EVERY, (now - self._born) * _SHARE, cost)
-        before, seconds = self._before, now - self._read_at
-        self._before, self._workers, self._read_at = host, workers, now
+        self._workers = workers
         return LoadMeasured(
             host=self._host,
             cores=self._cores,
-            busy=round(max(0.0, host.busy - before.busy) / seconds, 3),
-            memory_used=host.memory_used,
-            memory_total=host.memory_total,
-            swapping=round(max(0, host.swapped - before.swapped) / seconds, 1),
-            throttled=round(max(0.0, host.throttled - before.throttled) / seconds, 3),
+            busy=sample.busy,
+            memory_used=sample.memory_used,
+            memory_total=sample.memory_total,
+            swapping=sample.swapping,
+            throttled=sample.throttled,
             workers=tuple(load for load in loads if load is not None),
             gpus=gpus,
         )

@@ -353,42 +353,23 @@ def key(file: Path, days: int) -> None:
 )
 @click.option("--no-train", is_flag=True, help="Skip the training test at the end.")
 @click.option(
-    "--watch",
-    type=click.FloatRange(min=0.1),
-    metavar="SECONDS",
-    help="Show only GPUs and cores, every SECONDS, until Ctrl-C.",
-)
-@click.option(
-    "--csv",
-    "log",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Append the readings of each GPU to FILE, one line per GPU; with --watch, every SECONDS.",
-)
-@click.option(
     "--hosts",
     metavar="LIST",
     help="Only measure the links between these hosts, reached with ssh: node1,node2,node3.",
 )
-def doctor(
-    as_json: bool, as_report: bool, no_train: bool, watch: float | None, log: Path | None, hosts: str | None
-) -> None:
+def doctor(as_json: bool, as_report: bool, no_train: bool, hosts: str | None) -> None:
     """Check whether this machine is ready for training, and suggest a fix for each problem.
 
     It checks versions, GPUs, backends, the machine and the environment, and trains for a second with two
     workers. The exit status is 0 if no check fails, 1 if jobs work with warnings, 2 if they do not.
     """
-    from lockstep.doctor.command import Form, check, check_hosts, follow
+    from lockstep.doctor.command import Form, check, check_hosts
 
     if as_report and (as_json or hosts is not None):
         raise click.UsageError("--report cannot be combined with --json or --hosts")
     if hosts is not None:
-        if no_train or watch is not None or log is not None:
-            raise click.UsageError("--hosts cannot be combined with --no-train, --watch or --csv")
+        if no_train:
+            raise click.UsageError("--hosts cannot be combined with --no-train")
         sys.exit(check_hosts(hosts, as_json=as_json))
-    if watch is None and log is None:
-        form: Form = "json" if as_json else "report" if as_report else "table"
-        sys.exit(check(form, train=not no_train))
-    if as_json or as_report or no_train:
-        raise click.UsageError("--watch and --csv cannot be combined with --json, --report or --no-train")
-    follow(watch, log)
+    form: Form = "json" if as_json else "report" if as_report else "table"
+    sys.exit(check(form, train=not no_train))

@@ -2,18 +2,14 @@
 
 import importlib.util
 import io
-import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Literal
 
 from lockstep.doctor import bug_report, report
 from lockstep.doctor.checkup import CheckupInput, examine
 from lockstep.doctor.finding import Finding, worst
-from lockstep.doctor.gpus import absence
 from lockstep.doctor.links import examine_links, measured_by_a_job
-from lockstep.doctor.load_monitor import log_once, watch
 from lockstep.doctor.programs import ending_descendants
 from lockstep.doctor.versions import Packages
 from lockstep.errors import InternalError, LockstepError, UnfitError
@@ -21,7 +17,7 @@ from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import Wishes
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
-from lockstep.system.nvml import load, read, reader
+from lockstep.system.nvml import load, read
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 
 Form = Literal["table", "json", "report"]
@@ -82,29 +78,6 @@ def _report(findings: list[Finding], *, as_json: bool) -> int:
         report.show(findings, report.console(table, sys.stdout is not None and sys.stdout.isatty()))
         _write(table.getvalue())
     return worst(findings)
-
-
-def follow(seconds: float | None, log: Path | None) -> None:
-    """Show and log the load of GPUs and cores every `seconds` until Ctrl-C; if None, only log it once.
-
-    Raises:
-        LockstepError: see `watch`.
-    """
-    fill_standard_descriptors()
-    with reader(load()) as read_gpus:
-        if seconds is not None:
-            if sys.stdout is None and log is None:
-                raise UnfitError("stdout is closed and --csv is not given, so there is no output")
-            try:
-                with Path(os.devnull).open("w") as nowhere:
-                    watch(seconds, log, read_gpus, sys.stdout or nowhere)
-            except OSError as error:
-                _close_stdout(error)
-        elif log is not None:
-            reading = read_gpus()
-            log_once(log, reading)
-            if not reading.gpus:
-                note(absence(reading))
 
 
 def _write(text: str) -> None:

@@ -1,34 +1,35 @@
 """This machine for `lockstep top` without a job: its GPUs, and the running jobs of this user."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import msgspec
-import psutil
 
 from lockstep.coordinator.admin_client import RunningJobs, running_jobs, table
 from lockstep.monitoring.overview import HostRow
 from lockstep.monitoring.top_text import csv_lines, gpu_line
 from lockstep.observability.events import GpuLoad
 from lockstep.protocol.admin import Status
-from lockstep.system.clock import Clock
-from lockstep.system.nvml import GpuReading
+from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.load import HostSampler
+from lockstep.system.nvml import GpuMemory, GpuReading
 from lockstep.system.prose import printable
 
 _GIB = 2**30
 _PATIENCE = 10.0
 """Seconds that the first look may take: the driver of a GPU may need some to begin."""
 _COUNTED = 0.2
-"""Seconds for which a look counts the use of cores."""
+"""Seconds for which a look counts the use of cores, at least."""
 _STALE = 5.0
 """Seconds without a new reading, beyond the interval, that are worth a line."""
 _NO_ANSWER = "the driver of the GPUs has not answered"
 _JOBS_PATIENCE = 1.0
 _CSV = (
     *("time", "index", "name", "utilization", "memory_used", "memory_total", "temperature", "power"),
-    *("throttled", "processes"),
+    *("throttled", "processes", "bar1_used", "fault"),
 )
 
 
@@ -40,6 +41,8 @@ class MachineLoad:
         time: in seconds since 1970.
         host: its load, and its GPUs.
         names: of the processes on the GPUs, by their id.
+        bar1: the part of the memory of GPUs that other devices can address, by the index of the GPU.
+        faults: why GPUs cannot be used, by their index.
         missing: why there is no GPU; empty if there is one.
         jobs: the running jobs, the oldest first.
         silent: the names of jobs that do not answer.
@@ -48,6 +51,8 @@ class MachineLoad:
     time: float
     host: HostRow
     names: dict[int, str]
+    bar1: dict[int, GpuMemory]
+    faults: dict[int, str]
     missing: str
     jobs: tuple[Status, ...]
     silent: tuple[str, ...]
@@ -67,15 +72,21 @@ def machine_now(
         name: of the host.
         jobs: returns the running jobs.
     """
+    sampler = HostSampler(SystemClock())
     reading, running = read_gpus(), jobs(_JOBS_PATIENCE)
-    memory, cores = psutil.virtual_memory(), psutil.cpu_count() or 1
-    busy = psutil.cpu_percent(_COUNTED) / 100 * cores
+    time.sleep(_COUNTED)
     loads = tuple(GpuLoad.of(gpu) for gpu in reading.gpus)
-    used = int(memory.total - memory.available)
-    host = HostRow(name, cores, busy, used, int(memory.total), 0.0, 0.0, loads)
-    names = {process.pid: process.name for gpu in reading.gpus for process in gpu.processes or ()}
-    missing = "" if reading.gpus else _absence(reading)
-    return MachineLoad(clock.wall(), host, names, missing, running.running, running.silent)
+    host = HostRow(name, os.cpu_count() or 1, *sampler.sample(), loads)
+    return MachineLoad(
+        clock.wall(),
+        host,
+        names={process.pid: process.name for gpu in reading.gpus for process in gpu.processes or ()},
+        bar1={gpu.index: gpu.bar1 for gpu in reading.gpus if gpu.bar1 is not None},
+        faults={gpu.index: gpu.fault for gpu in reading.gpus if gpu.fault},
+        missing="" if reading.gpus else _absence(reading),
+        jobs=running.running,
+        silent=running.silent,
+    )
 
 
 def _absence(reading: GpuReading) -> str:
@@ -138,10 +149,18 @@ def machine_lines(machine: MachineLoad | None, now: float, interval: float) -> l
     if machine.missing:
         lines.append(machine.missing)
     for gpu in machine.host.gpus:
-        lines.append(gpu_line(msgspec.structs.replace(gpu, processes=())))
+        line = gpu_line(msgspec.structs.replace(gpu, processes=()))
+        lines.append("  ".join((line, *_unrecorded(machine, gpu.index))))
         lines += [f"  {_process(pid, memory, machine.names)}" for pid, memory in gpu.processes]
     lines += ["", *(table(machine.jobs, now) if machine.jobs else ["no job is running"])]
     return lines + [f"{printable(name)} does not respond" for name in machine.silent]
+
+
+def _unrecorded(machine: MachineLoad, index: int) -> list[str]:
+    """Return what is known of a GPU and no job records."""
+    bar1, fault = machine.bar1.get(index), machine.faults.get(index, "")
+    shown = [f"BAR1 {bar1.used / _GIB:.1f} of {bar1.total / _GIB:.1f} GiB"] if bar1 is not None else []
+    return [*shown, *([printable(fault)] if fault else [])]
 
 
 def _process(pid: int, memory: int | None, names: dict[int, str]) -> str:
@@ -168,9 +187,15 @@ def machine_csv(machine: MachineLoad | None) -> str:
     """Return a line per GPU; sizes in bytes."""
     if machine is None:
         return ""
-    return csv_lines([_csv_row(gpu, machine.time) for gpu in machine.host.gpus])
+    return csv_lines([_csv_row(gpu, machine) for gpu in machine.host.gpus])
 
 
-def _csv_row(gpu: GpuLoad, wall: float) -> list[object]:
-    values = [getattr(gpu, name) for name in _CSV[1:-1]]
-    return [f"{wall:.3f}", *values, " ".join(str(pid) for pid, _ in gpu.processes)]
+def _csv_row(gpu: GpuLoad, machine: MachineLoad) -> list[object]:
+    bar1 = machine.bar1.get(gpu.index)
+    return [
+        f"{machine.time:.3f}",
+        *(getattr(gpu, name) for name in _CSV[1:-3]),
+        " ".join(str(pid) for pid, _ in gpu.processes),
+        None if bar1 is None else bar1.used,
+        machine.faults.get(gpu.index, ""),
+    ]

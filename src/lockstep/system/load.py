@@ -1,0 +1,162 @@
+"""The load of this host and of its processes, from counters of the kernel.
+
+Reading takes some 10 microseconds per thread of a process, and never waits.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.system.cgroups import groups, read, throttled_seconds
+from lockstep.system.clock import Clock
+from lockstep.system.memory import limited_groups, memory_in_use, read_numbers
+
+_MOST_BYTES = 4096
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_NANO = 1e-9
+_BUSY = (0, 1, 2, 5, 6)
+"""The columns of the first line of /proc/stat in which a core works: for users, and in the kernel."""
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+"""Where the kernel's data on processes, and the cgroup file systems, are mounted."""
+
+
+class ProcessCounters(NamedTuple):
+    """What a process has used so far.
+
+    Attributes:
+        cpu: seconds of processor time.
+        delays: seconds that each of its threads was ready to run and had no core; empty if the kernel does
+            not tell.
+        memory: its resident memory, in bytes.
+        faults: number of page faults that read from the disk.
+    """
+
+    cpu: float
+    delays: dict[int, float]
+    memory: int
+    faults: int
+
+
+class HostCounters(NamedTuple):
+    """What all processes of the host have used so far.
+
+    Attributes:
+        busy: seconds of processor time.
+        memory_used: bytes in use, on the host or in the container with the least memory left.
+        memory_total: bytes of it.
+        swapped: bytes read from and written to swap.
+        throttled: seconds in which a CPU quota has stopped processes of this one's control group.
+    """
+
+    busy: float
+    memory_used: int
+    memory_total: int
+    swapped: int
+    throttled: float
+
+
+class HostCounterFiles:
+    """Where the kernel tells the counters of the host.
+
+    Args:
+        proc: where the kernel's data on processes are mounted.
+        cgroups: where the cgroup file systems are mounted.
+    """
+
+    def __init__(self, proc: Path, cgroups: Path) -> None:
+        self._proc = proc
+        membership = proc / "self" / "cgroup"
+        self._limited = limited_groups(proc / "meminfo", membership, cgroups)
+        found = dict.fromkeys(group / "cpu.stat" for group in groups(membership, cgroups, "cpu"))
+        self._statistics = [file for file in found if file.exists()]
+
+    def read(self) -> HostCounters:
+        """Read the counters; 0 for those that the kernel does not tell."""
+        columns = read(self._proc / "stat").partition("\n")[0].split()[1:]
+        busy = sum(int(columns[at]) for at in _BUSY if at < len(columns)) * _TICK
+        vmstat = read_numbers(self._proc / "vmstat")
+        pages = vmstat.get("pswpin", 0) + vmstat.get("pswpout", 0)
+        memory = memory_in_use(self._proc / "meminfo", self._limited)
+        return HostCounters(busy, *memory, pages * _PAGE, throttled_seconds(self._statistics))
+
+
+def process_counters(pid: int, proc: Path) -> ProcessCounters | None:
+    """Read the counters of a process; None if it has ended, or this user may not see it."""
+    folder = f"{proc}/{pid}"
+    try:
+        # The name in parentheses may contain anything.
+        fields = _bytes(f"{folder}/stat").rpartition(b")")[2].split()
+        cpu, memory = (int(fields[11]) + int(fields[12])) * _TICK, int(fields[21]) * _PAGE
+        faults = int(fields[9])
+    except (OSError, IndexError, ValueError):
+        return None
+    if not memory:
+        # It has released everything, and is about to end.
+        return None
+    return ProcessCounters(cpu, _delays(f"{folder}/task"), memory, faults)
+
+
+def _delays(tasks: str) -> dict[int, float]:
+    delays = {}
+    # A process may end meanwhile; the kernel may not keep these counters.
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(tasks):  # noqa: PTH208 - paths would cost ten times as much
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                delays[int(thread)] = int(_bytes(f"{tasks}/{thread}/schedstat").split()[1]) * _NANO
+    return delays
+
+
+def _bytes(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+class HostLoad(NamedTuple):
+    """What all processes of the host use.
+
+    Attributes:
+        busy: cores in use, on average between two samples.
+        memory_used: bytes in use, on the host or in the container with the least memory left.
+        memory_total: bytes of it.
+        swapping: bytes per second read from and written to swap.
+        throttled: seconds per second in which a CPU quota has stopped processes.
+    """
+
+    busy: float
+    memory_used: int
+    memory_total: int
+    swapping: float
+    throttled: float
+
+
+class HostSampler:
+    """Samples the load of this host.
+
+    Args:
+        clock: for the time between two samples.
+        proc: where the kernel's data on processes are mounted.
+        cgroups: where the cgroup file systems are mounted.
+    """
+
+    def __init__(self, clock: Clock, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        self._clock = clock
+        self._files = HostCounterFiles(proc, cgroups)
+        self._before, self._read_at = self._files.read(), clock.now()
+
+    def sample(self) -> HostLoad:
+        """Return the load since the last sample, or since this was created."""
+        before, now, read_at = self._before, self._files.read(), self._clock.now()
+        seconds = max(read_at - self._read_at, _TICK)
+        self._before, self._read_at = now, read_at
+        return HostLoad(
+            busy=round(max(0.0, now.busy - before.busy) / seconds, 3),
+            memory_used=now.memory_used,
+            memory_total=now.memory_total,
+            swapping=round(max(0, now.swapped - before.swapped) / seconds, 1),
+            throttled=round(max(0.0, now.throttled - before.throttled) / seconds, 3),
+        )
