@@ -1,6 +1,6 @@
 """A script for `lockstep check`; arguments: what it does, and a pipe.
 
-named     a layer subtracts the mean of the batch
+named     a layer subtracts the mean of the batch; on PyTorch, a step has an optimizer of its own, too
 fault     replicas are combined wrongly
 nothing   no model is trained
     waits     writes its process id to the pipe, and waits for a signal
@@ -25,6 +25,25 @@ class Centered(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0, keepdims=True)
 
 
+class WithOptimizer(keras.Model):
+    """Has a step with an optimizer that creates its variables in its first update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.inner = keras.optimizers.Adagrad(0.1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        self.zero_grad()
+        loss = keras.ops.mean(keras.ops.square(self(data[0]) - data[1]))
+        loss.backward()
+        self.inner.apply([weight.value.grad for weight in self.trainable_weights], self.trainable_weights)
+        return {"error": loss}
+
+
 def main() -> None:
     if WHAT == "nothing":
         return
@@ -46,6 +65,10 @@ def main() -> None:
         model.compile(keras.optimizers.SGD(0.1), "mse")
         model.evaluate(x, y, verbose=0)
         model.save("model.keras")
+        if keras.backend.backend() == "torch":
+            model = WithOptimizer()
+            model.compile()
+            model.fit(x, y, batch_size=8, verbose=0)
         Path("out.csv").write_text("1")
         model.predict(x, verbose=0)
 

@@ -269,15 +269,14 @@ class _Comparison:
         if self._gradients_in_logs.has_occurrences:
             # Plain Keras may not make the update from the sum of the occurrences.
             return {}
-        (variables,) = self._gradients_in_logs.updated
-        optimizer = self._model.optimizer
-        if len(replicas.gradients) != len(variables) or not type(optimizer).__module__.startswith("keras."):
+        (update,) = self._gradients_in_logs.updated
+        optimizer, positions = update.optimizer, range(len(update.variables))
+        if hasattr(optimizer, "inner_optimizer") or not type(optimizer).__module__.startswith("keras."):
             return {}
-        if {number for number, _ in replicas.gradients} != {0} or hasattr(optimizer, "inner_optimizer"):
+        if replicas.gradients.keys() != {(0, position) for position in positions}:
             return {}
         with self._undone():
-            update = Update(optimizer, list(variables), plain=True)
-            self._backend.updater(update)([replicas.gradients[0, i] for i in range(len(variables))])
+            self._backend.updater(update)([replicas.gradients[0, position] for position in positions])
             changed = {id(variable) for variable in update.changed}
             after = self._state(None)
         return {name: after[name] for name, variable in self._variables().items() if id(variable) in changed}
@@ -304,7 +303,7 @@ class _Comparison:
         deviations: dict[str, Deviation | None] = {}
         largest = [float(np.max(np.abs(array), initial=0)) for array in reference.gradients.values()]
         for (number, position), value in reference.gradients.items():
-            path = self._gradients_in_logs.updated[number][position].path
+            path = self._gradients_in_logs.updated[number].variables[position].path
             name = f"gradient {path}" + (f" (update {number + 1})" if number else "")
             of_replicas = replicas.gradients.get((number, position))
             rounded = [each.gradients[number, position] for each in others]
@@ -393,25 +392,38 @@ class _Comparison:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Within the block a step may be taken; afterwards, the variables have their values from before."""
-        with random_numbers(0), unchanged(self._model):
+        """Within the block a step may be taken; afterwards, the variables have their values from before.
+
+        Those that an optimizer creates in its first update get their first values.
+        """
+        with random_numbers(0), unchanged(self._model), ExitStack() as stack:
+            for optimizer in optimizers_of(self._model):
+                if not optimizer.built:
+                    stack.enter_context(replaced(optimizer, "build", self._noting(optimizer.build)))
             try:
                 yield
             finally:
                 self._backend.settle()
                 self._program.load(None, self._before)
 
+    def _noting(self, build: Callable[[Any], None]) -> Callable[[Any], None]:
+        def built(variables: Any) -> None:
+            build(variables)
+            self._before = {**self._state(None), **self._before}
+
+        return built
+
 
 class _GradientsInLogs:
     """Adds the gradients that optimizers get to the logs of `train_step`, with which they leave its function.
 
     Attributes:
-        updated: the variables of each update, once the step was traced or has run.
+        updated: the updates, once the step was traced or has run.
         has_occurrences: whether a gradient is a list of occurrences, as of an Embedding on TensorFlow.
     """
 
     def __init__(self, model: Any) -> None:
-        self.updated: list[Sequence[Any]] = []
+        self.updated: list[Update] = []
         self.has_occurrences = False
         self._model = model
         self._jax = keras.backend.backend() == "jax"
@@ -420,7 +432,7 @@ class _GradientsInLogs:
         self._replacements = [(model, "train_step", self._step(model.train_step))]
         for optimizer in optimizers_of(model):
             if self._jax:
-                replacement = self._stateless(optimizer.stateless_apply)
+                replacement = self._stateless(optimizer)
                 self._replacements.append((optimizer, "stateless_apply", replacement))
             else:
                 self._replacements.append((optimizer, "apply", self._stateful(optimizer)))
@@ -433,9 +445,9 @@ class _GradientsInLogs:
                 stack.enter_context(replaced(owner, name, replacement))
             yield
 
-    def _note(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _note(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         number = len(self.updated)
-        self.updated.append(list(variables))
+        self.updated.append(Update(optimizer, list(variables), plain=True))
         for position, gradient in enumerate(gradients):
             if gradient is not None:
                 self._recorded[f"{_GRADIENT} {number} {position}"] = self._dense(gradient)
@@ -448,9 +460,11 @@ class _GradientsInLogs:
         self.has_occurrences = True
         return tf.convert_to_tensor(gradient)
 
-    def _stateless(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _stateless(self, optimizer: Any) -> Callable[..., Any]:
+        original = optimizer.stateless_apply
+
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-            self._note(list(grads), self._model.trainable_variables)
+            self._note(optimizer, list(grads), self._model.trainable_variables)
             return original(optimizer_variables, grads, trainable_variables)
 
         return stateless_apply
@@ -461,7 +475,7 @@ class _GradientsInLogs:
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             grads = list(grads)
             variables = trained_by(optimizer) if trainable_variables is None else list(trainable_variables)
-            self._note(grads, variables)
+            self._note(optimizer, grads, variables)
             return original(grads, trainable_variables)
 
         return apply
