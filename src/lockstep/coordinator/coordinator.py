@@ -21,16 +21,7 @@ from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
 from lockstep.coordinator.job_report import explain, fields_of_end, last_line
 from lockstep.coordinator.provenance import provenance
-from lockstep.coordinator.startup_progress import (
-    LOADING,
-    PREPARING,
-    RUNNING,
-    STARTING,
-    Progress,
-    first_step,
-    importing,
-    skipping,
-)
+from lockstep.coordinator.startup_progress import Progress, preparations, prepares, skipping
 from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus, PublishedEvent
@@ -298,10 +289,7 @@ class Coordinator:
         self.events.publish(run_events.JobStarted(**provenance(script), **asked))
         workers = tuple(range(self.spec.workers))
         if not self.state.size.by_hand:
-            loads = self.spec.checkpoints is not None and self.spec.checkpoints.resume is not None
-            self._progress = Progress(
-                workers, self.console.say, self.console.shown, self._begun, LOADING if loads else STARTING
-            )
+            self._progress = Progress(self.console.say, self.console.shown, self._begun)
         self._send_view(self.state.view)
         for worker in workers:
             self._tell(worker, StartProcess(worker))
@@ -403,8 +391,8 @@ class Coordinator:
             self._decide(job_events.DeadlinePassed())
         if self._alive_due is not None and self.clock.now() >= self._alive_due:
             self._keep_hosts()
-        if self._progress is not None and self.state.stage is Stage.RUNNING:
-            self._progress.serve(self.clock.now())
+        if self._progress is not None and self.state.stage is Stage.RUNNING and not self._run.stepped:
+            self._progress.serve(self.clock.now(), lambda: preparations(self._run, self.clock.wall()))
         else:
             self._progress = None
 
@@ -563,9 +551,6 @@ class Coordinator:
         self.loop.unwatch(agent.channel.fileno())
         agent.channel.close()
         agent.ended, agent.has_reported = HostEnded(), True
-        for worker in self.state.running:
-            if self._progress is not None and self.state.workers[worker].host == host:
-                self._progress.gone(worker)
         if agent.remote:
             self._decide(job_events.HostLost(host, f"host {agent.name} {how}"))
         else:
@@ -771,8 +756,6 @@ class Coordinator:
 
     def _take_exit(self, exited: ProcessExited) -> None:
         worker, status = exited.worker, exited.status
-        if self._progress is not None:
-            self._progress.gone(worker)
         if exited.stack and self.agents[self.state.workers[worker].host].remote:
             self._output.log_only(worker, exited.stack)
         event = run_events.WorkerExited(worker, status)
@@ -789,7 +772,6 @@ class Coordinator:
         match message:
             case Started():
                 self.events.publish(run_events.WorkerReady(worker))
-                self._note_progress(worker, RUNNING)
             case EventReport(event):
                 self.events.publish(event, worker)
                 if isinstance(event, run_events.StepsMeasured):
@@ -819,7 +801,9 @@ class Coordinator:
         match event:
             case run_events.StrategyInstalled(backend):
                 self._used_strategy = True
-                self._note_progress(worker, PREPARING)
+                if self.spec.replicas == 1:
+                    # Keras's own loop follows, which reports nothing.
+                    self._progress = None
                 self._tell_of_backend(worker, backend)
                 self._decide(event)
             case (
@@ -830,18 +814,13 @@ class Coordinator:
                 | run_events.LastStepEnded()
             ):
                 self._decide(event)
-            case run_events.ImportStarted(module):
-                self._note_progress(worker, importing(module), self.clock.now() if module else None)
             case run_events.StepsSkipped() as skipped:
                 self._tell_of_skipped_steps(worker, skipped)
             case run_events.CallStarted(name):
                 self._doing = name
-                self._note_progress(worker, first_step(name))
             case run_events.CallEnded(name):
                 if line := self._call_times.ended(name, worker, self.state.members):
                     self.console.say(line)
-            case run_events.FirstStepEnded() if self._progress is not None:
-                self._progress.end()
             case run_events.ChiefWrites(paths):
                 self._chief_writes = tuple(dict.fromkeys((*self._chief_writes, *paths)))
             case run_events.SourceChanged(path, what):
@@ -862,19 +841,10 @@ class Coordinator:
                     self._kept_step = step
                     self.console.say(f"training resumed after {where}")
 
-    def _note_progress(self, worker: int, what: str, since: float | None = None) -> None:
-        if self._progress is not None:
-            self._progress.does(worker, what, since)
-        if self.spec.replicas == 1 and what is PREPARING:
-            # Keras's own loop follows, which reports nothing.
-            self._progress = None
-
     def _tell_of_skipped_steps(self, worker: int, event: run_events.StepsSkipped) -> None:
-        """Say how far a worker is; before the first step, among what all of them do."""
-        skips = skipping(event.call, event.steps, event.of, event.what) if event.steps < event.of else ""
-        if self._progress is not None and self._progress.covers(worker):
-            self._note_progress(worker, skips or first_step(event.call))
-        elif skips:
+        """Say how far a worker is; before the first step, a note says that of all of them."""
+        if event.steps < event.of and not (self._progress is not None and prepares(self._run, worker)):
+            skips = skipping(event.call, event.steps, event.of, event.what)
             self.console.say(f"worker {worker} is {skips}")
 
     def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:

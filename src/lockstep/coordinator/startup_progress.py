@@ -1,21 +1,18 @@
 """Reports what workers do before the first step while the terminal is silent. Pure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from lockstep.observability.run_lines import Happening
+from lockstep.observability.run_state import RunState
 from lockstep.system.prose import name_workers
 
-STARTING = "starting: importing the script's modules"
-LOADING = f"{STARTING}, and reading the checkpoint"
-RUNNING = "running the script, which has not compiled a model yet"
-PREPARING = "preparing the first distributed call"
+_STARTING = "starting: importing the script's modules"
+_LOADING = f"{_STARTING}, and reading the checkpoint"
+_RUNNING = "running the script, which has not compiled a model yet"
+_PREPARING = "preparing the first distributed call"
 
 _QUIET = 5.0
 _EVERY = 10.0
-
-
-def importing(module: str) -> str:
-    """Describe a worker whose script imports a module; if that is empty, a worker whose script runs."""
-    return f"importing {module}" if module else RUNNING
 
 
 def skipping(call: str, steps: int, of: int, what: str) -> str:
@@ -23,8 +20,50 @@ def skipping(call: str, steps: int, of: int, what: str) -> str:
     return f"skipping the first {what} of {call}, which were taken before: {steps:,} of {of:,}"
 
 
-def first_step(call: str) -> str:
-    """Describe a worker that has begun a call and completed no step of it."""
+def prepares(state: RunState, worker: int) -> bool:
+    """Whether a worker with which the job began lives, and no worker has completed a step."""
+    info = state.workers.find(worker)
+    return (
+        not state.stepped
+        and worker < int(state.job.get("workers", 0))
+        and (info is None or (info.ended is None and info.phase not in ("lost", "leaving")))
+    )
+
+
+def preparations(state: RunState, now: float) -> str:
+    """Return what the workers do before the first step; empty if there is no such worker.
+
+    Args:
+        state: of the run.
+        now: seconds since 1970.
+    """
+    doing: dict[str, list[int]] = {}
+    for worker in range(int(state.job.get("workers", 0))):
+        if prepares(state, worker):
+            info = state.workers.find(worker)
+            text = _described(state, None if info is None else info.preparing, now)
+            doing.setdefault(text, []).append(worker)
+    return "; ".join(f"{name_workers(tuple(workers))}: {text}" for text, workers in doing.items())
+
+
+def _described(state: RunState, sign: Happening | None, now: float) -> str:
+    """Return what a worker does, from the last event that says so."""
+    if sign is None:
+        resumes = (state.job.get("checkpoints") or {}).get("resume") is not None
+        return _LOADING if resumes else _STARTING
+    match sign.event, sign.fields:
+        case "imports", {"module": str(module)} if module:
+            return f"importing {module} ({now - sign.time:.0f} s)"
+        case "strategy", _:
+            return _PREPARING
+        case "call", {"name": name}:
+            return _first_step(name)
+        case "skips steps", {"call": call, "steps": steps, "of": of, "what": what}:
+            return skipping(call, steps, of, what) if steps < of else _first_step(call)
+    return _RUNNING
+
+
+def _first_step(call: str) -> str:
     return f"compiling and computing the first step of {call}"
 
 
@@ -32,67 +71,27 @@ class Progress:
     """Reports what each worker does: after 5 silent seconds, then every 10 seconds.
 
     Args:
-        workers: the workers of the first view.
         say: shows a note.
         shown: returns how many bytes the terminal has shown so far, including notes.
         now: the time when the job begins.
-        does: what they do first.
 
     Attributes:
-        due: when to call `serve` next; None once a step is complete.
+        due: when to call `serve` next.
     """
 
-    def __init__(
-        self,
-        workers: Iterable[int],
-        say: Callable[[str], None],
-        shown: Callable[[], int],
-        now: float,
-        does: str = STARTING,
-    ) -> None:
-        self.due: float | None = now + _QUIET
-        self._does: dict[int, tuple[str, float | None]] = dict.fromkeys(workers, (does, None))
+    def __init__(self, say: Callable[[str], None], shown: Callable[[], int], now: float) -> None:
+        self.due = now + _QUIET
         self._say = say
         self._shown = shown
         self._seen = shown()
         self._since = now
 
-    def does(self, worker: int, what: str, since: float | None = None) -> None:
-        """Note what a worker does from now on; ignores workers that join later.
-
-        Args:
-            worker: its id.
-            what: what it does.
-            since: the present time if a report should say how long that takes.
-        """
-        if worker in self._does:
-            self._does[worker] = what, since
-
-    def covers(self, worker: int) -> bool:
-        """Whether it still reports what `worker` does."""
-        return self.due is not None and worker in self._does
-
-    def gone(self, worker: int) -> None:
-        """Forget a worker that has ended."""
-        self._does.pop(worker, None)
-
-    def end(self) -> None:
-        """Stop reporting, because a step is complete."""
-        self.due = None
-
-    def serve(self, now: float) -> None:
-        """Report, if it is time and the terminal was silent."""
-        if self.due is None or now < self.due:
+    def serve(self, now: float, doing: Callable[[], str]) -> None:
+        """Report what `doing` returns, if it is time and the terminal was silent."""
+        if now < self.due:
             return
         quiet = self._shown() == self._seen
-        if quiet and self._does:
-            self._say(f"before the first step, {now - self._since:.0f} s: {self._listed(now)}")
+        if quiet and (text := doing()):
+            self._say(f"before the first step, {now - self._since:.0f} s: {text}")
         self.due = now + (_EVERY if quiet else _QUIET)
         self._seen = self._shown()
-
-    def _listed(self, now: float) -> str:
-        doing: dict[str, list[int]] = {}
-        for worker, (what, since) in self._does.items():
-            text = what if since is None else f"{what} ({now - since:.0f} s)"
-            doing.setdefault(text, []).append(worker)
-        return "; ".join(f"{name_workers(tuple(workers))}: {text}" for text, workers in doing.items())

@@ -78,6 +78,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         status: its exit status; None while it runs.
         reason: why it was lost or left; empty otherwise.
         call: that it has begun last, or in which its last steps were measured.
+        preparing: the last event that says how far it is before its first step; None before it is ready.
         nested: seconds of calls within calls that train, by method.
         steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
             own with count 1 and number 1.
@@ -93,6 +94,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     status: int | None = None
     reason: str = ""
     call: str = ""
+    preparing: Happening | None = None
     nested: Mapping[str, float] = {}
     steps: Columns = Columns(*STEP_COLUMNS)
     load: Columns = Columns(*LOAD_COLUMNS)
@@ -232,6 +234,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         workers: by id.
         hosts: by name.
         totals: what the job has done.
+        stepped: whether a worker has completed a first step.
         left: number of workers that were asked to leave.
         trained: training steps that workers have measured, or from which they have resumed; None before.
         examples: in measured training steps.
@@ -259,6 +262,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     workers: GrowingMap[WorkerInfo] = GrowingMap()
     hosts: Mapping[str, HostInfo] = {}
     totals: JobTotals = JobTotals()
+    stepped: bool = False
     left: int = 0
     trained: int | None = None
     examples: ExampleCount = ExampleCount()
@@ -425,7 +429,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         count = happening.fields.get("workers")
         workers = self.workers
         for worker, info in self.workers.items():
-            info = replace(info, phase="starting", status=None, reason="", ended=None)
+            info = replace(info, phase="starting", status=None, reason="", ended=None, preparing=None)
             workers = workers.plus(worker, info)
         return replace(
             self,
@@ -437,6 +441,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             views=(),
             waits={},
             totals=JobTotals(),
+            stepped=False,
             left=0,
             trained=None,
             examples=ExampleCount(),
@@ -458,8 +463,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             ended=None,
             status=None,
             reason="",
+            preparing=None,
         )
         return self._with_worker(info)
+
+    def _ready(self, happening: Happening) -> "RunState":
+        return self._with_phase(happening, "running the script", preparing=happening)
+
+    def _prepares(self, happening: Happening) -> "RunState":
+        return self._with_worker(replace(self._worker(happening), preparing=happening))
 
     def _joined(self, _: Happening) -> "RunState":
         return self._with_totals(joined=self.totals.joined + 1)
@@ -501,7 +513,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         state = self._with_call(name, happening.time)[0] if self.keeps_history else self
         # Only the first step of an outer call is known to compile.
         phase: Phase = "training" if " within " in name or method == "predict" else "compiling"
-        return state._with_phase(happening, phase, call=name)
+        return state._with_phase(happening, phase, call=name, preparing=happening)
 
     def _call_ended(self, happening: Happening) -> "RunState":
         state, name = self, str(happening.fields.get("name", ""))
@@ -567,7 +579,11 @@ def _phase(phase: Phase) -> Callable[[RunState, Happening], RunState]:
 _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "job": RunState._job,
     "started": RunState._started,
-    "ready": _phase("running the script"),
+    "ready": RunState._ready,
+    "imports": RunState._prepares,
+    "strategy": RunState._prepares,
+    "skips steps": RunState._prepares,
+    "first step": lambda state, _: replace(state, stepped=True),
     "asks": _phase("joining"),
     "joined": RunState._joined,
     "lost": RunState._lost,
