@@ -124,7 +124,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
         ),
     },
     {"backends"},
-    {"python_replicas", "shared_saves", "synchronization"},
+    {"python_replicas", "kept_saves", "shared_saves", "synchronization"},
     {"step_digests", "verification"},
     {"state"},
     {"replica_run"},

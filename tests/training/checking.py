@@ -1,6 +1,7 @@
 """A script for `lockstep check`; arguments: what it does, and a pipe.
 
-named     a layer subtracts the mean of the batch; on PyTorch, a step has an optimizer of its own, too
+named     a layer subtracts the mean of the batch, and models are saved and loaded; on PyTorch, a step has
+          an optimizer of its own, too
 fault     replicas are combined wrongly
 nothing   no model is trained
     waits     writes its process id to the pipe, and waits for a signal
@@ -56,7 +57,8 @@ def main() -> None:
     keras.utils.set_random_seed(1)
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
-    model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+    layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
     model.compile(keras.optimizers.SGD(0.1), "mse")
     callbacks = [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.ModelCheckpoint("best.keras")]
     print(len(model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=callbacks).epoch))
@@ -65,6 +67,10 @@ def main() -> None:
         model.compile(keras.optimizers.SGD(0.1), "mse")
         model.evaluate(x, y, verbose=0)
         model.save("model.keras")
+        best = keras.saving.load_model("best.keras")
+        print(
+            keras.models.load_model("model.keras", {"Centered": Centered}).count_params(), best.count_params()
+        )
         if keras.backend.backend() == "torch":
             model = WithOptimizer()
             model.compile()

@@ -17,6 +17,8 @@ from lockstep.data.batch import GlobalBatch
 from lockstep.keras.backends.jax import JaxProgram
 from lockstep.keras.fit import global_step, outputs
 from lockstep.keras.fit.deviations import deviation
+from lockstep.keras.fit.random_rows import equal_draws
+from lockstep.keras.fit.witness import explaining
 from lockstep.keras.synchronization import AllReduce
 from lockstep.observability.events import Event, StepCompared
 from lockstep.worker.job import Job
@@ -169,6 +171,47 @@ def test_a_layer_with_which_a_difference_begins_is_told(compared: Callable[[], l
     (step,) = compared()
     assert {part.begins for part in step.differences} == {"layer centered"}
     assert {part.named for part in step.differences} == {"the layer centered"}
+
+
+DRAWS: dict[str, Callable[[Any, int], Any]] = {
+    "normal": lambda x, seed: keras.random.normal(x.shape, seed=seed),
+    "gamma": lambda x, seed: keras.random.gamma(x.shape, x, seed=seed),
+    "beta": lambda x, seed: keras.random.beta(x.shape, x, 2.0, seed=seed),
+    "binomial": lambda x, seed: keras.random.binomial(x.shape, 3.0, x / 4, seed=seed),
+    "categorical": lambda x, seed: keras.random.categorical(x, 2, seed=seed),
+    "shuffle": lambda x, seed: keras.random.shuffle(x, seed=seed),
+    "dropout": lambda x, seed: keras.random.dropout(x, 0.5, seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_constant_draw_of_a_row_does_not_depend_on_the_others(name: str) -> None:
+    draw = DRAWS[name]
+    x = ops.convert_to_tensor(np.abs(X))
+    with equal_draws(lambda function: None, constant=True):
+        whole, part = draw(x, 1), draw(x[7:], 2)
+    np.testing.assert_array_equal(whole[7:], part)
+    assert whole.dtype == draw(x, 1).dtype
+
+
+ALWAYS, OCCURRENCES = (
+    {"the loss contrast", "random numbers of NumPy"},
+    "Adam with repeated ids of an Embedding",
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "explanations"),
+    [
+        ("loss", ALWAYS),
+        ("gradient dense/kernel", ALWAYS),
+        ("mae", ALWAYS | {"the metric mae"}),
+        ("update dense/kernel", ALWAYS | {OCCURRENCES}),
+    ],
+)
+def test_a_name_explains_the_parts_that_it_changes(part: str, explanations: set[str]) -> None:
+    names = [*ALWAYS, OCCURRENCES, "the metric mae", "random numbers of Model.call"]
+    assert set(explaining(part, names)) == explanations
 
 
 # Planted faults.

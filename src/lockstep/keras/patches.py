@@ -17,6 +17,7 @@ from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.fit.model_methods import ModelMethods
 from lockstep.keras.host_report import libraries
+from lockstep.keras.kept_saves import KeptSaves
 from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.private.common import SYMBOLIC_BUILD
 from lockstep.observability.events import StrategyInstalled
@@ -77,7 +78,7 @@ def install(job: Job) -> ModelMethods:
             _replace(name, functools.partial(methods.make_function, kind))
         for name in _SAVES:
             _replace(name, methods.save)
-        _save_by_methods()
+        _save_by_methods(job)
         show_refusals()
         for name, handlers in _BATCH_ENDS.items():
             _only_handled(name, handlers)
@@ -111,7 +112,7 @@ def install_at_compile(job: Job) -> None:
     If the script creates a strategy, before or later, its scope decides instead.
     """
     # Scripts may import the functions by name before they compile a model.
-    _save_by_methods()
+    _save_by_methods(job)
     owner: Any = definer(keras.Model, "compile")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,8 +185,13 @@ def uninstall() -> None:
     _installed.clear()
 
 
-def _save_by_methods() -> None:
-    """Make the functions that save a model call the model's method, which is replaced."""
+def _save_by_methods(job: Job) -> None:
+    """Make the functions that save a model call the model's method, which is replaced.
+
+    In a job that checks its script, those that load a model find what it has saved.
+    """
+    if (kept := KeptSaves.of(job)) is not None:
+        kept.load_from_here()
     if PATCHES.has(_SAVING):
         return
     for module in (keras.saving, keras.models):

@@ -14,6 +14,7 @@ import keras
 import msgspec
 
 from lockstep.errors import ModelError
+from lockstep.keras.kept_saves import SavesAtEnd
 from lockstep.keras.private.common import (
     ORBAX_CHECKPOINT,
     BackupWriter,
@@ -344,8 +345,12 @@ def writes(callbacks: Any) -> bool:
 
 
 def without_writers(callbacks: Any) -> list[Any]:
-    """Return the callbacks without those of Keras that write files."""
-    return [one for one in keras.tree.flatten(callbacks or []) if not writes([one])]
+    """Return the callbacks without those of Keras that write files; models are saved at the end."""
+    return [
+        SavesAtEnd(one) if isinstance(one, keras.callbacks.ModelCheckpoint) else one
+        for one in keras.tree.flatten(callbacks or [])
+        if isinstance(one, keras.callbacks.ModelCheckpoint) or not writes([one])
+    ]
 
 
 def has_batch_methods(callbacks: Any) -> bool:

@@ -22,6 +22,9 @@ from lockstep.topology import View
 
 Result = TypeVar("Result")
 
+OCCURRENCES = "with repeated ids of an Embedding"
+"""The end of the name of an optimizer that tells occurrences of an id apart."""
+
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 """Attributes of Keras's layers that draw no random numbers if all of these are zero."""
 
@@ -69,7 +72,7 @@ def summed_occurrences(model: Any) -> list[str]:
     if not any(isinstance(layer, keras.layers.Embedding) and layer.trainable for layer in layers_of(model)):
         return []
     return [
-        f"{type(optimizer).__name__} with repeated ids of an Embedding"
+        f"{type(optimizer).__name__} {OCCURRENCES}"
         for optimizer in optimizers_of(model)
         if _tells_occurrences_apart(optimizer)
     ]

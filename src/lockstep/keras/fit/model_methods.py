@@ -55,6 +55,7 @@ from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_val
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
 from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.input.visits import order_seed
+from lockstep.keras.kept_saves import KeptSaves
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
@@ -131,6 +132,7 @@ class ModelMethods:
         self._job = job
         self._backend = backend
         self._saves = SharedSaves(job, backend, self._occasion)
+        self._kept_saves = KeptSaves.of(job)
         # Before the recorder, which publishes at the end what it has recorded.
         job.at_exit(self._record_last)
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -256,13 +258,13 @@ class ModelMethods:
         functions are scheduled that train tables on parameter servers, only the chief saves: it does not wait
         for others, which would read rows of another moment.
         """
-        if self._job.context.checks:
-            return False
         return not self.behind and (self._job.is_chief or not only_chief_reads(self._job, model))
 
     def save(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model once for all workers, if this process may save it."""
-        if self.saves(model):
+        if self._kept_saves is not None:
+            self._kept_saves.save(original, model, *args, **kwargs)
+        elif self.saves(model):
             self._saves.save(original, model, *args, **kwargs)
 
     def _occasion(self) -> str:
@@ -952,7 +954,7 @@ class ModelMethods:
         """
         alike = repr({**settings_of_call(model, (), first=True), **settings_of_model(model)}) if parts else ""
         named = [*((kind, kind) for kind in kinds), *((f"{alike}{part}", part) for part in parts)]
-        self._named[model] = list(dict.fromkeys([*self._named.get(model, ()), *(part for _, part in named)]))
+        self._named[model] = list(dict.fromkeys([*self._named.get(model, ()), *parts]))
         text = ""
         if introduces and self._adopts_all and not self._introduced:
             self._introduced = True

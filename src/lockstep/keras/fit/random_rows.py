@@ -37,6 +37,8 @@ def equal_draws(note: Callable[[str], object], *, constant: bool = False) -> Ite
             dropout drops nothing.
     """
     with ExitStack() as stack:
+        for name, mean in _MEANS.items() if constant else ():
+            stack.enter_context(replaced(BACKEND_RANDOM, name, mean))
         for owner, name, wrap in (*_of_keras(), *_of_backend()):
             draw = getattr(owner, name)
             repeated = wrap(_constant(draw) if constant else draw)
@@ -65,6 +67,43 @@ def _drawing_function() -> str | None:
         frame = frame.f_back
     return None
 
+
+def _filled(shape: Any, value: Any, dtype: Any) -> Any:
+    return keras.ops.cast(keras.ops.broadcast_to(value, _sizes(shape)), dtype or keras.config.floatx())
+
+
+def _mean_of_gamma(shape: Any, alpha: Any, dtype: Any = None, seed: Any = None) -> Any:
+    return _filled(shape, alpha, dtype)
+
+
+def _mean_of_beta(shape: Any, alpha: Any, beta: Any, dtype: Any = None, seed: Any = None) -> Any:
+    return _filled(shape, alpha / (alpha + beta), dtype)
+
+
+def _mean_of_binomial(
+    shape: Any, counts: Any, probabilities: Any, dtype: Any = None, seed: Any = None
+) -> Any:
+    return _filled(shape, counts * probabilities, dtype)
+
+
+def _most_likely(logits: Any, num_samples: int, dtype: Any = "int32", seed: Any = None) -> Any:
+    best = keras.ops.argmax(logits, axis=-1, keepdims=True)
+    return keras.ops.cast(keras.ops.repeat(best, num_samples, axis=-1), dtype)
+
+
+def _in_order(x: Any, axis: int = 0, seed: Any = None) -> Any:
+    return x
+
+
+_MEANS = {
+    "gamma": _mean_of_gamma,
+    "beta": _mean_of_beta,
+    "binomial": _mean_of_binomial,
+    "categorical": _most_likely,
+    "shuffle": _in_order,
+}
+"""What replaces the operations of Keras that draw a number for each row from parameters of the row, where all
+draws are constant."""
 
 _SEED = 1337
 

@@ -55,6 +55,12 @@ from lockstep.worker.job import Job
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
+DRAWS = "random numbers of "
+"""The beginning of the name of a function, or of one of `LIBRARIES`, that draws numbers."""
+
+LIBRARIES = ("Python", "NumPy")
+"""Libraries with a global generator, whose draws are not equal for all rows."""
+
 Array = npt.NDArray[Any]
 Nest = Any
 Result = TypeVar("Result")
@@ -473,7 +479,7 @@ class Trial:
         return results
 
     def _name_draws(self, function: str) -> None:
-        self._name(f"random numbers of {function}")
+        self._name(f"{DRAWS}{function}")
 
     @contextmanager
     def _global_draws_named(self) -> Iterator[None]:
@@ -481,8 +487,8 @@ class Trial:
         before = current_states()
         yield
         after = current_states()
-        for key, library in (("python", "Python"), ("numpy", "NumPy")):
-            if after[key] is not before[key]:
+        for library in LIBRARIES:
+            if after[library.lower()] is not before[library.lower()]:
                 self._name_draws(library)
 
     def _growth(self, values: Sequence[Array], weights: Sequence[float] = ()) -> Any:

@@ -23,8 +23,9 @@ from lockstep.keras.backends.contract import Backend, Kind, Total
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.fit.deviations import Deviation, deviation
+from lockstep.keras.fit.exactness import OCCURRENCES
 from lockstep.keras.fit.global_step import GlobalStep
-from lockstep.keras.fit.trials import LayerCalls, neutral, rows_are_equal
+from lockstep.keras.fit.trials import DRAWS, LIBRARIES, LayerCalls, neutral, rows_are_equal
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.private.common import layers_of, trained_by
 from lockstep.keras.python_state import unchanged
@@ -123,12 +124,21 @@ class _NotComparable(Exception):
 def explaining(part: str, names: Sequence[str]) -> list[str]:
     """Return those of the named parts of a program that may make a part of a step differ.
 
-    A metric or a figure explains only itself. Anything else changes the gradients, and with them everything.
+    A metric or a figure explains only itself, and an optimizer what it updates. Random numbers that are equal
+    for all rows explain nothing. Anything else changes the gradients, and with them everything.
     """
-    own = [name for name in names if name.startswith(("the metric ", "the figure "))]
-    others = [name for name in names if name not in own]
-    word = part.rpartition(" ")[2]
-    return others + [name for name in own if any(f"_{word}".endswith(f"_{one}") for one in name.split()[2:])]
+    kind, _, word = part.rpartition(" ")
+    return [
+        name
+        for name in names
+        if (
+            any(f"_{word}".endswith(f"_{one}") for one in name.split()[2:])
+            if name.startswith(("the metric ", "the figure "))
+            else kind.startswith(("state", "update"))
+            if name.endswith(OCCURRENCES)
+            else not name.startswith(DRAWS) or name.removeprefix(DRAWS) in LIBRARIES
+        )
+    ]
 
 
 class _Comparison:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import keras
 from keras.src import backend
 from keras.src.losses import loss as loss_functions
-from keras.src.saving import saving_lib
+from keras.src.saving import saving_api, saving_lib
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
@@ -371,6 +371,9 @@ def graph_kept(model: Any) -> Iterator[None]:
 
 
 # Saving
+
+SAVING = saving_api
+"""The module with the functions `load_model` and `load_weights`, which the methods of models call."""
 
 RAISE_LOADING_FAILURE: Part = saving_lib, "_raise_loading_failure"
 """Raises an error about those of layers that could not load, or warns: (error_msgs, warn_only=).
