@@ -37,8 +37,8 @@ def options_of_repetition(folder: Path, monkeypatch: pytest.MonkeyPatch, **job: 
     recording = Recording(folder / "old", JOB | {"directory": str(folder)} | job, PROGRAM)
     assert repeat(recording, folder / "new", {}) == 0
     ((_, *command),) = started
-    assert command[:3] == ["-m", "lockstep", "run"]
-    with run.make_context("run", command[3:]) as context:
+    assert command[:4] == ["-P", "-m", "lockstep", "run"]
+    with run.make_context("run", command[4:]) as context:
         return context.params
 
 

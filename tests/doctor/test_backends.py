@@ -10,8 +10,8 @@ import pytest
 from lockstep.doctor import backends, trial_training
 from lockstep.doctor.backends import ProbeReport
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.programs import ProgramResult
 from lockstep.system.nvml import GpuReading
+from lockstep.system.programs import ProgramResult
 
 NO_GPU = GpuReading(None, (), "no NVIDIA driver", "")
 BUILT = {"built": {"version": "1.0", "cuda": None, "cudnn": None}}

@@ -4,8 +4,8 @@ import pytest
 
 from lockstep.doctor.finding import Rating
 from lockstep.doctor.links import examine_links
-from lockstep.doctor.programs import ProgramResult
 from lockstep.errors import ConfigError
+from lockstep.system.programs import ProgramResult
 
 FINE = ProgramResult(0, "", "", 1.0)
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import click
 from lockstep.cli.completion import complete_run
 from lockstep.coordinator.run_lookup import find_run
 from lockstep.errors import ConfigError
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import KEY_FILE, key_file
 from lockstep.system.notes import note
 from lockstep.system.prctl import die_with
@@ -86,9 +86,8 @@ def page_beside(folder: Path) -> Iterator[None]:
     Args:
         folder: of the run, which may not have begun.
     """
-    # -P: a module in the current folder must not replace one of ours.
-    own = (sys.executable, "-P", "-m", "lockstep")
-    command = (*own, ui.name or "", "--ends-with", str(os.getpid()), "--", os.fspath(folder.absolute()))
+    words = (ui.name or "", "--ends-with", str(os.getpid()), "--", os.fspath(folder.absolute()))
+    command = command_of("lockstep", *words)
     # In a new session, Ctrl-C reaches only the command.
     null = subprocess.DEVNULL
     try:

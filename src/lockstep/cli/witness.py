@@ -11,13 +11,13 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from lockstep.coordinator.comparison import NOT_COMPARED, read_fields, save_verdict, unnamed, verdict
+from lockstep.system.child_process import command_of, ending_with_this_process
 from lockstep.system.descendants import kill_family
 from lockstep.system.environment import cache_folder, checking, usable_cores
 from lockstep.system.files import replace
@@ -52,14 +52,11 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
         folder: for the run; exists.
         calls: which calls to compare.
     """
-    # -P: a module in the current folder must not replace one of ours.
-    python = [sys.executable, "-P", "-m"]
-    wrapper = [*python, "lockstep.doctor.child_wrapper", str(os.getpid())]
-    job = ["lockstep", "run", "-n", "1", "--max-restarts", "0", "--run-dir", str(folder)]
+    job = command_of("lockstep", "run", "-n", "1", "--max-restarts", "0", "--run-dir", str(folder))
     log = folder / "output"
     with log.open("wb") as output:
         ended = subprocess.run(
-            [*wrapper, *python, *job, *words, *program],
+            ending_with_this_process([*job, *words, *program]),
             env=checking(calls),
             stdin=subprocess.DEVNULL,
             stdout=output,

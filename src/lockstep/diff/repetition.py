@@ -3,7 +3,6 @@
 import hashlib
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from lockstep.checkpoint.store import Entry, Store
 from lockstep.diff.comparison import Comparison
 from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import DIGESTS, ONE_PROCESS, ORDER, repeating
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
@@ -103,16 +103,7 @@ def repeat(
             f"workers: repeat it in one process with lockstep run -n 1 --replicas {recording.replicas}"
         )
     _refuse_changed(recording)
-    words = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "run",
-        "--run-dir",
-        str(folder),
-        *_options(job),
-        *(options or ()),
-    ]
+    words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *(options or ()))
     words += ["--", str(job["target"]), *map(str, job["arguments"])]
     environment = repeating(recording.program["flags"]) | dict(variables)
     if recording.has_servers:

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,12 +9,13 @@ from typing import Any
 
 from lockstep.doctor.finding import Finding, Rating
 from lockstep.doctor.gpus import judge_build
-from lockstep.doctor.programs import ProgramResult
+from lockstep.system.child_process import command_of
 from lockstep.system.nvml import GpuReading
+from lockstep.system.programs import ProgramResult
 
 _SECTION = "backends"
-_COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.doctor.backend_probe"])
-SMALL_PROGRAM = (sys.executable, "-P", "-m", "lockstep.keras.small_program")
+_COMMAND = shlex.join(command_of("lockstep.doctor.backend_probe"))
+SMALL_PROGRAM = command_of("lockstep.keras.small_program")
 """The command that writes the time of a small program, in seconds, on the backend of `KERAS_BACKEND`."""
 SLOW_SECONDS = 14.0
 """A backend that takes longer to import and compute is slow."""

@@ -17,12 +17,13 @@ from lockstep.doctor.environment import examine_environment
 from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.gpus import judge as judge_gpus
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.programs import ProbeProgram, ProgramResult, results
 from lockstep.doctor.versions import Packages, examine_versions
 from lockstep.launcher.backend import BACKENDS, Wishes
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import device_variables, job_environment, visible_gpus
 from lockstep.system.nvml import GpuReading
 from lockstep.system.processor import common_limit, instruction_set, limit_of, limited, processor_features
+from lockstep.system.programs import ProbeProgram, ProgramResult, results
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 PROBE_SECONDS = 60.0
@@ -170,7 +171,7 @@ def _started(
 
 
 def _probe(backend: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "lockstep.doctor.backend_probe", backend]
+    return command_of("lockstep.doctor.backend_probe", backend)
 
 
 def _as_in_a_job(environment: Mapping[str, str], backend: str) -> dict[str, str]:

@@ -10,7 +10,6 @@ from lockstep.doctor import bug_report, report
 from lockstep.doctor.checkup import CheckupInput, examine
 from lockstep.doctor.finding import Finding, worst
 from lockstep.doctor.links import examine_links, measured_by_a_job
-from lockstep.doctor.programs import ending_descendants
 from lockstep.doctor.versions import Packages
 from lockstep.errors import InternalError, LockstepError, UnfitError
 from lockstep.hosts.host_list import parse_hosts
@@ -18,6 +17,7 @@ from lockstep.launcher.backend import Wishes
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
 from lockstep.system.nvml import load, read
+from lockstep.system.programs import ending_descendants
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 
 Form = Literal["table", "json", "report"]

@@ -2,15 +2,15 @@
 
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.doctor.finding import Finding, Section
-from lockstep.doctor.programs import ProbeProgram, ProgramResult
 from lockstep.errors import ConfigError
+from lockstep.system.child_process import command_of
+from lockstep.system.programs import ProbeProgram, ProgramResult
 
 SECONDS = 120.0
 """The time limit of one measurement."""
@@ -79,7 +79,7 @@ def measured_by_a_job(environment: Mapping[str, str]) -> Measure:
     def measure(pair: tuple[str, str], encrypted: bool) -> tuple[ProgramResult, Mapping[str, float]]:
         with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
             command = [
-                *(sys.executable, "-P", "-m", "lockstep", "run", "--hosts", ",".join(pair)),
+                *command_of("lockstep", "run", "--hosts", ",".join(pair)),
                 *("--no-adopt", "--run-dir", str(Path(folder) / "run")),
                 *(() if encrypted else ("--plain",)),
                 *("-m", "lockstep.doctor.link_program"),

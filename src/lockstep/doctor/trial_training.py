@@ -1,11 +1,11 @@
 """A training of one second with two workers, as a test of the whole installation: command and judgement."""
 
 import json
-import sys
 from pathlib import Path
 
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.programs import ProgramResult
+from lockstep.system.child_process import command_of
+from lockstep.system.programs import ProgramResult
 
 _SECTION = "training"
 WORKERS = 2
@@ -18,7 +18,7 @@ def command(backend: str, folder: Path) -> list[str]:
     options = ["-n", str(WORKERS), "--replicas", str(WORKERS), "--threads-per-worker", "1"]
     options += ["--backend", backend, "--run-dir", str(folder / "run")]
     return [
-        *(sys.executable, "-P", "-m", "lockstep", "run", *options),
+        *command_of("lockstep", "run", *options),
         *("-m", "lockstep.doctor.trial_program", str(folder / RESULT)),
     ]
 

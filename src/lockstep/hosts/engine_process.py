@@ -5,13 +5,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import IO
 
 from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.engine import EngineCommand, EngineReport
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import ENGINE, for_engine_process
 from lockstep.system.event_loop import wait_for
 from lockstep.transport.packet_channel import PacketChannel
@@ -58,7 +58,7 @@ class EngineProcess:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", program, *words],
+                command_of(program, *words),
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=stream,

@@ -8,7 +8,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ from lockstep.protocol.host import (
     ShowNote,
     Stop,
 )
+from lockstep.system.child_process import command_of
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.exit_status import describe_exit
@@ -165,7 +165,7 @@ class Keeper:
         self._term += 1
         self._heard = self.clock.now()
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = (sys.executable, "-P", "-m", "lockstep.hosts.coordinator_process", str(theirs.fileno()))
+        command = command_of("lockstep.hosts.coordinator_process", str(theirs.fileno()))
         try:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         except OSError as error:

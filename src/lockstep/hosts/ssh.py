@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lockstep.errors import UnfitError
 from lockstep.protocol.host import RemoteInstruction, RemoteReport
+from lockstep.system.child_process import command_of
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.stream_channel import StreamChannel
 
@@ -42,7 +43,7 @@ class SshAgent:
         Raises:
             UnfitError: `ssh` cannot be started.
         """
-        agent = shlex.join((sys.executable, "-P", "-m", "lockstep", "agent", "--stdio"))
+        agent = shlex.join(command_of("lockstep", "agent", "--stdio"))
         command = ("ssh", *_OPTIONS, "--", name, f"exec {agent}")
         pipe = subprocess.PIPE
         try:

@@ -6,8 +6,6 @@ As a program, it measures how long that takes.
 """
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lockstep.system.child_process import command_of
 from lockstep.system.processor import limited
+from lockstep.system.programs import ProbeProgram
 
 Array = npt.NDArray[np.float32]
 Compute = Callable[[], list[Any]]
@@ -65,11 +65,11 @@ def cost_of_limit(limit: str, patience: float = _PATIENCE) -> float | None:
 
 def _seconds(patience: float, environment: Mapping[str, str]) -> float:
     """Return the time of the program in a process with an environment; 0 if it fails."""
-    command = [sys.executable, "-P", "-m", "lockstep.keras.small_program"]
     try:
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience)
-        return float(output.stdout.split()[-1]) if output.returncode == 0 else 0.0
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        program = ProbeProgram.start(command_of("lockstep.keras.small_program"), environment)
+        ended = program.result(time.monotonic() + patience)
+        return float(ended.output.split()[-1]) if ended.status == 0 else 0.0
+    except (OSError, ValueError, IndexError):
         return 0.0
 
 

@@ -3,13 +3,13 @@
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.launcher.import_scan import NOTHING, ImportScan, scan_imports
 from lockstep.protocol.fork import READY, ForkRequest, ForkServerSetup, encode_fork
 from lockstep.protocol.job_spec import JobSpec
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import job_environment, parent_variable
 from lockstep.system.event_loop import wait_for
 from lockstep.worker.script import Script
@@ -82,8 +82,7 @@ class ForkServer:
         stdout, stderr = (os.memfd_create("lockstep-output", os.MFD_CLOEXEC) for _ in range(2))
         try:
             process = subprocess.Popen(
-                # -P: the current folder must not hide modules that Lockstep needs.
-                [sys.executable, "-P", "-m", "lockstep.launcher.fork_server_main", *plan.arguments],
+                command_of("lockstep.launcher.fork_server_main", *plan.arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,

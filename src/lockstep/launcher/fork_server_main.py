@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockstep.launcher import worker_main
 from lockstep.protocol.fork import MAX_REQUEST, READY, ForkRequest, ForkServerSetup, decode_fork
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import parent_told, put_control, take_environment
 from lockstep.system.prctl import die_with
 from lockstep.worker.downloads import patch_get_file
@@ -162,8 +163,7 @@ def _exec_worker(forked: Forked, arguments: Sequence[str]) -> None:
     """Become a worker in a fresh interpreter, without the modules that this process has imported."""
     _take_over(forked)
     os.set_inheritable(forked.descriptors[2], True)
-    command = (sys.executable, "-P", "-m", "lockstep.launcher.worker_main", *arguments)
-    os.execve(sys.executable, command, os.environ)
+    os.execve(sys.executable, command_of("lockstep.launcher.worker_main", *arguments), os.environ)
 
 
 def _take_over(forked: Forked) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
 from lockstep.system import invocation
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import hide_gpus, visible_gpus
 from lockstep.system.notes import note
 from lockstep.system.prose import count
@@ -72,7 +73,7 @@ def restart_per_device(devices: Sequence[str] | None) -> None:
     if restart.hides_gpus:
         hide_gpus()
     flush_streams()
-    os.execv(sys.executable, (sys.executable, "-P", "-m", "lockstep", *arguments))
+    os.execv(sys.executable, command_of("lockstep", *arguments))
 
 
 def decide(devices: Sequence[str] | None, gpus: Sequence[str]) -> Restart | None:

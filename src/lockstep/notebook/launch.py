@@ -5,7 +5,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from lockstep.functions.history import RunHistory
 from lockstep.functions.options import command_options
 from lockstep.functions.transport import Giver, ResultBox, pack
 from lockstep.functions.worker import WORKER
+from lockstep.system.child_process import command_of
 from lockstep.system.run_folder import fresh_folder, remove_where_empty
 from lockstep.worker import job
 
@@ -129,8 +129,7 @@ def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
     words = ["run", *options, "-m", WORKER, *inherited]
     arguments = [str(os.getpid()), ",".join(inherited), str(box.descriptor), *words]
     process = subprocess.Popen(
-        # -P: the current folder must not hide modules that Lockstep needs.
-        [sys.executable, "-P", "-m", "lockstep.notebook.command", *arguments],
+        command_of("lockstep.notebook.command", *arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

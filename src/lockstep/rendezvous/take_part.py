@@ -31,6 +31,7 @@ from lockstep.rendezvous.addresses import (
     resolve,
 )
 from lockstep.rendezvous.waiting import RendezvousWait
+from lockstep.system.child_process import command_of
 from lockstep.system.environment import (
     KEY_FILE,
     RUN,
@@ -346,17 +347,10 @@ def _connect(arrival: Arrival) -> socket.socket:
 
 def _start_coordinator(arrival: Arrival, listeners: list[socket.socket]) -> None:
     descriptors, path = [listener.fileno() for listener in listeners], key_file()
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "lockstep.rendezvous.coordinator_main",
-        encode(arrival).decode(),
-        *map(str, descriptors),
-    ]
+    words = (encode(arrival).decode(), *map(str, descriptors))
     try:
         started = subprocess.run(
-            command,
+            command_of("lockstep.rendezvous.coordinator_main", *words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=environment_at_start() | ({KEY_FILE: str(path.absolute())} if path is not None else {}),

@@ -5,7 +5,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Self
 
 import psutil
 
+from lockstep.system.child_process import ending_with_this_process
 from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.exit_status import signal_name
 from lockstep.system.prctl import adopt_orphans
@@ -87,9 +87,8 @@ class ProbeProgram:
             OSError: the program cannot be started.
         """
         # Otherwise a hanging program would outlive a command that is killed.
-        wrapper = [sys.executable, "-P", "-m", "lockstep.doctor.child_wrapper", str(os.getpid())]
         process = subprocess.Popen(
-            [*wrapper, *command],
+            ending_with_this_process(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

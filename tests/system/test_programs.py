@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import lockstep.doctor.programs
-from lockstep.doctor.programs import ProbeProgram, ProgramResult, results
+import lockstep.system.programs
+from lockstep.system.programs import ProbeProgram, ProgramResult, results
 
 
 def started(script: str) -> ProbeProgram:
@@ -54,7 +54,7 @@ def test_the_deadline_is_common_to_all_programs() -> None:
 
 
 def test_running_programs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep.doctor.programs, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(lockstep.system.programs, "_REPORT_SECONDS", 0.0)
     reports: list[list[int]] = []
     hanging, ending = started("import time; time.sleep(600)"), started("import sys; sys.stdin.read()")
 
@@ -72,7 +72,7 @@ def test_running_programs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_ends_with_its_parent(number: str, status: int) -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import ProbeProgram, ending_descendants
+from lockstep.system.programs import ProbeProgram, ending_descendants
 hangs = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 with ending_descendants():
     program = ProbeProgram.start([sys.executable, "-c", hangs], dict(os.environ))
@@ -93,7 +93,7 @@ with ending_descendants():
 def test_processes_in_other_sessions_are_ended() -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import ProbeProgram, ending_descendants
+from lockstep.system.programs import ProbeProgram, ending_descendants
 child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 leaves = (
     "import subprocess, sys\\n"

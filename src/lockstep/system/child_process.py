@@ -1,0 +1,39 @@
+"""Processes of Lockstep that other ones start: their commands, and how they end with their parents.
+
+    python -P -m lockstep.system.child_process PID COMMAND ...
+
+executes a program that the kernel kills when the process PID ends. A parent cannot request this between fork
+and exec: a process with threads must not run code there.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lockstep.system.prctl import die_with
+
+
+def command_of(module: str, *arguments: str) -> list[str]:
+    """Return the command that executes a module of Lockstep with this interpreter.
+
+    With -P, a file in the current folder, such as `types.py`, hides no module that Lockstep needs.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def ending_with_this_process(command: Sequence[str]) -> list[str]:
+    """Return the command for a program that the kernel kills when this process ends, however it ends."""
+    return command_of(__spec__.name, str(os.getpid()), *command)
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Replace this process by `command`, which is killed when the process `parent` ends."""
+    # If the kernel does not support this, the parent ends the program.
+    with contextlib.suppress(OSError):
+        die_with(parent)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
