@@ -71,6 +71,11 @@ def main() -> None:
         print(
             keras.models.load_model("model.keras", {"Centered": Centered}).count_params(), best.count_params()
         )
+        inputs = keras.Input((4,))
+        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in ("one", "other")]
+        model = keras.Model(inputs, outputs, name="forked")
+        model.compile(loss=["mse", "mae"])
+        model.evaluate(x, [y, y], verbose=0)
         if keras.backend.backend() == "torch":
             model = WithOptimizer()
             model.compile()

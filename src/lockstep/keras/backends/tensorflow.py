@@ -132,7 +132,12 @@ class TensorFlowBackend:
         tensors = keras.tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
         if kind == "predict":
             return function([tensors]), None
-        return function(iter(tf.data.Dataset.from_tensors(tensors))), None
+
+        def relaxed(*parts: Any) -> Any:
+            # As of the batches of arrays, the last of which is smaller; Keras counts a known number of rows.
+            return keras.tree.map_structure(_of_any_length, parts if isinstance(batch, tuple) else parts[0])
+
+        return function(iter(tf.data.Dataset.from_tensors(tensors).map(relaxed))), None
 
     def training_state(self, model: Any) -> VariableState:
         """Return the state of the training steps of `model`."""
@@ -736,6 +741,13 @@ def try_step(model: Any, kind: Kind, data: Any) -> None:
 def open_specs(tensors: Sequence[Any]) -> list[Any]:
     """Return the specs of tensors, without those that are None, with an open number of examples."""
     return [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors if one is not None]
+
+
+def _of_any_length(tensor: Any) -> Any:
+    """Return a tensor of a graph whose static shape does not tell the number of rows."""
+    if tensor is None or not tensor.shape.rank:
+        return tensor
+    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
 def known_here(density: Any) -> Any:
