@@ -129,6 +129,8 @@ class TensorFlowBackend:
 
     def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function; see `Backend`."""
+        # TensorFlow makes one tensor of a list; so Keras passes tuples, too.
+        batch = keras.tree.lists_to_tuples(batch)
         tensors = keras.tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
         if kind == "predict":
             return function([tensors]), None
