@@ -153,6 +153,32 @@ def with_own_figures() -> Built:
     return model, Y
 
 
+class OwnStep(keras.Sequential):
+    def train_step(self, *args: Any) -> Any:
+        return super().train_step(*args)
+
+
+def with_own_step() -> Built:
+    model = OwnStep([keras.Input((4,)), keras.layers.Dense(1)])
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    return model, Y
+
+
+class Clipped(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return ops.maximum(x, 0)
+
+
+def with_own_step_and_mask() -> Built:
+    """Rows have unequal numbers of masked times."""
+    layers = [Clipped(), keras.layers.Reshape((4, 1)), keras.layers.Masking(0.0)]
+    recurrent = keras.layers.SimpleRNN(3, return_sequences=True)
+    model = OwnStep([keras.Input((4,)), *layers, recurrent, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model, np.repeat(Y[:, None], 4, axis=1)
+
+
 PROGRAMS: dict[str, Callable[[], Built]] = {
     "a sum": one_output(sum_of_squares),
     "a sum divided by a constant": one_output(part_of_a_sum),
@@ -166,11 +192,13 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "a regularizer of means": one_output("mse", activity_regularizer=lambda a: ops.mean(ops.square(a))),
     "the model's own sum": with_summed_loss,
     "a step's own sum": with_summed_step,
+    "an own step with a denominator": with_own_step,
+    "an own step with a mask": with_own_step_and_mask,
     "figures": with_own_figures,
 }
 
 
-QUICK = {"a sum and a mean", "a regularizer of means", "a step's own sum"}
+QUICK = {"a sum and a mean", "a regularizer of means", "a step's own sum", "an own step with a mask"}
 
 
 def results(build: Callable[[], Built], scope: Any, fit: Any, evaluate: Any) -> list[float]:

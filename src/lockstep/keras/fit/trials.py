@@ -35,7 +35,7 @@ from lockstep.keras.backends.growth import (
     set_growths,
 )
 from lockstep.keras.backends.logs import LogTemplate, recorded_results
-from lockstep.keras.backends.losses import divided, weighted_means
+from lockstep.keras.backends.losses import weighted_means
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
@@ -427,9 +427,7 @@ class Trial:
                     raise _UnlikeStepsError
                 if self._context is not nullcontext and not summed:
                     self._name_if_divided(arrays[1], compute(halves[0], 1), kind)
-                rounds.append(
-                    [_unweighted(model, one, w) for one, w in zip(arrays, (1.0, *_HALVES), strict=True)]
-                )
+                rounds.append([_unweighted(one, w) for one, w in zip(arrays, (1.0, *_HALVES), strict=True)])
                 totals.append(arrays[0])
                 if program.is_last(len(totals) - 1):
                     return rounds
@@ -643,9 +641,13 @@ def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
     return [gradients, *others] if gradients else others
 
 
-def _unweighted(model: Any, arrays: Mapping[str, Array], weight: float) -> dict[str, Array]:
-    """Return the arrays of a replica's partial without its weight, nor that of the loss's denominator."""
-    return {name: array / weight for name, array in divided(model, arrays).items() if name != "present"}
+def _unweighted(arrays: Mapping[str, Array], weight: float) -> dict[str, Array]:
+    """Return the arrays of a replica's partial without its weight.
+
+    What is proportional to a loss with its own denominator keeps the density as a factor. So it is a mean
+    over examples, also where replicas have unequal densities.
+    """
+    return {name: array / weight for name, array in arrays.items() if name != "present"}
 
 
 def _arrays(nest: Any) -> list[Array]:
