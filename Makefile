@@ -87,6 +87,7 @@ bench: .venv/mpi
 
 # Kills thousands of workers, and hosts and coordinators, and runs thousands of random programs on every installed
 # backend; simulates 100,000 jobs. Takes hours, and root for the hosts.
+soak: export LOCKSTEP_WITNESS = off
 soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
 	$(BIN)/python tests/hosts/soak_hosts.py

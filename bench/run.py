@@ -5,6 +5,7 @@ import os
 import allreduce
 import budget
 import checkpoints
+import comparison
 import events
 import footprint
 import hosts_losses
@@ -60,6 +61,9 @@ def main() -> None:
         footprint.main(backend, tuple(footprint.ROWS) if backend == "jax" else ("memory",))
     print()
     launching.main(backends)
+    for backend in backends:
+        print()
+        comparison.main(backend)
     # The last measurement pins this process.
     for other in (
         placement,
