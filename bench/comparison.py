@@ -3,8 +3,8 @@
     comparison.py [BACKEND] [--turns N]
 
 The processor time is that of all processes of the comparison, for each of some examples. The rates are those
-of jobs with a small model on two workers; jobs with and without the comparison alternate. It begins after 45 of
-about 100 seconds, so these jobs pay six times the part of a job of ten minutes.
+of jobs with a small model on two workers; jobs with and without the comparison alternate. It begins after 45
+of about 100 seconds, so these jobs pay six times the part of a job of ten minutes.
 """
 
 import argparse
