@@ -27,7 +27,7 @@ from lockstep.observability.event_log import EventLog
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import EndHost, HostEnded, HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Failed, Finished, Started, WaitReport
+from lockstep.protocol.worker import EventReport, Failed
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -197,16 +197,16 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
 
 
 def well(worker: FakeHandle) -> None:
-    worker.send(Started())
+    worker.send(EventReport(run_events.WorkerReady(worker.launch.worker)))
     worker.send(EventReport(run_events.StrategyInstalled("jax")))
     worker.send(EventReport(run_events.DistributionBegan()))
     worker.write(stdout=f"out {worker.launch.worker}\n".encode(), stderr=b"err\n")
-    worker.send(Finished())
+    worker.send(EventReport(run_events.ScriptEnded(worker.launch.worker, 0)))
     worker.end(0)
 
 
 def waits(worker: FakeHandle) -> None:
-    worker.send(Started())
+    worker.send(EventReport(run_events.WorkerReady(worker.launch.worker)))
 
 
 def test_a_run_that_succeeds(stage: Stage) -> None:
@@ -234,7 +234,7 @@ def test_the_last_line_summarizes_the_job(stage: Stage) -> None:
     def trains(worker: FakeHandle) -> None:
         worker.send(EventReport(run_events.StrategyInstalled("jax")))
         worker.send(EventReport(run_events.CheckpointWritten("kept/step-3", 3, 0.1)))
-        worker.send(Finished())
+        worker.send(EventReport(run_events.ScriptEnded(worker.launch.worker, 0)))
         # Only the chief's report counts.
         steps = 3 + worker.launch.worker
         worker.send(EventReport(run_events.TrainingEnded(steps, "small", "1f3c")))
@@ -306,7 +306,7 @@ def test_a_redundant_traceback_is_in_the_log_only(stage: Stage) -> None:
 def test_waits_reported_before_the_end_of_a_worker_are_no_early_exit(stage: Stage) -> None:
     def reports_then_ends(worker: FakeHandle) -> None:
         for seconds in (0.5, 1.0, 1.5):
-            worker.send(WaitReport("barrier", (0,), seconds))
+            worker.send(EventReport(run_events.WaitReported(1, "barrier", (0,), seconds)))
         well(worker)
 
     assert stage.run(well, reports_then_ends).status == 0
@@ -319,7 +319,7 @@ def test_a_worker_that_exited_early_is_named(stage: Stage) -> None:
         if isinstance(event, run_events.WorkerExited) and started:
             worker = started.pop()
             for seconds in (0.5, 1.0):
-                worker.send(WaitReport("barrier", (0,), seconds))
+                worker.send(EventReport(run_events.WaitReported(1, "barrier", (0,), seconds)))
 
     outcome = stage.run(well, started.append, on_event=wait_in_vain)
     message = "worker 0 exited with status 0 while worker 1 waited for it in barrier"
@@ -330,7 +330,7 @@ def test_a_worker_that_exited_early_is_named(stage: Stage) -> None:
 
 def test_a_long_wait_is_shown(stage: Stage) -> None:
     def waits_long(worker: FakeHandle) -> None:
-        worker.send(WaitReport("step 3", (0,), 12.0))
+        worker.send(EventReport(run_events.WaitReported(1, "step 3", (0,), 12.0)))
         well(worker)
 
     outcome = stage.run(well, waits_long)
@@ -468,7 +468,7 @@ def test_a_note_explains_silence_before_the_first_step(
         monkeypatch.setattr(f"lockstep.coordinator.startup_progress.{pause}", 0.0)
 
     def compiles(worker: FakeHandle) -> None:
-        worker.send(Started())
+        worker.send(EventReport(run_events.WorkerReady(worker.launch.worker)))
         worker.send(EventReport(run_events.StrategyInstalled("jax")))
         worker.send(EventReport(last))
 
@@ -486,7 +486,7 @@ def test_a_kill_for_lack_of_memory_is_named(stage: Stage, monkeypatch: pytest.Mo
     monkeypatch.setattr("lockstep.agent.agent.memory_kills", lambda: next(kills))
 
     def killed(worker: FakeHandle) -> None:
-        worker.send(Started())
+        worker.send(EventReport(run_events.WorkerReady(worker.launch.worker)))
         worker.end(-signal.SIGKILL)
 
     outcome = stage.run(killed)

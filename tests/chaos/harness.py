@@ -110,7 +110,7 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     """Run as a worker, and print its result."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = read_worker(launch.environment(connection.fileno()))
-    client = AgentClient(PacketChannel(connection, AgentMessage))
+    client = AgentClient(PacketChannel(connection, AgentMessage), config.worker)
     events = Bus(SystemClock(), config.worker)
     events.subscribe(client.report, *WORKER_EVENTS)
     faults = Faults([fault for fault in given if fault.worker == config.worker])

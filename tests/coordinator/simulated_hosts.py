@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from reports import said, script_ended
+
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
 from lockstep.hosts.coordinator_session import CoordinatorSession
@@ -24,7 +26,13 @@ from lockstep.hosts.newcomers import Newcomers
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
-from lockstep.observability.events import RUN_EVENTS, DistributionBegan, StrategyInstalled
+from lockstep.observability.events import (
+    RUN_EVENTS,
+    DistributionBegan,
+    JoinRequested,
+    StrategyInstalled,
+    WorkerReady,
+)
 from lockstep.protocol.channel import PeerGone
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -48,7 +56,7 @@ from lockstep.protocol.host import (
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.worker import EventReport, Finished, JoinRequest, Notice, Started
+from lockstep.protocol.worker import EventReport, Notice
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import VirtualClock
 from lockstep.system.event_loop import EventLoop
@@ -267,16 +275,16 @@ class SimulatedHost:
             case StartProcess(worker, joins):
                 self.worker = worker
                 self.tell(ProcessStarted(worker, 1))
-                self.tell(WorkerSaid(worker, Started()))
+                self.tell(said(WorkerReady(worker)))
                 if joins:
                     starting = self._job.dice.uniform(*STARTING)
-                    self.tell(WorkerSaid(worker, JoinRequest(whole=False)), starting)
+                    self.tell(said(JoinRequested(worker, whole=False)), starting)
                 else:
                     self.tell(WorkerSaid(worker, EventReport(StrategyInstalled("none"))))
                     self.tell(WorkerSaid(worker, EventReport(DistributionBegan())))
             case DeliverPosition(worker):
                 catching_up = self._job.dice.uniform(*CATCHING_UP)
-                self.tell(WorkerSaid(worker, JoinRequest(whole=True)), catching_up)
+                self.tell(said(JoinRequested(worker, whole=True)), catching_up)
             case PostNotice(notice):
                 self._notice = notice
                 self._report_at_step_end()
@@ -407,5 +415,5 @@ class ManyHosts:
         """Let the script end on all workers."""
         for host in self.hosts:
             if host.alive and host.worker is not None:
-                host.tell(WorkerSaid(host.worker, Finished()))
+                host.tell(script_ended(host.worker))
                 host.tell(ProcessExited(host.worker, 0), 2 * LATENCY)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reports import script_ended
 
 from lockstep.coordinator import coordinator
 from lockstep.coordinator.admin_socket import address
@@ -48,7 +49,7 @@ from lockstep.protocol.host import (
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Finished, HostMembers
+from lockstep.protocol.worker import EventReport, HostMembers
 from lockstep.supervisor.state import JobSize, Shutdown, Stage, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -155,7 +156,7 @@ def test_the_agent_receives_the_first_view_and_then_starts_its_members(
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
             case StartProcess(worker):
-                said = WorkerSaid(worker, Finished())
+                said = script_ended(worker)
                 return [ProcessStarted(worker, 7), said, ProcessExited(worker, 0)]
         return ends(instruction)
 
@@ -179,7 +180,7 @@ def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> No
                 strategies = [WorkerSaid(worker, EventReport(StrategyInstalled("jax"))) for worker in (0, 1)]
                 return [*strategies, ProcessExited(1, -signal.SIGKILL)]
             case BeginView(2):
-                return [WorkerSaid(0, Finished()), ProcessExited(0, 0)]
+                return [script_ended(0), ProcessExited(0, 0)]
         return ends(instruction)
 
     made.reacts = react
@@ -200,7 +201,7 @@ def test_pending_reports_of_workers_precede_a_stop(job: Callable[[State], Job]) 
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
             case ReportAll():
-                return [*(WorkerSaid(worker, Finished()) for worker in (0, 1)), AllReported()]
+                return [*(script_ended(worker) for worker in (0, 1)), AllReported()]
             case SignalProcess(worker, number):
                 return [ProcessExited(worker, -number)]
         return ends(instruction)
@@ -324,7 +325,7 @@ def test_notes_on_what_takes_long_after_the_first_step(job: Callable[[State], Jo
     def react(instruction: Instruction) -> list[HostReport]:
         if instruction == StartProcess(1):
             said = [WorkerSaid(0, EventReport(event)) for event in events]
-            return [*said, *(WorkerSaid(worker, Finished()) for worker in (0, 1)), *exits]
+            return [*said, *(script_ended(worker) for worker in (0, 1)), *exits]
         return ends(instruction)
 
     exits = [ProcessExited(worker, 0) for worker in (0, 1)]

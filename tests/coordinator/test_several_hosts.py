@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from reports import said, script_ended
 
 from lockstep.coordinator import coordinator, job_record
 from lockstep.coordinator.coordinator import Coordinator
@@ -17,6 +18,7 @@ from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import (
     JobFinished,
+    JoinRequested,
     StrategyInstalled,
     TrainingResumed,
     WorkerConnectedLate,
@@ -53,7 +55,7 @@ from lockstep.protocol.host import (
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.worker import EventReport, Failed, Finished, HostMembers, JoinRequest
+from lockstep.protocol.worker import EventReport, Failed, HostMembers
 from lockstep.supervisor.actions import JobOutcome
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -68,7 +70,7 @@ PEERS = (PeerAddress("10.0.0.1", 4001, 11), PeerAddress("10.0.0.2", 4002, 12))
 FIRST = (HostMembers(0, (0, 1), "node1", *PEERS[0]), HostMembers(1, (2,), "node2", *PEERS[1]))
 
 FINISHING: list[HostReport] = [
-    report for worker in (0, 1) for report in (WorkerSaid(worker, Finished()), ProcessExited(worker, 0))
+    report for worker in (0, 1) for report in (script_ended(worker), ProcessExited(worker, 0))
 ]
 """The reports of the first host if its workers succeed."""
 
@@ -127,7 +129,7 @@ def well(host: int, instruction: Instruction) -> list[HostReport]:
     """The reports of agents whose workers train and succeed."""
     match instruction:
         case StartProcess(worker):
-            return [WorkerSaid(worker, Finished()), ProcessExited(worker, 0)]
+            return [script_ended(worker), ProcessExited(worker, 0)]
         case SignalProcess(worker, number):
             return [ProcessExited(worker, -number)]
         case ReportAll():
@@ -279,7 +281,7 @@ def test_a_silent_host_costs_its_workers(
 def test_a_stop_waits_for_the_reports_of_all_hosts(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if isinstance(instruction, ReportAll):
-            ends = [WorkerSaid(2, Finished())] if host else []
+            ends = [script_ended(2)] if host else []
             return [*ends, AllReported()]
         return [] if isinstance(instruction, StartProcess) else well(host, instruction)
 
@@ -292,7 +294,7 @@ def test_a_stop_waits_for_the_reports_of_all_hosts(make: Callable[[Reaction], Jo
 
 
 def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[[Reaction], Job]) -> None:
-    said = list[object]()
+    asking = list[object]()
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
@@ -301,15 +303,15 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
             case StartProcess(2):
                 return [ProcessExited(2, -signal.SIGKILL)]
             case StartProcess(3):
-                said.append(host)
-                return [WorkerSaid(3, JoinRequest(whole=False))]
+                asking.append(host)
+                return [said(JoinRequested(3, whole=False))]
             case DeliverPosition(3):
-                return [WorkerSaid(3, JoinRequest(whole=True))]
+                return [said(JoinRequested(3, whole=True))]
             case BeginView(3):
                 return [
                     report
                     for worker in ((0, 1) if host == 0 else (3,))
-                    for report in (WorkerSaid(worker, Finished()), ProcessExited(worker, 0))
+                    for report in (script_ended(worker), ProcessExited(worker, 0))
                 ]
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
@@ -321,7 +323,7 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
 
     job = make(react)
     assert job.coordinator.run() == 0
-    assert said == [1]
+    assert asking == [1]
     position, state = (StateSource(2, number, 1000 * number, 0, "10.0.0.1", 4001) for number in (1, 2))
     views = (FIRST, FIRST[:1], (FIRST[0], HostMembers(1, (3,), "node2", *PEERS[1])))
     kinds = DeliverPosition | FetchState | BeginView
@@ -346,16 +348,16 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
             case StartProcess(2):
                 return [ProcessExited(2, -signal.SIGKILL)]
             case StartProcess(3):
-                return [WorkerSaid(3, JoinRequest(whole=False))]
+                return [said(JoinRequested(3, whole=False))]
             case DeliverPosition(3):
-                return [WorkerSaid(3, JoinRequest(whole=True))]
+                return [said(JoinRequested(3, whole=True))]
             case FetchState(source):
                 return [StateReceived(source.view)]
             case BeginView(3) if host == 0:
                 return [ProcessExited(worker, 0) for worker in (0, 1)]
             case BeginView(3):
                 resumed = EventReport(TrainingResumed("step 9 of fit 1", 9))
-                return [WorkerSaid(3, resumed), WorkerSaid(3, Finished()), ProcessExited(3, 0)]
+                return [WorkerSaid(3, resumed), script_ended(3), ProcessExited(3, 0)]
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
             view = job.coordinator.state.view.number
@@ -387,9 +389,9 @@ def test_a_joiner_that_the_state_does_not_reach_is_replaced(
             case StartProcess(2):
                 return [ProcessExited(2, -signal.SIGKILL)]
             case StartProcess(3):
-                return [WorkerSaid(3, JoinRequest(whole=missed == "state"))]
+                return [said(JoinRequested(3, whole=missed == "state"))]
             case StartProcess(4):
-                ends = [(WorkerSaid(worker, Finished()), ProcessExited(worker, 0)) for worker in (0, 1)]
+                ends = [(script_ended(worker), ProcessExited(worker, 0)) for worker in (0, 1)]
                 return [report for pair in ends for report in pair]
             case DeliverPosition(3, source):
                 return [DeliveryFailed(3, source.view, "no route")]
@@ -419,9 +421,9 @@ def test_workers_of_another_host_wait_for_a_slow_terminal(make: Callable[[Reacti
                 return [OutputWritten(2, 1, b"x" * (1 << 20) + b"\n"), OutputWritten(2, 1, b"y" * (1 << 20))]
             case PauseOutput((2,)):
                 os.close(reading)
-                return [WorkerSaid(2, Finished()), ProcessExited(2, 0)]
+                return [script_ended(2), ProcessExited(2, 0)]
             case StartProcess(worker):
-                return [WorkerSaid(worker, Finished()), ProcessExited(worker, 0)]
+                return [script_ended(worker), ProcessExited(worker, 0)]
         return well(host, instruction)
 
     job.reacts = react
@@ -525,7 +527,7 @@ def test_agents_know_at_once_that_the_job_survives_losses(
             case KeepRecord(record=record) if decode_record(record).state.elastic:
                 left = sorted(workers)
                 workers.clear()
-                ends = [(WorkerSaid(worker, Finished()), ProcessExited(worker, 0)) for worker in left]
+                ends = [(script_ended(worker), ProcessExited(worker, 0)) for worker in left]
                 return [report for reports in ends for report in reports]
         return well(host, instruction)
 

@@ -14,8 +14,9 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.launcher import AgentChannel, Handle, Launch, Launcher, LocalLauncher
+from lockstep.observability.events import ScriptEnded, WorkerReady
 from lockstep.protocol.channel import Attachment, PeerGone
-from lockstep.protocol.worker import Finished, NewView, SharedMemoryEndpoint, Started, Welcome
+from lockstep.protocol.worker import EventReport, NewView, SharedMemoryEndpoint, Welcome
 from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import adopt_orphans
@@ -31,12 +32,12 @@ SCRIPTS = {
 
 
 def play(script: str, worker: FakeHandle) -> None:
-    worker.send(Started())
+    worker.send(EventReport(WorkerReady(0)))
     if script in ("ends", "stays"):
         worker.write(stdout=b"out\n")
     if script == "ends":
         worker.write(stderr=b"err\n")
-        worker.send(Finished())
+        worker.send(EventReport(ScriptEnded(0, 0)))
     if script != "stays":
         worker.end(3 if script == "leaves" else 0)
 
@@ -105,7 +106,11 @@ def test_stdout_and_stderr_are_separate_and_end(start: Start) -> None:
 
 def test_messages_arrive_until_the_worker_ends(start: Start) -> None:
     handle = start("ends")
-    assert [receive(handle), receive(handle), receive(handle)] == [Started(), Finished(), PeerGone()]
+    assert [receive(handle), receive(handle), receive(handle)] == [
+        EventReport(WorkerReady(0)),
+        EventReport(ScriptEnded(0, 0)),
+        PeerGone(),
+    ]
 
 
 @pytest.mark.parametrize(("script", "status"), [("ends", 0), ("leaves", 3)])
@@ -130,7 +135,7 @@ def test_a_signal_ends_the_worker(start: Start, number: int) -> None:
 def test_reading_does_not_block(start: Start) -> None:
     handle = start("stays")
     read(handle.stdout, 4)
-    assert receive(handle) == Started()
+    assert receive(handle) == EventReport(WorkerReady(0))
     assert handle.channel.receive() is None
     for descriptor in (handle.stdout, handle.stderr):
         with pytest.raises(BlockingIOError):

@@ -9,10 +9,14 @@ from lockstep.observability.events import (
     CheckpointWritten,
     DistributionBegan,
     GpuLoad,
+    JoinRequested,
     LoadMeasured,
+    ScriptEnded,
     StrategyInstalled,
     TrainingEnded,
+    WaitReported,
     WorkerLoad,
+    WorkerReady,
 )
 from lockstep.protocol import host
 from lockstep.protocol.host import HostReport, Instruction, Stop
@@ -21,15 +25,11 @@ from lockstep.protocol.worker import (
     BrokenView,
     EventReport,
     Failed,
-    Finished,
     HostMembers,
     JobOver,
-    JoinRequest,
     Leave,
     Notice,
     RelayedMessage,
-    Started,
-    WaitReport,
     WorkerMessage,
 )
 from lockstep.transport.packet_channel import MAX_PACKET, MAX_TEXT, PacketDecoder, encode
@@ -39,19 +39,19 @@ workers = st.integers(0, 9)
 groups = st.lists(workers).map(tuple)
 relayed = st.one_of(
     st.builds(BrokenView, workers, texts, st.booleans()),
-    st.builds(Started),
-    st.builds(Finished),
-    st.builds(JoinRequest, st.booleans()),
     st.builds(
         EventReport,
         st.one_of(
+            st.builds(WorkerReady, workers),
+            st.builds(ScriptEnded, workers, workers),
+            st.builds(JoinRequested, workers, st.booleans()),
+            st.builds(WaitReported, workers, texts, groups, st.floats(0, 1e6)),
             st.builds(DistributionBegan),
             st.builds(CheckpointWritten, texts, st.integers(0, 2**53), st.floats(0, 1e6)),
             st.builds(StrategyInstalled, texts, st.dictionaries(texts, texts, max_size=3)),
             st.builds(TrainingEnded, st.integers(0, 2**53), texts, texts),
         ),
     ),
-    st.builds(WaitReport, texts, groups, st.floats(0, 1e6)),
     st.builds(Failed, st.integers(0, 255), texts, texts, st.booleans()),
 )
 members = st.builds(HostMembers, workers, groups, texts, texts, st.integers(0, 2**16), st.integers(0, 2**53))

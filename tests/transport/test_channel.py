@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 
+from lockstep.observability.events import ScriptEnded, WaitReported, WorkerReady
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
-from lockstep.protocol.worker import Failed, Finished, Position, Started, StateReply, WaitReport
+from lockstep.protocol.worker import EventReport, Failed, Position, StateReply
 from lockstep.transport.keys import JobKey
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.stream_channel import StreamChannel
 
 Ends = tuple[Channel[Any, Any], Channel[Any, Any]]
-MESSAGES = Started | Finished | Failed | WaitReport | StateReply
+MESSAGES = EventReport | Failed | StateReply
+READY = EventReport(WorkerReady(0))
+
+
+def ended(status: int) -> EventReport:
+    return EventReport(ScriptEnded(0, status))
 
 
 def packet_pair() -> Ends:
@@ -118,20 +124,20 @@ def memory(text: bytes) -> Attachment:
 def test_messages_arrive_in_order_in_both_directions(ends: Ends) -> None:
     one, other = ends
     for number in range(3):
-        assert one.send(Finished(number))
-    assert other.send(Finished(3))
+        assert one.send(ended(number))
+    assert other.send(ended(3))
     assert [other.receive() for _ in range(4)] == [
-        *(Finished(number) for number in range(3)),
+        *(ended(number) for number in range(3)),
         None,
     ]
-    assert [one.receive(), one.receive()] == [Finished(3), None]
+    assert [one.receive(), one.receive()] == [ended(3), None]
 
 
 def test_a_channel_is_readable_when_there_is_something_to_receive(ends: Ends) -> None:
     one, other = ends
     assert not is_readable(other)
-    one.send(Started())
-    one.send(Finished())
+    one.send(READY)
+    one.send(ended(0))
     assert is_readable(other)
     other.receive()
     assert is_readable(other)
@@ -146,20 +152,20 @@ def test_a_channel_is_readable_when_there_is_something_to_receive(ends: Ends) ->
 def test_peer_gone_follows_the_last_message_and_repeats(ends: Ends) -> None:
     one, other = ends
     # If an end closes with unread messages, the kernel reports that in another way.
-    other.send(Started())
-    one.send(Started())
-    one.send(Finished(1))
+    other.send(READY)
+    one.send(READY)
+    one.send(ended(1))
     one.close()
     one.close()
-    assert [other.receive() for _ in range(4)] == [Started(), Finished(1), PeerGone(), PeerGone()]
+    assert [other.receive() for _ in range(4)] == [READY, ended(1), PeerGone(), PeerGone()]
 
 
 def test_send_to_a_closed_peer_returns_false(ends: Ends) -> None:
     one, other = ends
     one.close()
-    assert not other.send(Started())
-    assert not other.send(Started(), patience=1.0)
-    assert not one.send(Started())
+    assert not other.send(READY)
+    assert not other.send(READY, patience=1.0)
+    assert not one.send(READY)
 
 
 @pytest.mark.usefixtures("closes_descriptors")
@@ -200,9 +206,9 @@ def raw() -> Iterator[tuple[socket.socket, Channel[Any, Any]]]:
 def test_an_invalid_packet_is_unreadable(raw: tuple[socket.socket, Channel[Any, Any]], packet: bytes) -> None:
     mine, channel = raw
     mine.send(packet)
-    mine.send(b'{"type":"started"}')
+    mine.send(b'{"type":"report","event":{"event":"ready","worker":0}}')
     assert isinstance(channel.receive(), Unreadable)
-    assert channel.receive() == Started()
+    assert channel.receive() == READY
 
 
 def test_an_attachment_that_did_not_arrive_is_missing(raw: tuple[socket.socket, Channel[Any, Any]]) -> None:
@@ -226,7 +232,7 @@ def test_send_does_not_block_if_the_peer_does_not_receive(bounded: Ends) -> None
 
 def test_send_refuses_a_message_that_is_too_large(bounded: Ends) -> None:
     one, other = bounded
-    assert not one.send(WaitReport("x", tuple(range(200_000)), 0.0))
+    assert not one.send(EventReport(WaitReported(0, "x", tuple(range(200_000)), 0.0)))
     assert other.receive() is None
 
 

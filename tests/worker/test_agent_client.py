@@ -13,7 +13,7 @@ from lockstep.worker.agent_client import AgentClient
 @pytest.fixture
 def ends() -> Iterator[tuple[LocalChannel[AgentMessage, WorkerMessage], AgentClient]]:
     agent, worker = LocalChannel[AgentMessage, WorkerMessage].pair()
-    yield agent, AgentClient(worker)
+    yield agent, AgentClient(worker, 0)
     agent.close()
 
 

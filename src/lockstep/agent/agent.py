@@ -19,6 +19,7 @@ from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import StackDump, WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
 from lockstep.errors import LockstepError
+from lockstep.observability.events import ScriptEnded, WorkerReady
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
@@ -62,8 +63,8 @@ from lockstep.protocol.worker import (
     AnswersAt,
     BrokenView,
     Endpoint,
+    EventReport,
     Failed,
-    Finished,
     JobOver,
     Leave,
     NetworkEndpoint,
@@ -71,7 +72,6 @@ from lockstep.protocol.worker import (
     PeerConnected,
     Position,
     SharedMemoryEndpoint,
-    Started,
     StateReply,
     Welcome,
 )
@@ -395,11 +395,11 @@ class Agent:
 
     def _note(self, worker: WorkerHandle, message: object) -> None:
         match message:
-            case Started():
+            case EventReport(WorkerReady()):
                 worker.ready = True
             case BrokenView(view):
                 self._broken_view = view
-            case Finished(status):
+            case EventReport(ScriptEnded(status=status)):
                 worker.said = status
             case Failed(status):
                 worker.said = status

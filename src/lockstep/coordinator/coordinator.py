@@ -89,12 +89,8 @@ from lockstep.protocol.worker import (
     EventReport,
     Failed,
     FileOpened,
-    Finished,
     HostMembers,
-    JoinRequest,
     RelayedMessage,
-    Started,
-    WaitReport,
 )
 from lockstep.supervisor import actions
 from lockstep.supervisor import events as job_events
@@ -413,16 +409,6 @@ class Coordinator:
             self._act(action)
         self._drop_output()
 
-    def _publish_and_decide(
-        self,
-        event: run_events.StopRequested
-        | run_events.JoinRequested
-        | run_events.WaitReported
-        | run_events.ScriptEnded,
-    ) -> None:
-        self.events.publish(event)
-        self._decide(event)
-
     def _act(self, action: actions.Action) -> None:
         match action:
             case actions.AbortExchange(reason):
@@ -602,7 +588,9 @@ class Coordinator:
     def _stop(self) -> None:
         number, _ = self._stops.popleft()
         self._stops_taken += 1
-        self._publish_and_decide(run_events.StopRequested(number))
+        requested = run_events.StopRequested(number)
+        self.events.publish(requested)
+        self._decide(requested)
 
     def _open_admin(self) -> None:
         if is_checking():
@@ -770,9 +758,10 @@ class Coordinator:
 
     def _take_message(self, worker: int, message: RelayedMessage) -> None:
         match message:
-            case Started():
-                self.events.publish(run_events.WorkerReady(worker))
             case EventReport(event):
+                if isinstance(event, run_events.WorkerFact):
+                    self._take_fact(event)
+                    return
                 self.events.publish(event, worker)
                 if isinstance(event, run_events.StepsMeasured):
                     self._call_times.measured(worker, event)
@@ -780,10 +769,6 @@ class Coordinator:
                     event, run_events.MetricsRecorded | run_events.WorkerDigest | run_events.OrderRecorded
                 ):
                     self._take_event(worker, event)
-            case JoinRequest(whole):
-                self._publish_and_decide(run_events.JoinRequested(worker, whole))
-            case WaitReport(what, workers, seconds):
-                self._publish_and_decide(run_events.WaitReported(worker, what, workers, seconds))
             case BrokenView(view, reason, fatal):
                 self._decide(job_events.ViewBroken(worker, view, reason, fatal))
             case FileOpened():
@@ -794,8 +779,11 @@ class Coordinator:
                     self._output.log_only(worker, traceback)
                 failure = job_events.FailureReported(worker, status, summary, blames, prints, differs)
                 self._decide(failure)
-            case Finished(status):
-                self._publish_and_decide(run_events.ScriptEnded(worker, status))
+
+    def _take_fact(self, fact: run_events.WorkerFact) -> None:
+        self.events.publish(fact)
+        if not isinstance(fact, run_events.WorkerReady):
+            self._decide(fact)
 
     def _take_event(self, worker: int, event: run_events.WorkerEvent) -> None:
         match event:

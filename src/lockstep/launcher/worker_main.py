@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
         write_whole_lines()
     os.set_inheritable(config.control, False)
     write_when_asked(RunPaths(config.run_dir).stack(config.worker))
-    client = AgentClient(PacketChannel(socket.socket(fileno=config.control), AgentMessage))
+    client = AgentClient(PacketChannel(socket.socket(fileno=config.control), AgentMessage), config.worker)
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
     clock = SystemClock()

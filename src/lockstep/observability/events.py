@@ -888,6 +888,9 @@ Measurement = WorkerMeasurement | LoadMeasured
 WorkerDigest = ProgramRecorded | SettingsRecorded | NamesRecorded | DigestsRecorded
 """What a worker records of the bits of a training; the coordinator publishes it again."""
 
+WorkerFact = WorkerReady | JoinRequested | WaitReported | ScriptEnded
+"""What a worker reports of itself; the coordinator publishes it."""
+
 Event = CoordinatorEvent | WorkerEvent | Measurement | WorkerDigest | OrderRecorded | StepEnded | RestEnded
 """All events. `StepEnded` and `RestEnded` stay in their worker."""
 

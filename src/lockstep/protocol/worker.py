@@ -4,27 +4,21 @@ from enum import IntEnum
 
 import msgspec
 
-from lockstep.observability.events import OrderRecorded, WorkerDigest, WorkerEvent, WorkerMeasurement
+from lockstep.observability.events import (
+    OrderRecorded,
+    WorkerDigest,
+    WorkerEvent,
+    WorkerFact,
+    WorkerMeasurement,
+)
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.credentials import Credentials
 
 
-class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The worker is about to run the script."""
-
-
 class EventReport(msgspec.Struct, frozen=True, tag="report"):
-    """The worker published an event, a measurement, or digests."""
+    """An event, a measurement, or digests, which the coordinator publishes."""
 
-    event: WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded
-
-
-class WaitReport(msgspec.Struct, frozen=True, tag="waiting"):
-    """The worker has waited for `seconds` in `what` for `workers`."""
-
-    what: str
-    workers: tuple[int, ...]
-    seconds: float
+    event: WorkerFact | WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded
 
 
 class BrokenView(msgspec.Struct, frozen=True, tag="broken view"):
@@ -75,18 +69,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     blames: bool
     prints: bool = True
     differs: bool = False
-
-
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The script ended, with the exit status that its process will have."""
-
-    status: int = 0
-
-
-class JoinRequest(msgspec.Struct, frozen=True, tag="asks"):
-    """A joiner requests the position of the training, or, if `whole`, to join the next view."""
-
-    whole: bool
 
 
 class StateReply(msgspec.Struct, frozen=True, tag="given"):
@@ -240,9 +222,7 @@ class JobOver(msgspec.Struct, frozen=True, tag="over"):
     reason: str
 
 
-RelayedMessage = (
-    Started | EventReport | WaitReport | BrokenView | FileOpened | Failed | Finished | JoinRequest
-)
+RelayedMessage = EventReport | BrokenView | FileOpened | Failed
 """The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateReply | AnswersAt

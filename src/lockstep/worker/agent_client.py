@@ -7,7 +7,16 @@ from pathlib import Path
 
 from lockstep.errors import InternalError
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import OrderRecorded, WorkerDigest, WorkerEvent, WorkerMeasurement
+from lockstep.observability.events import (
+    JoinRequested,
+    OrderRecorded,
+    ScriptEnded,
+    WaitReported,
+    WorkerDigest,
+    WorkerEvent,
+    WorkerMeasurement,
+    WorkerReady,
+)
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AgentMessage,
@@ -16,14 +25,10 @@ from lockstep.protocol.worker import (
     EventReport,
     Failed,
     FileOpened,
-    Finished,
     JobOver,
-    JoinRequest,
     NewView,
     PeerConnected,
-    Started,
     StateReply,
-    WaitReport,
     WorkerMessage,
 )
 from lockstep.system.event_loop import wait_for
@@ -37,16 +42,21 @@ class AgentClient:
     """Reports to the agent what happens in this worker, from any thread, and receives its messages.
 
     Reports never raise, and never block longer than a second: a worker does not depend on their delivery.
+
+    Args:
+        channel: to the agent.
+        worker: the id of this worker.
     """
 
-    def __init__(self, channel: Channel[WorkerMessage, AgentMessage]) -> None:
+    def __init__(self, channel: Channel[WorkerMessage, AgentMessage], worker: int) -> None:
         self._channel = channel
+        self._worker = worker
         self._connected: list[PeerConnected] = []
         self._kept: deque[AgentMessage] = deque()
 
     def started(self) -> None:
         """Report that the script is about to run."""
-        self._channel.send(Started(), _PATIENCE)
+        self._channel.send(EventReport(WorkerReady(self._worker)), _PATIENCE)
 
     def report(self, published: PublishedEvent) -> None:
         """Forward an event of this worker, which the coordinator publishes on the bus of the run.
@@ -65,7 +75,7 @@ class AgentClient:
 
     def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
         """Report the workers for which this one waits; dropped if the agent is slow, as others follow."""
-        self._channel.send(WaitReport(what, workers, seconds))
+        self._channel.send(EventReport(WaitReported(self._worker, what, workers, seconds)))
 
     def broken(self, view: int, reason: str, *, fatal: bool) -> None:
         """Report that this worker has left the exchange of a view, or cannot enter it."""
@@ -90,7 +100,7 @@ class AgentClient:
 
     def finished(self, status: int = 0) -> None:
         """Report that the script ended, or exited with a status of its own."""
-        self._channel.send(Finished(status), _PATIENCE)
+        self._channel.send(EventReport(ScriptEnded(self._worker, status)), _PATIENCE)
 
     def wait_for_end(self) -> None:
         """Wait until the agent has ended, without reading messages."""
@@ -104,7 +114,7 @@ class AgentClient:
 
     def request_to_join(self, *, whole: bool) -> None:
         """Request the position of the training or, if `whole`, admission with the whole state."""
-        self._channel.send(JoinRequest(whole), _PATIENCE)
+        self._channel.send(EventReport(JoinRequested(self._worker, whole)), _PATIENCE)
 
     def send_state(self, reply: StateReply) -> None:
         """Send the state, or the position."""
