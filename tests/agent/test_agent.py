@@ -27,7 +27,7 @@ from lockstep.observability.event_log import EventLog
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import EndHost, HostEnded, HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Failed
+from lockstep.protocol.worker import EventReport, FailureReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -272,7 +272,11 @@ def test_tee_all_prefixes_each_line_with_its_worker(stage: Stage) -> None:
 def test_output_and_messages_before_a_workers_end_are_kept(stage: Stage) -> None:
     def fails(worker: FakeHandle) -> None:
         worker.write(stderr=b"Traceback: no good\n")
-        worker.send(Failed(1, "ValueError: no good", "Traceback", False))
+        worker.send(
+            FailureReport(
+                run_events.ScriptFailed(worker.launch.worker, "ValueError: no good", "Traceback"), 1, False
+            )
+        )
         worker.end(1)
 
     outcome = stage.run(waits, fails)
@@ -291,7 +295,14 @@ def test_output_and_messages_before_a_workers_end_are_kept(stage: Stage) -> None
 def test_a_redundant_traceback_is_in_the_log_only(stage: Stage) -> None:
     def refused(worker: FakeHandle) -> None:
         worker.write(stdout=b"epoch 1\n")
-        worker.send(Failed(1, "ScopeError: no (a.py:3)", "Traceback\n", blames=False, prints=False))
+        worker.send(
+            FailureReport(
+                run_events.ScriptFailed(worker.launch.worker, "ScopeError: no (a.py:3)", "Traceback\n"),
+                1,
+                blames=False,
+                prints=False,
+            )
+        )
         worker.end(1)
 
     outcome = stage.run(refused, waits)

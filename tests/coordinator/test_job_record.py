@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, encode_record, newest
+from lockstep.observability.events import ScriptFailed
 from lockstep.observability.run_state import JobTotals
 from lockstep.protocol.host import (
     BeginView,
@@ -16,11 +17,11 @@ from lockstep.protocol.host import (
     StateSource,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.worker import FailureReport
 from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.supervisor.decide import decide
 from lockstep.supervisor.events import (
     Event,
-    FailureReported,
     HostJoined,
     HostLost,
     StrategyInstalled,
@@ -52,7 +53,7 @@ def later() -> State:
         HostLost(1, "host node2 was lost"),
         HostJoined("node3", 2, 8),
         WorkerExited(1, -9),
-        FailureReported(0, 1, "KeyError: 'x'", False),
+        FailureReport(ScriptFailed(0, "KeyError: 'x'", "Traceback"), 1, False),
     )
     for seconds, event in enumerate(events):
         state = decide(state, event, float(seconds)).state

@@ -19,6 +19,7 @@ from lockstep.observability.console import Console
 from lockstep.observability.events import (
     JobFinished,
     JoinRequested,
+    ScriptFailed,
     StrategyInstalled,
     TrainingResumed,
     WorkerConnectedLate,
@@ -55,7 +56,7 @@ from lockstep.protocol.host import (
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.worker import EventReport, Failed, HostMembers
+from lockstep.protocol.worker import EventReport, FailureReport, HostMembers
 from lockstep.supervisor.actions import JobOutcome
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -164,7 +165,9 @@ def test_each_host_starts_its_own_workers_in_one_view(make: Callable[[Reaction],
 def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartProcess(2):
-            failed = Failed(1, "KeyError: 'x'", "the traceback\n", False, prints=False)
+            failed = FailureReport(
+                ScriptFailed(2, "KeyError: 'x'", "the traceback\n"), 1, False, prints=False
+            )
             written = [OutputWritten(2, 1, b"a\nb"), OutputWritten(2, 2, b"c\n"), OutputWritten(2, 1, b"d\n")]
             return [*written, WorkerSaid(2, failed), ProcessExited(2, 1, stack="the stack\n")]
         if isinstance(instruction, EndHost):
@@ -246,7 +249,7 @@ def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job
 def test_a_failed_worker_is_named_with_its_host_on_all_terminals(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartProcess(2):
-            failed = Failed(1, "ValueError: no", "Traceback", blames=False)
+            failed = FailureReport(ScriptFailed(2, "ValueError: no", "Traceback"), 1, blames=False)
             return [WorkerSaid(2, failed), ProcessExited(2, 1)]
         return [] if isinstance(instruction, StartProcess) else well(host, instruction)
 

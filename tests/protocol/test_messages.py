@@ -12,6 +12,7 @@ from lockstep.observability.events import (
     JoinRequested,
     LoadMeasured,
     ScriptEnded,
+    ScriptFailed,
     StrategyInstalled,
     TrainingEnded,
     WaitReported,
@@ -22,14 +23,14 @@ from lockstep.protocol import host
 from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.worker import (
     AgentMessage,
-    BrokenView,
     EventReport,
-    Failed,
+    FailureReport,
     HostMembers,
     JobOver,
     Leave,
     Notice,
     RelayedMessage,
+    ViewBroken,
     WorkerMessage,
 )
 from lockstep.transport.packet_channel import MAX_PACKET, MAX_TEXT, PacketDecoder, encode
@@ -38,7 +39,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 workers = st.integers(0, 9)
 groups = st.lists(workers).map(tuple)
 relayed = st.one_of(
-    st.builds(BrokenView, workers, texts, st.booleans()),
+    st.builds(ViewBroken, workers, workers, texts, st.booleans()),
     st.builds(
         EventReport,
         st.one_of(
@@ -52,7 +53,12 @@ relayed = st.one_of(
             st.builds(TrainingEnded, st.integers(0, 2**53), texts, texts),
         ),
     ),
-    st.builds(Failed, st.integers(0, 255), texts, texts, st.booleans()),
+    st.builds(
+        FailureReport,
+        st.builds(ScriptFailed, workers, texts, texts),
+        st.integers(0, 255),
+        st.booleans(),
+    ),
 )
 members = st.builds(HostMembers, workers, groups, texts, texts, st.integers(0, 2**16), st.integers(0, 2**53))
 sources = st.builds(
@@ -155,23 +161,23 @@ def test_garbage_is_a_value_error(name: str, packet: bytes) -> None:
         decoder.decode(packet)
 
 
-def decoded(message: Failed | EventReport) -> WorkerMessage:
+def decoded(message: FailureReport | EventReport) -> WorkerMessage:
     decoder: PacketDecoder[WorkerMessage] = PacketDecoder(WorkerMessage)
     return decoder.decode(encode(message))
 
 
 def test_long_texts_lose_their_middle() -> None:
     text = "a" * MAX_TEXT + "ä" * MAX_TEXT
-    sent = decoded(Failed(1, "s", text, False))
-    assert isinstance(sent, Failed)
-    assert len(sent.traceback.encode()) <= MAX_TEXT
-    assert sent.traceback.startswith("aaa")
-    assert sent.traceback.endswith("äää")
-    assert "\n... (cut) ...\n" in sent.traceback
+    sent = decoded(FailureReport(ScriptFailed(0, "s", text), 1, False))
+    assert isinstance(sent, FailureReport)
+    assert len(sent.event.traceback.encode()) <= MAX_TEXT
+    assert sent.event.traceback.startswith("aaa")
+    assert sent.event.traceback.endswith("äää")
+    assert "\n... (cut) ...\n" in sent.event.traceback
 
 
 def test_a_text_that_needs_escapes_fits_a_packet() -> None:
-    assert len(encode(Failed(1, "", "\0" * 10 * MAX_TEXT, False))) <= MAX_PACKET
+    assert len(encode(FailureReport(ScriptFailed(0, "", "\0" * 10 * MAX_TEXT), 1, False))) <= MAX_PACKET
 
 
 def test_invalid_unicode_is_escaped() -> None:

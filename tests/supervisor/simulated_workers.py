@@ -10,9 +10,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lockstep.observability.events import JoinRequested, StrategyInstalled, WaitReported, WorkerExited
-from lockstep.protocol.worker import Notice
-from lockstep.supervisor.events import Event, FailureReported, StateGiven
+from lockstep.observability.events import (
+    JoinRequested,
+    ScriptFailed,
+    StrategyInstalled,
+    WaitReported,
+    WorkerExited,
+)
+from lockstep.protocol.worker import FailureReport, Notice
+from lockstep.supervisor.events import Event, StateGiven
 from lockstep.topology import View
 
 STEPS = 8
@@ -30,6 +36,13 @@ AS_MEMBER = (
 AS_JOINER = ("starting", "asking for the position", "after the position", "asking to join")
 
 Act = Callable[["Worker"], None]
+
+
+def failure(
+    worker: int, status: int, summary: str, blames: bool, prints: bool = True, differs: bool = False
+) -> FailureReport:
+    """Return the report of a worker whose script has raised."""
+    return FailureReport(ScriptFailed(worker, summary, ""), status, blames, prints, differs)
 
 
 @dataclass
@@ -166,7 +179,7 @@ class Workers:
 
     def _raise(self, one: Worker, summary: str, *, blames: bool) -> None:
         one.turn, one.waits = one.turn + 1, None
-        self.send(one, FailureReported(one.number, 1, summary, blames))
+        self.send(one, failure(one.number, 1, summary, blames))
         self.after(self.dice.choice((0.3, 0.3, 3.0)), lambda: self.end(one, 1))
 
     def end(self, one: Worker, status: int) -> None:

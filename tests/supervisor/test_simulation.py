@@ -11,8 +11,8 @@ import pytest
 from simulated_job import Job
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker
 
-from lockstep.observability.events import JoinRequested, StopRequested, WorkerExited
-from lockstep.protocol.worker import Notice
+from lockstep.observability.events import JoinRequested, ScriptFailed, StopRequested, WorkerExited
+from lockstep.protocol.worker import FailureReport, Notice
 from lockstep.supervisor import actions, events
 from lockstep.supervisor.decide import decide
 from lockstep.supervisor.state import Phase, Stage, State
@@ -81,7 +81,7 @@ class CheckedJob(Job):
         self.happened += isinstance(
             event,
             WorkerExited
-            | events.FailureReported
+            | FailureReport
             | events.WorkerArrived
             | events.ScaleRequested
             | events.HostLost
@@ -93,7 +93,7 @@ class CheckedJob(Job):
             case events.DeadlinePassed():
                 self._instant = (self.now, self._instant[1] + 1 if self._instant[0] == self.now else 1)
                 assert self._instant[1] <= 3, "time does not pass"
-            case events.FailureReported(worker) if state.active:
+            case FailureReport(event=ScriptFailed(worker)) if state.active:
                 self.raised.add(worker)
             case JoinRequested(worker, whole):
                 self.asks[worker] = Notice.CHANGE if whole else Notice.POSITION

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_workers import failure
 
 from lockstep.observability.events import (
     CheckpointNotWritten,
@@ -28,7 +29,7 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-from lockstep.protocol.worker import Notice
+from lockstep.protocol.worker import FailureReport, Notice, ViewBroken
 from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
@@ -49,7 +50,6 @@ from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
-    FailureReported,
     HostJoined,
     HostLost,
     HostRetires,
@@ -58,7 +58,6 @@ from lockstep.supervisor.events import (
     StateArrived,
     StateGiven,
     StateMoving,
-    ViewBroken,
     ViewFailed,
     WorkerArrived,
 )
@@ -110,7 +109,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     (
         r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?(?P<differs>, differing)?"
         r": (?P<summary>.*)",
-        FailureReported,
+        failure,
     ),
     (
         r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<waits_for>[\d ]+)",
@@ -252,20 +251,20 @@ def test_there_are_scenarios() -> None:
         (TWO, WorkerExited(1, -11), (AbortExchange("worker 1 was killed by SIGSEGV"),), Stage.ENDING),
         (
             TWO,
-            FailureReported(1, 1, "E: x", False),
+            failure(1, 1, "E: x", False),
             (AbortExchange("worker 1 exited with status 1: E: x"),),
             Stage.ENDING,
         ),
         (
             TWO,
-            FailureReported(1, 1, "E: x", False, prints=False),
+            failure(1, 1, "E: x", False, prints=False),
             (AbortExchange("worker 1: E: x"),),
             Stage.ENDING,
         ),
-        (TWO, FailureReported(1, 1, "E: x", True), (), Stage.RUNNING),
+        (TWO, failure(1, 1, "E: x", True), (), Stage.RUNNING),
         (
             TWO.with_phase(Phase.LOST, 0),
-            FailureReported(1, 1, "E: x", True),
+            failure(1, 1, "E: x", True),
             (AbortExchange("worker 1 exited with status 1: E: x"),),
             Stage.ENDING,
         ),
@@ -282,7 +281,7 @@ def test_there_are_scenarios() -> None:
         (TWO, DeadlinePassed(), (), Stage.RUNNING),
         (ENDING, DeadlinePassed(), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
         (ENDING, WorkerExited(0, 1), (), Stage.ENDING),
-        (ENDING, FailureReported(0, 1, "E: y", False), (), Stage.ENDING),
+        (ENDING, failure(0, 1, "E: y", False), (), Stage.ENDING),
         (ENDING, WaitReported(0, "step 1", (1,), 99.0), (), Stage.ENDING),
         (ENDING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
         (TERMINATING, StopRequested(15), (KillWorker(0), KillWorker(1)), Stage.KILLING),
@@ -523,7 +522,7 @@ events = st.one_of(
     st.builds(ViewBroken, workers, st.integers(1, 3), st.just("lost"), st.booleans()),
     st.builds(WorkerExited, workers, st.sampled_from([0, 0, 1, 3, -9])),
     st.builds(ScriptEnded, workers, st.just(0)),
-    st.builds(FailureReported, workers, st.just(1), st.just("E"), st.booleans()),
+    st.builds(failure, workers, st.just(1), st.just("E"), st.booleans()),
     st.builds(
         WaitReported, workers, st.just("step"), st.lists(workers, min_size=1).map(tuple), st.floats(0, 20)
     ),
@@ -548,7 +547,7 @@ changes = st.one_of(
     st.builds(PositionMissed, others, st.integers(1, 6), st.just("lost")),
     st.builds(ScaleRequested, st.integers(1, 6)),
     st.builds(WorkerExited, others, st.sampled_from([1, -9])),
-    st.builds(FailureReported, others, st.just(1), st.just("E"), st.just(False)),
+    st.builds(failure, others, st.just(1), st.just("E"), st.just(False)),
     st.builds(ViewFailed, st.just("no memory")),
     st.builds(HostRetires, st.integers(0, 3), st.just("host b retires")),
     st.builds(HostLost, st.integers(0, 3), st.just("host b was lost")),
@@ -565,7 +564,7 @@ states = st.builds(
 
 def is_possible(state: State, event: Event) -> bool:
     """Return whether `event` is possible in `state`."""
-    if isinstance(event, WorkerExited | ScriptEnded | FailureReported | WaitReported | JoinRequested):
+    if isinstance(event, WorkerExited | ScriptEnded | FailureReport | WaitReported | JoinRequested):
         return event.worker in state.running
     if isinstance(event, PositionMissed):
         return event.worker in state.workers
@@ -689,7 +688,7 @@ def test_a_job_with_parameter_servers_tells_what_follows_from_each_loss(order: t
     """A worker and a server that raise one soon after the other, where lost workers are not replaced."""
     state, told = replace(SERVED, size=JobSize.of(5, 1, 0)), []
     events: list[Event] = [
-        FailureReported(worker, 1, "ValueError: no", blames=False, prints=True) for worker in order
+        failure(worker, 1, "ValueError: no", blames=False, prints=True) for worker in order
     ]
     events += [WorkerExited(worker, 1) for worker in order]
     for event, now in zip([*events, DeadlinePassed()], (9.0, 9.0, 9.1, 9.2, 10.5), strict=True):
@@ -736,14 +735,14 @@ def test_a_job_with_parameter_servers_ends_with_a_process_that_it_cannot_lose(wo
     assert state.stage is Stage.ENDING
     assert state.shutdown.outcome is not None
     assert state.shutdown.outcome.message == f"worker {worker} was killed by SIGKILL"
-    failed = decide(served, FailureReported(worker, 1, "ValueError", blames=False, prints=True), 9.0).state
+    failed = decide(served, failure(worker, 1, "ValueError", blames=False, prints=True), 9.0).state
     assert failed.stage is Stage.ENDING
 
 
 def test_a_chief_that_blames_a_worker_counts_more_than_a_server_that_blames_the_chief() -> None:
     state = SERVED
     for worker, summary in ((3, "the chief has ended"), (0, "worker 2 is stuck"), (4, "the chief has ended")):
-        state = decide(state, FailureReported(worker, 1, summary, blames=True, prints=False), 9.0).state
+        state = decide(state, failure(worker, 1, summary, blames=True, prints=False), 9.0).state
     assert state.shutdown.suspect is not None
     assert state.shutdown.suspect.message == "worker 0: worker 2 is stuck"
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.observability.events import ScriptEnded, WaitReported, WorkerReady
+from lockstep.observability.events import ScriptEnded, ScriptFailed, WaitReported, WorkerReady
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
-from lockstep.protocol.worker import EventReport, Failed, Position, StateReply
+from lockstep.protocol.worker import EventReport, FailureReport, Position, StateReply
 from lockstep.transport.keys import JobKey
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.stream_channel import StreamChannel
 
 Ends = tuple[Channel[Any, Any], Channel[Any, Any]]
-MESSAGES = EventReport | Failed | StateReply
+MESSAGES = EventReport | FailureReport | StateReply
 READY = EventReport(WorkerReady(0))
 
 
@@ -222,7 +222,7 @@ def test_an_attachment_that_did_not_arrive_is_missing(raw: tuple[socket.socket, 
 
 def test_send_does_not_block_if_the_peer_does_not_receive(bounded: Ends) -> None:
     one, _ = bounded
-    message = Failed(1, "x", "a" * 60_000, False)
+    message = FailureReport(ScriptFailed(0, "x", "a" * 60_000), 1, False)
     sent = 0
     while one.send(message):
         sent += 1

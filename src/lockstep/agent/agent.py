@@ -61,10 +61,9 @@ from lockstep.protocol.host import (
 )
 from lockstep.protocol.worker import (
     AnswersAt,
-    BrokenView,
     Endpoint,
     EventReport,
-    Failed,
+    FailureReport,
     JobOver,
     Leave,
     NetworkEndpoint,
@@ -73,6 +72,7 @@ from lockstep.protocol.worker import (
     Position,
     SharedMemoryEndpoint,
     StateReply,
+    ViewBroken,
     Welcome,
 )
 from lockstep.system.clock import Clock, SystemClock
@@ -397,14 +397,14 @@ class Agent:
         match message:
             case EventReport(WorkerReady()):
                 worker.ready = True
-            case BrokenView(view):
+            case ViewBroken(view=view):
                 self._broken_view = view
             case EventReport(ScriptEnded(status=status)):
                 worker.said = status
-            case Failed(status):
-                worker.said = status
+            case FailureReport():
+                worker.said = message.status
                 if not message.prints:
-                    worker.log_only(message.traceback)
+                    worker.log_only(message.event.traceback)
 
     def _take_state(self, reply: StateReply) -> None:
         number, size, failure = 0, 0, reply.failure

@@ -85,12 +85,12 @@ from lockstep.protocol.host import (
 )
 from lockstep.protocol.job_spec import BACKEND_NAMES, JobSpec
 from lockstep.protocol.worker import (
-    BrokenView,
     EventReport,
-    Failed,
+    FailureReport,
     FileOpened,
     HostMembers,
     RelayedMessage,
+    ViewBroken,
 )
 from lockstep.supervisor import actions
 from lockstep.supervisor import events as job_events
@@ -769,16 +769,15 @@ class Coordinator:
                     event, run_events.MetricsRecorded | run_events.WorkerDigest | run_events.OrderRecorded
                 ):
                     self._take_event(worker, event)
-            case BrokenView(view, reason, fatal):
-                self._decide(job_events.ViewBroken(worker, view, reason, fatal))
+            case ViewBroken():
+                self._decide(message)
             case FileOpened():
                 self._tell_of_file(worker, message)
-            case Failed(status, summary, traceback, blames, prints, differs):
-                self.events.publish(run_events.ScriptFailed(worker, summary, traceback))
+            case FailureReport(event, prints=prints):
+                self.events.publish(event)
                 if not prints and self.agents[self.state.workers[worker].host].remote:
-                    self._output.log_only(worker, traceback)
-                failure = job_events.FailureReported(worker, status, summary, blames, prints, differs)
-                self._decide(failure)
+                    self._output.log_only(worker, event.traceback)
+                self._decide(message)
 
     def _take_fact(self, fact: run_events.WorkerFact) -> None:
         self.events.publish(fact)

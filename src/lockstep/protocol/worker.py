@@ -6,6 +6,7 @@ import msgspec
 
 from lockstep.observability.events import (
     OrderRecorded,
+    ScriptFailed,
     WorkerDigest,
     WorkerEvent,
     WorkerFact,
@@ -21,16 +22,17 @@ class EventReport(msgspec.Struct, frozen=True, tag="report"):
     event: WorkerFact | WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded
 
 
-class BrokenView(msgspec.Struct, frozen=True, tag="broken view"):
+class ViewBroken(msgspec.Struct, frozen=True, tag="view broken"):
     """The worker has left the exchange of a view for `reason`, or cannot enter it, and none has followed.
 
     A connection between hosts has broken, although the workers of both live. If this is fatal, the next view
     would break too.
     """
 
+    worker: int
     view: int
     reason: str
-    fatal: bool
+    fatal: bool = False
 
 
 class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
@@ -51,24 +53,27 @@ class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
     library: str = ""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class FailureReport(msgspec.Struct, frozen=True, tag="failure"):
     """The script raised, and the worker will exit.
 
     Attributes:
+        event: the event that the coordinator publishes. The rest is only for decisions.
         status: the exit status.
-        summary: the error in one line.
-        traceback: as Python prints it.
         blames: whether the error only says that another worker is lost or stuck.
         prints: whether the worker prints the traceback; otherwise the agent writes it to the worker's log.
         differs: whether workers compute different things, which perhaps only this one has found.
     """
 
+    event: ScriptFailed
     status: int
-    summary: str
-    traceback: str
     blames: bool
     prints: bool = True
     differs: bool = False
+
+    @property
+    def worker(self) -> int:
+        """The id of the worker."""
+        return self.event.worker
 
 
 class StateReply(msgspec.Struct, frozen=True, tag="given"):
@@ -222,7 +227,7 @@ class JobOver(msgspec.Struct, frozen=True, tag="over"):
     reason: str
 
 
-RelayedMessage = EventReport | BrokenView | FileOpened | Failed
+RelayedMessage = EventReport | ViewBroken | FileOpened | FailureReport
 """The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateReply | AnswersAt

@@ -36,7 +36,7 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-from lockstep.protocol.worker import Notice
+from lockstep.protocol.worker import FailureReport, Notice, ViewBroken
 from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
@@ -56,7 +56,6 @@ from lockstep.supervisor.actions import (
 from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
-    FailureReported,
     HostJoined,
     HostLost,
     HostRetires,
@@ -65,7 +64,6 @@ from lockstep.supervisor.events import (
     StateArrived,
     StateGiven,
     StateMoving,
-    ViewBroken,
     ViewFailed,
     WorkerArrived,
 )
@@ -95,7 +93,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
             ended = state.with_worker(worker, replace(state.workers[worker], script_ended=status == 0))
             how = "finished" if status == 0 else f"exited with status {status}"
             decision = Decision(ended, reason=f"the script of worker {worker} {how}")
-        case FailureReported():
+        case FailureReport():
             decision = _failure_reported(state, event, now)
         case StrategyInstalled():
             decision = _strategy_installed(state, now)
@@ -355,11 +353,11 @@ def _host_joined(state: State, event: HostJoined) -> Decision:
     return Decision(state, (ShowMessage(reason),) if state.active else (), reason)
 
 
-def _failure_reported(state: State, event: FailureReported, now: float) -> Decision:
+def _failure_reported(state: State, event: FailureReport, now: float) -> Decision:
     """Wait a moment: the others may fail too, or the blamed worker may show the cause."""
     worker, record = event.worker, state.workers[event.worker]
     how = f" exited with status {event.status}" if event.prints else ""
-    message = f"worker {worker}{how}: {event.summary}"
+    message = f"worker {worker}{how}: {event.event.summary}"
     if record.phase in JOINERS:
         if not state.active:
             return Decision(state, reason=f"{message}; the job is already ending")

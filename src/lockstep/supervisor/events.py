@@ -22,29 +22,7 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-
-
-@dataclass(frozen=True)
-class FailureReported:
-    """A worker reports that its script raised.
-
-    Published as `ScriptFailed`, with the traceback instead of what only the decision needs.
-
-    Attributes:
-        worker: its id.
-        status: the exit status that its process will have.
-        summary: the error in one line.
-        blames: whether it raised only because of another worker.
-        prints: whether the worker prints the traceback; otherwise only its log has it.
-        differs: whether workers compute different things, which perhaps only this one has found.
-    """
-
-    worker: int
-    status: int
-    summary: str
-    blames: bool
-    prints: bool = True
-    differs: bool = False
+from lockstep.protocol.worker import FailureReport, ViewBroken
 
 
 @dataclass(frozen=True)
@@ -115,19 +93,6 @@ class ViewFailed:
 
 
 @dataclass(frozen=True)
-class ViewBroken:
-    """A worker has left the exchange of the view `view`, for `reason`, although no worker was lost.
-
-    If this is fatal, the next view would break too.
-    """
-
-    worker: int
-    view: int
-    reason: str
-    fatal: bool = False
-
-
-@dataclass(frozen=True)
 class HostJoined:
     """A host takes part in the job from now on; its index is the next one.
 
@@ -166,7 +131,7 @@ class DeadlinePassed:
 Event = (
     WorkerExited
     | ScriptEnded
-    | FailureReported
+    | FailureReport
     | StrategyInstalled
     | DistributionBegan
     | CheckpointsConfigured

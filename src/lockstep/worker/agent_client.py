@@ -11,6 +11,7 @@ from lockstep.observability.events import (
     JoinRequested,
     OrderRecorded,
     ScriptEnded,
+    ScriptFailed,
     WaitReported,
     WorkerDigest,
     WorkerEvent,
@@ -21,14 +22,14 @@ from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AgentMessage,
     AnswersAt,
-    BrokenView,
     EventReport,
-    Failed,
+    FailureReport,
     FileOpened,
     JobOver,
     NewView,
     PeerConnected,
     StateReply,
+    ViewBroken,
     WorkerMessage,
 )
 from lockstep.system.event_loop import wait_for
@@ -79,7 +80,7 @@ class AgentClient:
 
     def broken(self, view: int, reason: str, *, fatal: bool) -> None:
         """Report that this worker has left the exchange of a view, or cannot enter it."""
-        self._channel.send(BrokenView(view, reason, fatal), _PATIENCE)
+        self._channel.send(ViewBroken(self._worker, view, reason, fatal), _PATIENCE)
 
     def file_opened(self, path: str, line: str, appends: bool, library: str) -> None:
         """Report that a line of the program opens a file for writing or appending, perhaps in a library."""
@@ -96,7 +97,8 @@ class AgentClient:
         differs: bool = False,
     ) -> bool:
         """Report that the script raised; return whether the report was sent."""
-        return self._channel.send(Failed(status, summary, traceback, blames, prints, differs), _PATIENCE)
+        event = ScriptFailed(self._worker, summary, traceback)
+        return self._channel.send(FailureReport(event, status, blames, prints, differs), _PATIENCE)
 
     def finished(self, status: int = 0) -> None:
         """Report that the script ended, or exited with a status of its own."""
