@@ -272,11 +272,8 @@ def test_tee_all_prefixes_each_line_with_its_worker(stage: Stage) -> None:
 def test_output_and_messages_before_a_workers_end_are_kept(stage: Stage) -> None:
     def fails(worker: FakeHandle) -> None:
         worker.write(stderr=b"Traceback: no good\n")
-        worker.send(
-            FailureReport(
-                run_events.ScriptFailed(worker.launch.worker, "ValueError: no good", "Traceback"), 1, False
-            )
-        )
+        failed = run_events.ScriptFailed(worker.launch.worker, "ValueError: no good", "Traceback")
+        worker.send(FailureReport(failed, 1, False))
         worker.end(1)
 
     outcome = stage.run(waits, fails)

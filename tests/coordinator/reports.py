@@ -1,7 +1,7 @@
 """Reports of agents, as tests send them."""
 
-from lockstep.observability.events import ScriptEnded, WorkerFact
-from lockstep.protocol.host import WorkerSaid
+from lockstep.observability.events import ScriptEnded, WorkerExited, WorkerFact
+from lockstep.protocol.host import ExitReport, WorkerSaid
 from lockstep.protocol.worker import EventReport
 
 
@@ -13,3 +13,8 @@ def said(fact: WorkerFact) -> WorkerSaid:
 def script_ended(worker: int) -> WorkerSaid:
     """Return the report that a worker's script has succeeded."""
     return said(ScriptEnded(worker, 0))
+
+
+def exited(worker: int, status: int, stack: str = "") -> ExitReport:
+    """Return the report that the process of a worker has ended."""
+    return ExitReport(WorkerExited(worker, status), stack=stack)

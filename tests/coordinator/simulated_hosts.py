@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reports import said, script_ended
+from reports import exited, said, script_ended
 
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
@@ -32,6 +32,7 @@ from lockstep.observability.events import (
     JoinRequested,
     StrategyInstalled,
     WorkerReady,
+    WorkerStarted,
 )
 from lockstep.protocol.channel import PeerGone
 from lockstep.protocol.host import (
@@ -47,8 +48,6 @@ from lockstep.protocol.host import (
     KeepAlive,
     PostNotice,
     Prepare,
-    ProcessExited,
-    ProcessStarted,
     SignalProcess,
     StartProcess,
     StateHeld,
@@ -274,7 +273,7 @@ class SimulatedHost:
                 self._begin_view(message)
             case StartProcess(worker, joins):
                 self.worker = worker
-                self.tell(ProcessStarted(worker, 1))
+                self.tell(EventReport(WorkerStarted(worker, 1)))
                 self.tell(said(WorkerReady(worker)))
                 if joins:
                     starting = self._job.dice.uniform(*STARTING)
@@ -291,7 +290,7 @@ class SimulatedHost:
             case FetchState(source):
                 self.tell(StateReceived(source.view), self._job.transfer_seconds(source.size))
             case SignalProcess(worker, number):
-                self.tell(ProcessExited(worker, -number))
+                self.tell(exited(worker, -number))
             case EndHost():
                 self.tell(HostEnded())
 
@@ -416,4 +415,4 @@ class ManyHosts:
         for host in self.hosts:
             if host.alive and host.worker is not None:
                 host.tell(script_ended(host.worker))
-                host.tell(ProcessExited(host.worker, 0), 2 * LATENCY)
+                host.tell(exited(host.worker, 0), 2 * LATENCY)

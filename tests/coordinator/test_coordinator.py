@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reports import script_ended
+from reports import exited, script_ended
 
 from lockstep.coordinator import coordinator
 from lockstep.coordinator.admin_socket import address
@@ -38,8 +38,6 @@ from lockstep.protocol.host import (
     HostEnded,
     HostReport,
     Instruction,
-    ProcessExited,
-    ProcessStarted,
     ReportAll,
     SignalProcess,
     StartFailed,
@@ -144,7 +142,7 @@ def obeys(instruction: Instruction) -> list[HostReport]:
         case ReportAll():
             return [AllReported()]
         case SignalProcess(worker, number):
-            return [ProcessExited(worker, -number)]
+            return [exited(worker, -number)]
     return ends(instruction)
 
 
@@ -157,7 +155,7 @@ def test_the_agent_receives_the_first_view_and_then_starts_its_members(
         match instruction:
             case StartProcess(worker):
                 said = script_ended(worker)
-                return [ProcessStarted(worker, 7), said, ProcessExited(worker, 0)]
+                return [EventReport(run_events.WorkerStarted(worker, 7)), said, exited(worker, 0)]
         return ends(instruction)
 
     made.reacts = react
@@ -178,9 +176,9 @@ def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> No
         match instruction:
             case StartProcess(1):
                 strategies = [WorkerSaid(worker, EventReport(StrategyInstalled("jax"))) for worker in (0, 1)]
-                return [*strategies, ProcessExited(1, -signal.SIGKILL)]
+                return [*strategies, exited(1, -signal.SIGKILL)]
             case BeginView(2):
-                return [script_ended(0), ProcessExited(0, 0)]
+                return [script_ended(0), exited(0, 0)]
         return ends(instruction)
 
     made.reacts = react
@@ -203,7 +201,7 @@ def test_pending_reports_of_workers_precede_a_stop(job: Callable[[State], Job]) 
             case ReportAll():
                 return [*(script_ended(worker) for worker in (0, 1)), AllReported()]
             case SignalProcess(worker, number):
-                return [ProcessExited(worker, -number)]
+                return [exited(worker, -number)]
         return ends(instruction)
 
     made.reacts = react
@@ -225,7 +223,7 @@ def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
         match instruction:
             case SignalProcess(worker, number):
                 # The late report on `ReportAll` has no effect.
-                return [AllReported(), ProcessExited(worker, -number)]
+                return [AllReported(), exited(worker, -number)]
         return ends(instruction)
 
     made.reacts = react
@@ -256,7 +254,7 @@ def test_a_job_ends_without_the_last_report_of_its_agent(
     monkeypatch.setattr(coordinator, "_END_PATIENCE", 0.01)
     made = job(new_state())
     made.reacts = lambda instruction: (
-        [ProcessExited(instruction.worker, 0)] if isinstance(instruction, StartProcess) else []
+        [exited(instruction.worker, 0)] if isinstance(instruction, StartProcess) else []
     )
     assert made.coordinator.run() == 0
     assert made.instructions[-1] == EndHost(0.5)
@@ -301,9 +299,9 @@ def test_a_later_view_that_cannot_begin_ends_the_job(job: Callable[[State], Job]
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
             case StartProcess(1):
-                return [WorkerSaid(0, EventReport(StrategyInstalled("jax"))), ProcessExited(1, -9)]
+                return [WorkerSaid(0, EventReport(StrategyInstalled("jax"))), exited(1, -9)]
             case BeginView(2):
-                return [ViewRefused(2, "there is too little memory"), ProcessExited(0, 1)]
+                return [ViewRefused(2, "there is too little memory"), exited(0, 1)]
         return ends(instruction)
 
     made.reacts = react
@@ -328,7 +326,7 @@ def test_notes_on_what_takes_long_after_the_first_step(job: Callable[[State], Jo
             return [*said, *(script_ended(worker) for worker in (0, 1)), *exits]
         return ends(instruction)
 
-    exits = [ProcessExited(worker, 0) for worker in (0, 1)]
+    exits = [exited(worker, 0) for worker in (0, 1)]
     made.reacts = react
     assert made.coordinator.run() == 0
     notes = (made.folder / "err").read_text().splitlines()
@@ -361,7 +359,7 @@ def test_lost_output_is_an_event_and_a_note(job: Callable[[State], Job]) -> None
 
     def react(instruction: Instruction) -> list[HostReport]:
         if isinstance(instruction, BeginView):
-            return [*(ProcessExited(worker, 0) for worker in (0, 1))]
+            return [*(exited(worker, 0) for worker in (0, 1))]
         return ends(instruction)
 
     made.reacts = react

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from reports import said, script_ended
+from reports import exited, said, script_ended
 
 from lockstep.coordinator import coordinator, job_record
 from lockstep.coordinator.coordinator import Coordinator
@@ -28,7 +28,6 @@ from lockstep.protocol.host import (
     SILENCE,
     AllReported,
     BeginView,
-    ConnectedLate,
     DeliverPosition,
     DeliveryFailed,
     EndHost,
@@ -43,7 +42,6 @@ from lockstep.protocol.host import (
     OutputWritten,
     PauseOutput,
     PeerAddress,
-    ProcessExited,
     ReportAll,
     ShowNote,
     SignalProcess,
@@ -71,7 +69,7 @@ PEERS = (PeerAddress("10.0.0.1", 4001, 11), PeerAddress("10.0.0.2", 4002, 12))
 FIRST = (HostMembers(0, (0, 1), "node1", *PEERS[0]), HostMembers(1, (2,), "node2", *PEERS[1]))
 
 FINISHING: list[HostReport] = [
-    report for worker in (0, 1) for report in (script_ended(worker), ProcessExited(worker, 0))
+    report for worker in (0, 1) for report in (script_ended(worker), exited(worker, 0))
 ]
 """The reports of the first host if its workers succeed."""
 
@@ -130,9 +128,9 @@ def well(host: int, instruction: Instruction) -> list[HostReport]:
     """The reports of agents whose workers train and succeed."""
     match instruction:
         case StartProcess(worker):
-            return [script_ended(worker), ProcessExited(worker, 0)]
+            return [script_ended(worker), exited(worker, 0)]
         case SignalProcess(worker, number):
-            return [ProcessExited(worker, -number)]
+            return [exited(worker, -number)]
         case ReportAll():
             return [AllReported()]
         case EndHost():
@@ -165,11 +163,10 @@ def test_each_host_starts_its_own_workers_in_one_view(make: Callable[[Reaction],
 def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartProcess(2):
-            failed = FailureReport(
-                ScriptFailed(2, "KeyError: 'x'", "the traceback\n"), 1, False, prints=False
-            )
+            event = ScriptFailed(2, "KeyError: 'x'", "the traceback\n")
+            failed = FailureReport(event, 1, False, prints=False)
             written = [OutputWritten(2, 1, b"a\nb"), OutputWritten(2, 2, b"c\n"), OutputWritten(2, 1, b"d\n")]
-            return [*written, WorkerSaid(2, failed), ProcessExited(2, 1, stack="the stack\n")]
+            return [*written, WorkerSaid(2, failed), exited(2, 1, stack="the stack\n")]
         if isinstance(instruction, EndHost):
             evidence = WorkerEvidence(2, True, ("c", "d"), ())
             return [HostEnded((), (evidence,) if host == 1 else ())]
@@ -185,7 +182,11 @@ def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], J
 
 def test_a_late_connection_is_an_event_and_no_note(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
-        late = [ConnectedLate("10.0.0.1:5", 1)] if instruction == StartProcess(2) else []
+        late = (
+            [EventReport(WorkerConnectedLate("node2", "10.0.0.1:5", 1))]
+            if instruction == StartProcess(2)
+            else []
+        )
         return [*late, *well(host, instruction)]
 
     job, found = make(react), list[object]()
@@ -250,7 +251,7 @@ def test_a_failed_worker_is_named_with_its_host_on_all_terminals(make: Callable[
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartProcess(2):
             failed = FailureReport(ScriptFailed(2, "ValueError: no", "Traceback"), 1, blames=False)
-            return [WorkerSaid(2, failed), ProcessExited(2, 1)]
+            return [WorkerSaid(2, failed), exited(2, 1)]
         return [] if isinstance(instruction, StartProcess) else well(host, instruction)
 
     job = make(react)
@@ -304,7 +305,7 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
             case StartProcess(0 | 1 as worker):
                 return [WorkerSaid(worker, EventReport(StrategyInstalled("jax")))]
             case StartProcess(2):
-                return [ProcessExited(2, -signal.SIGKILL)]
+                return [exited(2, -signal.SIGKILL)]
             case StartProcess(3):
                 asking.append(host)
                 return [said(JoinRequested(3, whole=False))]
@@ -314,7 +315,7 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
                 return [
                     report
                     for worker in ((0, 1) if host == 0 else (3,))
-                    for report in (script_ended(worker), ProcessExited(worker, 0))
+                    for report in (script_ended(worker), exited(worker, 0))
                 ]
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
@@ -349,7 +350,7 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
                 events = [StrategyInstalled("jax"), TrainingResumed("step 4 of fit 1", 4)]
                 return [WorkerSaid(worker, EventReport(event)) for event in events]
             case StartProcess(2):
-                return [ProcessExited(2, -signal.SIGKILL)]
+                return [exited(2, -signal.SIGKILL)]
             case StartProcess(3):
                 return [said(JoinRequested(3, whole=False))]
             case DeliverPosition(3):
@@ -357,10 +358,10 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
             case FetchState(source):
                 return [StateReceived(source.view)]
             case BeginView(3) if host == 0:
-                return [ProcessExited(worker, 0) for worker in (0, 1)]
+                return [exited(worker, 0) for worker in (0, 1)]
             case BeginView(3):
                 resumed = EventReport(TrainingResumed("step 9 of fit 1", 9))
-                return [WorkerSaid(3, resumed), script_ended(3), ProcessExited(3, 0)]
+                return [WorkerSaid(3, resumed), script_ended(3), exited(3, 0)]
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
             view = job.coordinator.state.view.number
@@ -390,11 +391,11 @@ def test_a_joiner_that_the_state_does_not_reach_is_replaced(
             case StartProcess(0 | 1 as worker):
                 return [WorkerSaid(worker, EventReport(StrategyInstalled("jax")))]
             case StartProcess(2):
-                return [ProcessExited(2, -signal.SIGKILL)]
+                return [exited(2, -signal.SIGKILL)]
             case StartProcess(3):
                 return [said(JoinRequested(3, whole=missed == "state"))]
             case StartProcess(4):
-                ends = [(script_ended(worker), ProcessExited(worker, 0)) for worker in (0, 1)]
+                ends = [(script_ended(worker), exited(worker, 0)) for worker in (0, 1)]
                 return [report for pair in ends for report in pair]
             case DeliverPosition(3, source):
                 return [DeliveryFailed(3, source.view, "no route")]
@@ -424,9 +425,9 @@ def test_workers_of_another_host_wait_for_a_slow_terminal(make: Callable[[Reacti
                 return [OutputWritten(2, 1, b"x" * (1 << 20) + b"\n"), OutputWritten(2, 1, b"y" * (1 << 20))]
             case PauseOutput((2,)):
                 os.close(reading)
-                return [script_ended(2), ProcessExited(2, 0)]
+                return [script_ended(2), exited(2, 0)]
             case StartProcess(worker):
-                return [script_ended(worker), ProcessExited(worker, 0)]
+                return [script_ended(worker), exited(worker, 0)]
         return well(host, instruction)
 
     job.reacts = react
@@ -530,7 +531,7 @@ def test_agents_know_at_once_that_the_job_survives_losses(
             case KeepRecord(record=record) if decode_record(record).state.elastic:
                 left = sorted(workers)
                 workers.clear()
-                ends = [(script_ended(worker), ProcessExited(worker, 0)) for worker in left]
+                ends = [(script_ended(worker), exited(worker, 0)) for worker in left]
                 return [report for reports in ends for report in reports]
         return well(host, instruction)
 

@@ -20,10 +20,10 @@ from lockstep.protocol.host import (
     KeepAlive,
     KeepRecord,
     OutputWritten,
-    ProcessStarted,
     RepeatReports,
     StartProcess,
     TakeOver,
+    WorkerArrived,
     WorkerEvidence,
 )
 from lockstep.system.clock import VirtualClock
@@ -93,7 +93,7 @@ class SimulatedAgent:
     def report(self) -> None:
         self.session.send(OutputWritten(0, 1, b"x"))
         self.reported += 1
-        assert self.session.send(ProcessStarted(self.reported, 0))
+        assert self.session.send(WorkerArrived(self.reported))
 
     def work(self) -> None:
         while (instruction := self.session.receive()) is not None:
@@ -113,9 +113,9 @@ class SimulatedCoordinator:
 
     def take_one(self, host: int) -> None:
         report = self.agents[host].receive()
-        if isinstance(report, ProcessStarted):
+        if isinstance(report, WorkerArrived):
             self.changed = True
-            self.taken.append((host, report.worker))
+            self.taken.append((host, report.host))
             for agent in self.agents:
                 agent.send(StartProcess(len(self.taken)))
 
@@ -243,14 +243,14 @@ def test_a_report_that_is_too_large_takes_no_number() -> None:
     session, (own, other) = CoordinatorSession(), LocalChannel.pair()
     evidence = WorkerEvidence(0, True, ("x" * 2000,) * 400, ())
     assert not session.send(HostEnded((), (evidence,)))
-    assert session.send(ProcessStarted(0, 1))
+    assert session.send(WorkerArrived(0))
     session.attach(other)
     own.send(TakeOver(2))
     assert session.receive() is None
     assert own.receive() == AgentStanding(2, 0, 0)
     own.send(RepeatReports(0))
     assert session.receive() is None
-    assert own.receive() == ProcessStarted(0, 1)
+    assert own.receive() == WorkerArrived(0)
     assert own.receive() is None
     session.close()
 

@@ -19,10 +19,10 @@ from lockstep.protocol.host import (
     AgentStanding,
     KeepAlive,
     KeepRecord,
-    ProcessStarted,
     RepeatReports,
     StartProcess,
     TakeOver,
+    WorkerArrived,
 )
 
 SCENARIOS = sorted((Path(__file__).parent / "takeovers").glob("*.txt"))
@@ -38,7 +38,7 @@ def shown(message: Any) -> str:
             return f"record {term}.{serial} with reports: {reports or 'none'}"
         case StartProcess(number):
             return f"instruction {number}"
-        case ProcessStarted(number):
+        case WorkerArrived(number):
             return f"report {number}"
         case KeepAlive(received):
             return f"alive, has {received}"
@@ -89,7 +89,7 @@ class Conversation:
         numbers = [int(number) for number in re.findall(r"\d+", line)]
         match re.sub(r"\d+", "N", line):
             case "agent N reports":
-                self.agents[numbers[0]].session.send(ProcessStarted(self.numbered(numbers[0]), 0))
+                self.agents[numbers[0]].session.send(WorkerArrived(self.numbered(numbers[0])))
             case "agent N listens":
                 self.agents[numbers[0]].work()
             case "agent N says that it lives":

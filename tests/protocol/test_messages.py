@@ -11,13 +11,17 @@ from lockstep.observability.events import (
     GpuLoad,
     JoinRequested,
     LoadMeasured,
+    MessageMisunderstood,
     ScriptEnded,
     ScriptFailed,
     StrategyInstalled,
     TrainingEnded,
     WaitReported,
+    WorkerConnectedLate,
+    WorkerExited,
     WorkerLoad,
     WorkerReady,
+    WorkerStarted,
 )
 from lockstep.protocol import host
 from lockstep.protocol.host import HostReport, Instruction, Stop
@@ -112,20 +116,29 @@ loads = st.builds(
     ).map(tuple),
 )
 reports = st.one_of(
-    st.builds(host.ProcessStarted, workers, workers),
+    st.builds(
+        EventReport,
+        st.one_of(
+            st.builds(WorkerStarted, workers, workers),
+            st.builds(MessageMisunderstood, workers, texts),
+            st.builds(WorkerConnectedLate, texts, texts, workers),
+        ),
+    ),
     st.builds(host.StartFailed, workers, st.booleans(), texts),
     st.builds(host.StartCancelled, workers, st.integers(1, 64)),
-    st.builds(host.ProcessArrived),
+    st.builds(host.WorkerArrived, workers),
     st.builds(host.HostRetiring, texts),
     st.builds(host.HostStopped, st.integers(1, 64)),
     st.builds(host.WorkerSaid, workers, relayed),
-    st.builds(host.NotUnderstood, workers, texts),
     st.builds(host.StateHeld, workers, st.booleans(), texts, workers, st.integers(0, 2**62)),
     st.builds(host.StateReceived, workers, texts),
     st.builds(host.StateArriving, workers, workers, workers, st.floats(0, 1e9)),
     st.builds(host.DeliveryFailed, workers, workers, texts),
-    st.builds(host.ProcessExited, workers, st.integers(-(2**16), 255), st.integers(0, 3)),
-    st.builds(host.ConnectedLate, texts, workers),
+    st.builds(
+        host.ExitReport,
+        st.builds(WorkerExited, workers, st.integers(-(2**16), 255)),
+        st.integers(0, 3),
+    ),
     st.builds(host.ViewRefused, workers, texts),
     st.builds(host.KeepAlive),
     st.builds(host.OutputWritten, workers, st.sampled_from([1, 2]), st.binary()),

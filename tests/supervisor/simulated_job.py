@@ -7,6 +7,7 @@ import msgspec
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers
 
 from lockstep.observability.events import StopRequested, WorkerExited
+from lockstep.protocol.host import WorkerArrived
 from lockstep.protocol.worker import Notice
 from lockstep.supervisor.actions import (
     AbortExchange,
@@ -34,7 +35,6 @@ from lockstep.supervisor.events import (
     ScaleRequested,
     StateArrived,
     StateGiven,
-    WorkerArrived,
 )
 from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
 from lockstep.topology import View, place_on_hosts

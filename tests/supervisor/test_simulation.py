@@ -12,6 +12,7 @@ from simulated_job import Job
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker
 
 from lockstep.observability.events import JoinRequested, ScriptFailed, StopRequested, WorkerExited
+from lockstep.protocol.host import WorkerArrived
 from lockstep.protocol.worker import FailureReport, Notice
 from lockstep.supervisor import actions, events
 from lockstep.supervisor.decide import decide
@@ -82,7 +83,7 @@ class CheckedJob(Job):
             event,
             WorkerExited
             | FailureReport
-            | events.WorkerArrived
+            | WorkerArrived
             | events.ScaleRequested
             | events.HostLost
             | events.HostRetires
@@ -99,7 +100,7 @@ class CheckedJob(Job):
                 self.asks[worker] = Notice.CHANGE if whole else Notice.POSITION
             case events.PositionMissed(worker):
                 self.asks[worker] = Notice.POSITION
-            case events.WorkerArrived():
+            case WorkerArrived():
                 self.target, self.budget = len(state.present) + len(state.joiners) + 1, self.budget + 1
             case events.ScaleRequested(workers):
                 self.target, self._long_steps = workers, 0

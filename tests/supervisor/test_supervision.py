@@ -29,6 +29,7 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
+from lockstep.protocol.host import WorkerArrived
 from lockstep.protocol.worker import FailureReport, Notice, ViewBroken
 from lockstep.supervisor.actions import (
     AbortExchange,
@@ -59,7 +60,6 @@ from lockstep.supervisor.events import (
     StateGiven,
     StateMoving,
     ViewFailed,
-    WorkerArrived,
 )
 from lockstep.supervisor.state import (
     Admission,

@@ -19,30 +19,33 @@ from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import StackDump, WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
 from lockstep.errors import LockstepError
-from lockstep.observability.events import ScriptEnded, WorkerReady
+from lockstep.observability.events import (
+    MessageMisunderstood,
+    ScriptEnded,
+    WorkerConnectedLate,
+    WorkerExited,
+    WorkerReady,
+    WorkerStarted,
+)
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
     LEFT_OUT,
     AllReported,
     BeginView,
-    ConnectedLate,
     DeliverPosition,
     DeliveryFailed,
     EndExchange,
     EndHost,
+    ExitReport,
     FetchState,
     HostEnded,
     HostReport,
     Instruction,
     KeepAlive,
     LoadReport,
-    NotUnderstood,
     PauseOutput,
     PostNotice,
-    ProcessArrived,
-    ProcessExited,
-    ProcessStarted,
     ReportAll,
     ShowNote,
     ShowStack,
@@ -57,6 +60,7 @@ from lockstep.protocol.host import (
     StateSource,
     TakeStack,
     ViewRefused,
+    WorkerArrived,
     WorkerSaid,
 )
 from lockstep.protocol.worker import (
@@ -101,6 +105,7 @@ class Agent:
         descendants: the processes of the job on this host.
         meter: measures the load of this host and its workers.
         host: the index of this host in the job.
+        name: of this host; empty if the job has one host.
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
         late: whether this host joins a job that runs already.
@@ -122,6 +127,7 @@ class Agent:
     descendants: Descendants
     meter: LoadMeter
     host: int = 0
+    name: str = ""
     network: HostNetwork | None = None
     arrivals: Arrivals | None = None
     late: bool = False
@@ -184,7 +190,7 @@ class Agent:
         return self.coordinator.send(report)
 
     def _tell_of_arrival(self) -> None:
-        self._tell(ProcessArrived())
+        self._tell(WorkerArrived(self.host))
 
     def _obey(self) -> None:
         while (instruction := self.coordinator.receive()) is not None:
@@ -276,7 +282,7 @@ class Agent:
             self._let_in(worker)
         self.loop.watch(worker.channel.fileno(), partial(self._hear, worker))
         self.loop.watch(worker.handle.exited, partial(self._see_exit, worker))
-        self._tell(ProcessStarted(start.worker, worker.handle.pid))
+        self._tell(EventReport(WorkerStarted(start.worker, worker.handle.pid)))
 
     def _signal(self, worker: int, number: int) -> None:
         if self._asked.pop(worker, None) is not None:
@@ -313,7 +319,7 @@ class Agent:
             old.close()
 
     def _tell_of_late_connection(self, address: str, view: int) -> None:
-        self._tell(ConnectedLate(address, view))
+        self._tell(EventReport(WorkerConnectedLate(self.name, address, view)))
 
     def _let_in(self, worker: WorkerHandle, *, joins: bool = False) -> None:
         assert self._exchange is not None
@@ -384,7 +390,7 @@ class Agent:
                     self.loop.unwatch(worker.channel.fileno())
                     return
                 case Unreadable(error):
-                    self._tell(NotUnderstood(worker.worker, error))
+                    self._tell(EventReport(MessageMisunderstood(worker.worker, error)))
                 case StateReply():
                     self._take_state(message)
                 case AnswersAt(entrance):
@@ -443,7 +449,7 @@ class Agent:
         kills = self._new_memory_kills() if status in (-signal.SIGKILL, UNKNOWN_STATUS) else 0
         stack = worker.described_stack()
         worker.log_only(stack)
-        self._tell(ProcessExited(worker.worker, status, kills, stack))
+        self._tell(ExitReport(WorkerExited(worker.worker, status), kills, stack))
 
     def _new_memory_kills(self) -> int:
         before, self._memory_kills = self._memory_kills, memory_kills()

@@ -45,11 +45,11 @@ from lockstep.protocol.host import (
     SILENCE,
     AllReported,
     BeginView,
-    ConnectedLate,
     DeliverPosition,
     DeliveryFailed,
     EndExchange,
     EndHost,
+    ExitReport,
     FetchState,
     HostEnded,
     HostReport,
@@ -59,13 +59,9 @@ from lockstep.protocol.host import (
     KeepAlive,
     KeepRecord,
     LoadReport,
-    NotUnderstood,
     OutputWritten,
     PauseOutput,
     PostNotice,
-    ProcessArrived,
-    ProcessExited,
-    ProcessStarted,
     ReportAll,
     ShowNote,
     ShowStack,
@@ -81,6 +77,7 @@ from lockstep.protocol.host import (
     Stop,
     TakeStack,
     ViewRefused,
+    WorkerArrived,
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import BACKEND_NAMES, JobSpec
@@ -679,20 +676,16 @@ class Coordinator:
                 agent.owed += len(data)
             case WorkerSaid(worker, message):
                 self._take_message(worker, message)
-            case ProcessStarted(worker, pid):
-                self.events.publish(run_events.WorkerStarted(worker, pid))
+            case EventReport(event):
+                self.events.publish(event)
             case StartFailed(worker, joins, why):
                 self._take_failed_start(worker, joins, why)
             case StartCancelled(worker, number):
                 self._decide(run_events.WorkerExited(worker, -number))
-            case ProcessArrived():
-                self._decide(job_events.WorkerArrived(host))
+            case WorkerArrived():
+                self._decide(report)
             case HostRetiring(reason):
                 self._decide(job_events.HostRetires(host, f"host {agent.name} retires: {reason}"))
-            case NotUnderstood(worker, error):
-                self.events.publish(run_events.MessageMisunderstood(worker, error))
-            case ConnectedLate(address, view):
-                self.events.publish(run_events.WorkerConnectedLate(agent.name, address, view))
             case StateHeld():
                 self._take_state(host, report)
             case StateReceived(view, failure):
@@ -703,7 +696,7 @@ class Coordinator:
             case DeliveryFailed(worker, view, failure):
                 why = f"{agent.name} has not received the position: {failure}"
                 self._decide(job_events.PositionMissed(worker, view, why))
-            case ProcessExited():
+            case ExitReport():
                 self._take_exit(report)
             case ViewRefused(number, why):
                 self._take_refused_view(number, why)
@@ -742,11 +735,10 @@ class Coordinator:
         elif number == self._view.number:
             self._decide(job_events.ViewFailed(f"{self._view.reason}, but {why}"))
 
-    def _take_exit(self, exited: ProcessExited) -> None:
-        worker, status = exited.worker, exited.status
+    def _take_exit(self, exited: ExitReport) -> None:
+        event, worker = exited.event, exited.event.worker
         if exited.stack and self.agents[self.state.workers[worker].host].remote:
             self._output.log_only(worker, exited.stack)
-        event = run_events.WorkerExited(worker, status)
         self.events.publish(event)
         if exited.memory_kills and self.state.active:
             self.events.publish(run_events.MemoryExhausted(worker, exited.memory_kills))
@@ -759,7 +751,7 @@ class Coordinator:
     def _take_message(self, worker: int, message: RelayedMessage) -> None:
         match message:
             case EventReport(event):
-                if isinstance(event, run_events.WorkerFact):
+                if isinstance(event, run_events.HostFact | run_events.WorkerFact):
                     self._take_fact(event)
                     return
                 self.events.publish(event, worker)
@@ -779,9 +771,9 @@ class Coordinator:
                     self._output.log_only(worker, event.traceback)
                 self._decide(message)
 
-    def _take_fact(self, fact: run_events.WorkerFact) -> None:
+    def _take_fact(self, fact: run_events.HostFact | run_events.WorkerFact) -> None:
         self.events.publish(fact)
-        if not isinstance(fact, run_events.WorkerReady):
+        if isinstance(fact, run_events.JoinRequested | run_events.WaitReported | run_events.ScriptEnded):
             self._decide(fact)
 
     def _take_event(self, worker: int, event: run_events.WorkerEvent) -> None:

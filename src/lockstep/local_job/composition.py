@@ -91,6 +91,7 @@ def start_agent(
         descendants=local.descendants,
         meter=LoadMeter.of_host(local.name),
         host=local.host,
+        name=local.name,
         network=local.network,
         arrivals=local.arrivals,
         late=late,

@@ -888,6 +888,9 @@ Measurement = WorkerMeasurement | LoadMeasured
 WorkerDigest = ProgramRecorded | SettingsRecorded | NamesRecorded | DigestsRecorded
 """What a worker records of the bits of a training; the coordinator publishes it again."""
 
+HostFact = WorkerStarted | MessageMisunderstood | WorkerConnectedLate
+"""What an agent reports of the workers on its host; the coordinator publishes it."""
+
 WorkerFact = WorkerReady | JoinRequested | WaitReported | ScriptEnded
 """What a worker reports of itself; the coordinator publishes it."""
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from lockstep.checkpoint.held import HeldCheckpoint
-from lockstep.observability.events import LoadMeasured
+from lockstep.observability.events import LoadMeasured, WorkerExited
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
-from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
+from lockstep.protocol.worker import EventReport, HostMembers, Notice, RelayedMessage
 
 ALIVE_EVERY = 1.0
 """Seconds between two messages of an agent and a coordinator on different hosts."""
@@ -407,13 +407,6 @@ class AgentStanding(msgspec.Struct, frozen=True, tag="standing"):
     kept: KeepRecord | None = None
 
 
-class ProcessStarted(msgspec.Struct, frozen=True, tag="started"):
-    """A worker has started."""
-
-    worker: int
-    pid: int
-
-
 class StartFailed(msgspec.Struct, frozen=True, tag="start failed"):
     """A worker cannot be started.
 
@@ -435,8 +428,10 @@ class StartCancelled(msgspec.Struct, frozen=True, tag="start cancelled"):
     signal: int
 
 
-class ProcessArrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """A user has started a process by hand, which waits to become a worker."""
+class WorkerArrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """A user has started one more worker by hand on a host; it waits until the job uses it."""
+
+    host: int = 0
 
 
 class HostRetiring(msgspec.Struct, frozen=True, tag="retiring"):
@@ -456,13 +451,6 @@ class WorkerSaid(msgspec.Struct, frozen=True, tag="said"):
 
     worker: int
     message: RelayedMessage
-
-
-class NotUnderstood(msgspec.Struct, frozen=True, tag="not understood"):
-    """A worker sent an invalid message."""
-
-    worker: int
-    error: str
 
 
 class StateHeld(msgspec.Struct, frozen=True, tag="state"):
@@ -507,19 +495,17 @@ class DeliveryFailed(msgspec.Struct, frozen=True, tag="position missed"):
     failure: str
 
 
-class ProcessExited(msgspec.Struct, frozen=True, tag="exited"):
+class ExitReport(msgspec.Struct, frozen=True, tag="exited"):
     """The process of a worker has ended; all its messages and output were reported before.
 
     Attributes:
-        worker: its id.
-        status: its exit status, negative for a signal, or `UNKNOWN_STATUS`.
+        event: the event that the coordinator publishes. Its status may be `UNKNOWN_STATUS`.
         memory_kills: how many processes the kernel has killed for lack of memory since a worker was last
             killed; 0 if this one was not killed.
         stack: lines for its log about where it was, if it was asked for its stack; otherwise empty.
     """
 
-    worker: int
-    status: int
+    event: WorkerExited
     memory_kills: int = 0
     stack: str = ""
 
@@ -536,18 +522,6 @@ class OutputWritten(msgspec.Struct, frozen=True, tag="output"):
     worker: int
     descriptor: int
     data: bytes
-
-
-class ConnectedLate(msgspec.Struct, frozen=True, tag="connected late"):
-    """A worker of the job has connected to this host for a view that has ended there.
-
-    Attributes:
-        address: of the worker.
-        view: the number of the view.
-    """
-
-    address: str
-    view: int
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load"):
@@ -629,20 +603,18 @@ Instruction = (
     | RepeatReports
 )
 HostReport = (
-    ProcessStarted
+    EventReport
     | StartFailed
     | StartCancelled
-    | ProcessArrived
+    | WorkerArrived
     | HostRetiring
     | HostStopped
     | WorkerSaid
-    | NotUnderstood
     | StateHeld
     | StateReceived
     | StateArriving
     | DeliveryFailed
-    | ProcessExited
-    | ConnectedLate
+    | ExitReport
     | ViewRefused
     | KeepAlive
     | OutputWritten

@@ -5,6 +5,7 @@ from enum import IntEnum
 import msgspec
 
 from lockstep.observability.events import (
+    HostFact,
     OrderRecorded,
     ScriptFailed,
     WorkerDigest,
@@ -19,7 +20,7 @@ from lockstep.protocol.credentials import Credentials
 class EventReport(msgspec.Struct, frozen=True, tag="report"):
     """An event, a measurement, or digests, which the coordinator publishes."""
 
-    event: WorkerFact | WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded
+    event: HostFact | WorkerFact | WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded
 
 
 class ViewBroken(msgspec.Struct, frozen=True, tag="view broken"):

@@ -22,6 +22,7 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
+from lockstep.protocol.host import WorkerArrived
 from lockstep.protocol.worker import FailureReport, ViewBroken
 
 
@@ -69,13 +70,6 @@ class PositionMissed:
     worker: int
     view: int
     failure: str
-
-
-@dataclass(frozen=True)
-class WorkerArrived:
-    """A user has started one more worker by hand on a host; it waits until the job uses it."""
-
-    host: int = 0
 
 
 @dataclass(frozen=True)
