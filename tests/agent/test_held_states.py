@@ -16,7 +16,7 @@ from lockstep.agent.lane_connections import HostNetwork, LaneConnections
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import JOB, ConnectionKind, Greeting
-from lockstep.protocol.host import StateSource
+from lockstep.protocol.worker import StateSource
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport import state_stream

@@ -40,22 +40,21 @@ from lockstep.protocol.host import (
     UNNUMBERED,
     BeginJob,
     BeginView,
-    DeliverPosition,
     EndHost,
-    FetchState,
     HostEnded,
     HostFacts,
     KeepAlive,
     PostNotice,
     Prepare,
+    SendPosition,
+    SendState,
     SignalProcess,
     StartProcess,
-    StateHeld,
-    StateReceived,
+    StateArrived,
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.worker import EventReport, Notice
+from lockstep.protocol.worker import EventReport, Notice, StateGiven, StateSource
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import VirtualClock
 from lockstep.system.event_loop import EventLoop
@@ -226,6 +225,7 @@ class SimulatedHost:
 
     def __init__(self, job: "ManyHosts", number: int) -> None:
         self._job = job
+        self._number = number
         self.name = f"host{number}"
         self.channel = CoordinatorEnd(job.loop, _FIRST_DESCRIPTOR + number, self._obey)
         self.address = PeerAddress(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 40000, number + 1)
@@ -281,14 +281,14 @@ class SimulatedHost:
                 else:
                     self.tell(WorkerSaid(worker, EventReport(StrategyInstalled("none"))))
                     self.tell(WorkerSaid(worker, EventReport(DistributionBegan())))
-            case DeliverPosition(worker):
+            case SendPosition(worker):
                 catching_up = self._job.dice.uniform(*CATCHING_UP)
                 self.tell(said(JoinRequested(worker, whole=True)), catching_up)
             case PostNotice(notice):
                 self._notice = notice
                 self._report_at_step_end()
-            case FetchState(source):
-                self.tell(StateReceived(source.view), self._job.transfer_seconds(source.size))
+            case SendState(host, source):
+                self.tell(StateArrived(host, source.view), self._job.transfer_seconds(source.size))
             case SignalProcess(worker, number):
                 self.tell(exited(worker, -number))
             case EndHost():
@@ -309,7 +309,8 @@ class SimulatedHost:
             whole = self._notice is Notice.CHANGE
             self._states += 1
             size = STATE if whole else 1000
-            self.tell(StateHeld(self.view.number, whole, number=self._states, size=size))
+            source = StateSource(self.view.number, self._states, size, self._number, *self.address[:2])
+            self.tell(StateGiven(self.view.number, whole, source=source))
 
 
 def facts(host: SimulatedHost) -> HostFacts:

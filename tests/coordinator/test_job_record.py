@@ -14,7 +14,6 @@ from lockstep.protocol.host import (
     PeerAddress,
     SignalProcess,
     StartProcess,
-    StateSource,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.worker import FailureReport
@@ -70,7 +69,6 @@ def test_a_record_comes_back_as_it_was() -> None:
         later(),
         (first, HostRecord("node2", None, lost=True)),
         BeginView(2, (members,), "lost", (1,), 3, 1),
-        StateSource(2, 1, 4096, 0, "10.0.0.1", 4000),
         JobTotals(lost=2, steps=7, digest="d"),
         "fit 1",
         ("log.csv",),

@@ -14,7 +14,7 @@ HOSTS = 120
 LOST = 12
 ARRIVING = 1.0
 """Seconds in which all hosts arrive."""
-_PER_HOST = ("Prepare", "BeginJob", "StartProcess", "DeliverPosition", "FetchState")
+_PER_HOST = ("Prepare", "BeginJob", "StartProcess", "SendPosition", "SendState")
 """What the coordinator sends to each host that joins, once."""
 
 

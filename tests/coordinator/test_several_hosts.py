@@ -28,10 +28,7 @@ from lockstep.protocol.host import (
     SILENCE,
     AllReported,
     BeginView,
-    DeliverPosition,
-    DeliveryFailed,
     EndHost,
-    FetchState,
     HostEnded,
     HostReport,
     HostRetiring,
@@ -42,19 +39,20 @@ from lockstep.protocol.host import (
     OutputWritten,
     PauseOutput,
     PeerAddress,
+    PositionMissed,
     ReportAll,
+    SendPosition,
+    SendState,
     ShowNote,
     SignalProcess,
     StartProcess,
-    StateHeld,
-    StateReceived,
-    StateSource,
+    StateArrived,
     Stop,
     WorkerEvidence,
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.worker import EventReport, FailureReport, HostMembers
+from lockstep.protocol.worker import EventReport, FailureReport, HostMembers, StateGiven, StateSource
 from lockstep.supervisor.actions import JobOutcome
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -136,6 +134,12 @@ def well(host: int, instruction: Instruction) -> list[HostReport]:
         case EndHost():
             return [HostEnded()]
     return []
+
+
+def given(view: int, notice: int, size: int) -> StateGiven:
+    """The report of the first host that the chief has given the position, 1, or the state, 2."""
+    source = StateSource(view, notice, size, 0, *PEERS[0][:2])
+    return StateGiven(view, whole=notice == 2, source=source)
 
 
 @pytest.fixture
@@ -309,7 +313,7 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
             case StartProcess(3):
                 asking.append(host)
                 return [said(JoinRequested(3, whole=False))]
-            case DeliverPosition(3):
+            case SendPosition(3):
                 return [said(JoinRequested(3, whole=True))]
             case BeginView(3):
                 return [
@@ -320,9 +324,9 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
             view = job.coordinator.state.view.number
-            return [StateHeld(view, whole=notice == 2, number=notice, size=1000 * notice)]
-        if isinstance(instruction, FetchState):
-            return [StateReceived(instruction.source.view)]
+            return [given(view, notice, 1000 * notice)]
+        if isinstance(instruction, SendState):
+            return [StateArrived(1, instruction.source.view)]
         return well(host, instruction)
 
     job = make(react)
@@ -330,15 +334,15 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
     assert asking == [1]
     position, state = (StateSource(2, number, 1000 * number, 0, "10.0.0.1", 4001) for number in (1, 2))
     views = (FIRST, FIRST[:1], (FIRST[0], HostMembers(1, (3,), "node2", *PEERS[1])))
-    kinds = DeliverPosition | FetchState | BeginView
+    kinds = SendPosition | SendState | BeginView
     found = [one for one in job.to(1) if isinstance(one, kinds)]
     assert [(one.number, one.hosts, one.state) for one in found if isinstance(one, BeginView)] == [
         (1, views[0], 0),
         (2, views[1], 0),
         (3, views[2], 2),
     ]
-    assert found[2:4] == [DeliverPosition(3, position), FetchState(state)]
-    assert not any(isinstance(one, DeliverPosition | FetchState) for one in job.to(0))
+    assert found[2:4] == [SendPosition(3, position), SendState(1, state)]
+    assert not any(isinstance(one, SendPosition | SendState) for one in job.to(0))
 
 
 def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[[Reaction], Job]) -> None:
@@ -353,10 +357,10 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
                 return [exited(2, -signal.SIGKILL)]
             case StartProcess(3):
                 return [said(JoinRequested(3, whole=False))]
-            case DeliverPosition(3):
+            case SendPosition(3):
                 return [said(JoinRequested(3, whole=True))]
-            case FetchState(source):
-                return [StateReceived(source.view)]
+            case SendState(source=source):
+                return [StateArrived(1, source.view)]
             case BeginView(3) if host == 0:
                 return [exited(worker, 0) for worker in (0, 1)]
             case BeginView(3):
@@ -365,7 +369,7 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
             view = job.coordinator.state.view.number
-            held = StateHeld(view, whole=notice == 2, number=notice, size=1000)
+            held = given(view, notice, 1000)
             return [held, HostRetiring("the machine stops")] if notice == 1 else [held]
         return well(host, instruction)
 
@@ -386,6 +390,8 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
 def test_a_joiner_that_the_state_does_not_reach_is_replaced(
     make: Callable[[Reaction], Job], missed: str
 ) -> None:
+    unreached = f"node2 has not received the {missed}: no route"
+
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
             case StartProcess(0 | 1 as worker):
@@ -397,19 +403,19 @@ def test_a_joiner_that_the_state_does_not_reach_is_replaced(
             case StartProcess(4):
                 ends = [(script_ended(worker), exited(worker, 0)) for worker in (0, 1)]
                 return [report for pair in ends for report in pair]
-            case DeliverPosition(3, source):
-                return [DeliveryFailed(3, source.view, "no route")]
-            case FetchState(source):
-                return [StateReceived(source.view, "no route")]
+            case SendPosition(3, source):
+                return [PositionMissed(3, source.view, unreached)]
+            case SendState(source=source):
+                return [StateArrived(1, source.view, unreached)]
         notice = getattr(instruction, "notice", None)
         if host == 0 and notice in (1, 2):
             view = job.coordinator.state.view.number
-            return [StateHeld(view, whole=notice == 2, number=1, size=1000)]
+            return [given(view, notice, 1000)]
         return well(host, instruction)
 
     job = make(react)
     assert job.coordinator.run() == 0
-    assert f"worker 3 cannot join: node2 has not received the {missed}: no route" in job.notes()
+    assert f"worker 3 cannot join: {unreached}" in job.notes()
     assert SignalProcess(3, signal.SIGKILL) in job.to(1)
     assert StartProcess(4, joins=True) in job.to(1)
 

@@ -34,6 +34,8 @@ from lockstep.protocol.worker import (
     Leave,
     Notice,
     RelayedMessage,
+    StateGiven,
+    StateSource,
     ViewBroken,
     WorkerMessage,
 )
@@ -66,16 +68,16 @@ relayed = st.one_of(
 )
 members = st.builds(HostMembers, workers, groups, texts, texts, st.integers(0, 2**16), st.integers(0, 2**53))
 sources = st.builds(
-    host.StateSource, workers, workers, st.integers(0, 2**62), workers, texts, st.integers(0, 2**16)
+    StateSource, workers, workers, st.integers(0, 2**62), workers, texts, st.integers(0, 2**16)
 )
 instructions = st.one_of(
     st.builds(host.BeginView, workers, st.lists(members, max_size=3).map(tuple), texts, groups),
-    st.builds(host.FetchState, sources),
+    st.builds(host.SendState, workers, sources),
     st.builds(host.KeepAlive, workers, st.floats(0, 1e9)),
     st.builds(host.PauseOutput, groups),
     st.builds(host.StartProcess, workers, st.booleans(), groups),
     st.builds(host.PostNotice, st.sampled_from(Notice)),
-    st.builds(host.DeliverPosition, workers, sources),
+    st.builds(host.SendPosition, workers, sources),
     st.builds(host.SignalProcess, workers, st.integers(1, 64)),
     st.builds(host.TakeStack, workers),
     st.builds(host.ShowStack, workers),
@@ -130,10 +132,10 @@ reports = st.one_of(
     st.builds(host.HostRetiring, texts),
     st.builds(host.HostStopped, st.integers(1, 64)),
     st.builds(host.WorkerSaid, workers, relayed),
-    st.builds(host.StateHeld, workers, st.booleans(), texts, workers, st.integers(0, 2**62)),
-    st.builds(host.StateReceived, workers, texts),
-    st.builds(host.StateArriving, workers, workers, workers, st.floats(0, 1e9)),
-    st.builds(host.DeliveryFailed, workers, workers, texts),
+    st.builds(StateGiven, workers, st.booleans(), texts, source=st.none() | sources),
+    st.builds(host.StateArrived, workers, workers, texts),
+    st.builds(host.StateMoving, workers, workers, workers, workers, st.floats(0, 1e9)),
+    st.builds(host.PositionMissed, workers, workers, texts),
     st.builds(
         host.ExitReport,
         st.builds(WorkerExited, workers, st.integers(-(2**16), 255)),

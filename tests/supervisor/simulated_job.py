@@ -4,11 +4,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
-from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers
+from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers, state_given
 
 from lockstep.observability.events import StopRequested, WorkerExited
-from lockstep.protocol.host import WorkerArrived
-from lockstep.protocol.worker import Notice
+from lockstep.protocol.host import PositionMissed, SendPosition, SendState, StateArrived, WorkerArrived
+from lockstep.protocol.worker import Notice, StateGiven
 from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
@@ -17,8 +17,6 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     KillWorker,
-    SendPosition,
-    SendState,
     ShowMessage,
     SignalWorker,
     StartView,
@@ -31,10 +29,7 @@ from lockstep.supervisor.events import (
     HostJoined,
     HostLost,
     HostRetires,
-    PositionMissed,
     ScaleRequested,
-    StateArrived,
-    StateGiven,
 )
 from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
 from lockstep.topology import View, place_on_hosts
@@ -186,9 +181,10 @@ class Job(Workers):
         if isinstance(event, StateGiven):
             if event.view != self.views[-1].number:
                 self.seen["reported too late"] += 1
-            event = replace(event, host=self.state.workers[self.views[-1].chief].host)
+            host = self.state.workers[self.views[-1].chief].host
+            event = state_given(event.view, event.whole, event.failure, host)
             if event.view == self.views[-1].number and not event.failure:
-                self.holds, self.holders = (event.whole, step), {event.host}
+                self.holds, self.holders = (event.whole, step), {host}
         self.decide(event)
         if isinstance(event, WorkerExited) and self.state.size.by_hand and self.dice.random() < 0.7:
             self.after(8.0, self._start_by_hand)

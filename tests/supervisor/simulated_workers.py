@@ -17,8 +17,8 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-from lockstep.protocol.worker import FailureReport, Notice
-from lockstep.supervisor.events import Event, StateGiven
+from lockstep.protocol.worker import FailureReport, Notice, StateGiven, StateSource
+from lockstep.supervisor.events import Event
 from lockstep.topology import View
 
 STEPS = 8
@@ -43,6 +43,11 @@ def failure(
 ) -> FailureReport:
     """Return the report of a worker whose script has raised."""
     return FailureReport(ScriptFailed(worker, summary, ""), status, blames, prints, differs)
+
+
+def state_given(view: int, whole: bool, failure: str = "", host: int = 0) -> StateGiven:
+    """Return the report that the chief has given the state, or the position."""
+    return StateGiven(view, whole, failure, source=None if failure else StateSource(view, 1, 1000, host))
 
 
 @dataclass
@@ -311,7 +316,7 @@ class Workers:
 
     def _send_state(self, one: Worker, *, whole: bool) -> None:
         assert one.view is not None
-        self.send(one, StateGiven(one.view.number, whole, "no memory" if self.mute else ""))
+        self.send(one, state_given(one.view.number, whole, "no memory" if self.mute else ""))
 
     def join(self, one: Worker) -> None:
         """Run the script as a worker that joins."""

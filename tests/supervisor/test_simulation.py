@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 from simulated_job import Job
-from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker
+from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, state_given
 
 from lockstep.observability.events import JoinRequested, ScriptFailed, StopRequested, WorkerExited
-from lockstep.protocol.host import WorkerArrived
+from lockstep.protocol.host import PositionMissed, SendPosition, SendState, StateArrived, WorkerArrived
 from lockstep.protocol.worker import FailureReport, Notice
 from lockstep.supervisor import actions, events
 from lockstep.supervisor.decide import decide
@@ -98,7 +98,7 @@ class CheckedJob(Job):
                 self.raised.add(worker)
             case JoinRequested(worker, whole):
                 self.asks[worker] = Notice.CHANGE if whole else Notice.POSITION
-            case events.PositionMissed(worker):
+            case PositionMissed(worker):
                 self.asks[worker] = Notice.POSITION
             case WorkerArrived():
                 self.target, self.budget = len(state.present) + len(state.joiners) + 1, self.budget + 1
@@ -163,21 +163,17 @@ class CheckedJob(Job):
         if self._was in ENDING:
             assert not isinstance(
                 action,
-                actions.StartView
-                | actions.StartWorker
-                | actions.AskMembers
-                | actions.SendPosition
-                | actions.SendState,
+                actions.StartView | actions.StartWorker | actions.AskMembers | SendPosition | SendState,
             ), f"{action} at the end"
             assert not isinstance(action, actions.ShowMessage) or "did not exit" in action.text, action
         match action:
             case actions.StartView(view, _):
                 self._check_view(view)
-            case actions.SendPosition(worker):
+            case SendPosition(worker):
                 assert self.asks.pop(worker) is Notice.POSITION, "a position without a request"
                 assert self.holds is not None, "a position without a report of the chief"
                 assert worker in state.joiners
-            case actions.SendState(host):
+            case SendState(host):
                 assert self.holds == (True, self.committed), "no state to send"
                 assert host not in self.holders, "a state is sent to a host that has it"
             case actions.StartWorker(worker):
@@ -241,9 +237,9 @@ class CheckedJob(Job):
             events.DeadlinePassed(),
             WorkerExited(0, 1),
             JoinRequested(0, True),
-            events.StateGiven(len(self.views), True),
-            events.StateArrived(0, len(self.views)),
-            events.PositionMissed(0, len(self.views), "lost"),
+            state_given(len(self.views), True),
+            StateArrived(0, len(self.views)),
+            PositionMissed(0, len(self.views), "lost"),
             StopRequested(15),
         ):
             assert decide(state, event, self.now).actions == (), "a decision after the end"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_workers import failure
+from simulated_workers import failure, state_given
 
 from lockstep.observability.events import (
     CheckpointNotWritten,
@@ -29,8 +29,15 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-from lockstep.protocol.host import WorkerArrived
-from lockstep.protocol.worker import FailureReport, Notice, ViewBroken
+from lockstep.protocol.host import (
+    PositionMissed,
+    SendPosition,
+    SendState,
+    StateArrived,
+    StateMoving,
+    WorkerArrived,
+)
+from lockstep.protocol.worker import FailureReport, Notice, StateSource, ViewBroken
 from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
@@ -40,8 +47,6 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     KillWorker,
-    SendPosition,
-    SendState,
     ShowMessage,
     SignalWorker,
     StartView,
@@ -54,11 +59,7 @@ from lockstep.supervisor.events import (
     HostJoined,
     HostLost,
     HostRetires,
-    PositionMissed,
     ScaleRequested,
-    StateArrived,
-    StateGiven,
-    StateMoving,
     ViewFailed,
 )
 from lockstep.supervisor.state import (
@@ -90,12 +91,13 @@ JOINING = replace(
 )
 ASKED = replace(JOINING.with_phase(Phase.READY, 2), admission=Admission(Notice.CHANGE))
 HERE = frozenset({0})
+SOURCE = StateSource(1, 1, 1000, 0)
 WAITING = replace(
-    JOINING, size=JobSize.of(3, 3, 0), admission=Admission(given=True, holders=HERE, deadline=60.0)
+    JOINING, size=JobSize.of(3, 3, 0), admission=Admission(given=SOURCE, holders=HERE, deadline=60.0)
 )
 AFAR = JOINING.with_worker(2, replace(JOINING.workers[2], host=1))
 SENDING = decide(
-    replace(AFAR.with_phase(Phase.READY, 2), admission=Admission(Notice.CHANGE)), StateGiven(1, True), 0.0
+    replace(AFAR.with_phase(Phase.READY, 2), admission=Admission(Notice.CHANGE)), state_given(1, True), 0.0
 )
 SENT = SENDING.state
 LATE = replace(SENT, admission=replace(SENT.admission, deadline=8.0))
@@ -120,7 +122,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", JoinRequested),
     (
         r"the chief of view (?P<view>\d+) gives the (?P<whole>state|position)(, but (?P<failure>.*))?",
-        StateGiven,
+        state_given,
     ),
     (r"a worker is started by hand", WorkerArrived),
     (r"host (?P<host>\d+) retires", lambda host: HostRetires(host, f"host {host} retires")),
@@ -128,7 +130,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     (r"the state reaches host (?P<host>\d+) in view (?P<view>\d+)", StateArrived),
     (
         r"the chief of view (?P<view>\d+) on host (?P<host>\d+) gives the (?P<whole>state|position)",
-        StateGiven,
+        state_given,
     ),
     (r"host (?P<name>\S+) joins with (?P<workers>\d+) workers?", partial(HostJoined, cores=1)),
     (r"scale to (?P<workers>\d+)", ScaleRequested),
@@ -353,11 +355,11 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (JOINING, WorkerExited(2, -9), (ShowMessage,)),
         (JOINING, WorkerExited(1, 0), (KillWorker(2),)),
         (JOINING, ScaleRequested(2), (KillWorker(2), ShowMessage)),
-        (ASKED, StateGiven(1, whole=True), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
-        (ASKED, StateGiven(1, whole=True, failure="no memory"), (KillWorker(2), StartView, ShowMessage)),
-        (ASKED, StateGiven(0, whole=True), ()),
+        (ASKED, state_given(1, whole=True), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
+        (ASKED, state_given(1, whole=True, failure="no memory"), (KillWorker(2), StartView, ShowMessage)),
+        (ASKED, state_given(0, whole=True), ()),
         (ASKED, WorkerExited(2, -9), (ShowMessage, AskMembers(Notice.NOTHING))),
-        (WAITING, JoinRequested(2, whole=False), (SendPosition(2),)),
+        (WAITING, JoinRequested(2, whole=False), (SendPosition(2, SOURCE),)),
         (WAITING, JoinRequested(2, whole=True), (StartView, ShowMessage)),
         (WAITING, WorkerExited(2, -9), (AbortExchange,)),
         (WAITING, WaitReported(0, "the change of workers", (1,), 700.0), ()),
@@ -370,7 +372,11 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
             )
             for number in (1, 2, 15)
         ),
-        (replace(WAITING, admission=Admission(given=True, deadline=8.0)), DeadlinePassed(), (AbortExchange,)),
+        (
+            replace(WAITING, admission=Admission(given=SOURCE, deadline=8.0)),
+            DeadlinePassed(),
+            (AbortExchange,),
+        ),
         (SENT, StateArrived(1, 1), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
         (
             SENT,
@@ -378,7 +384,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
             (ShowMessage("worker 2 cannot join: lost"), KillWorker(2), StartView, ShowMessage),
         ),
         (SENT, StateArrived(1, 0), ()),
-        (SENT, StateGiven(0, whole=True), ()),
+        (SENT, state_given(0, whole=True), ()),
         (SENT, ViewBroken(1, 1, "lost"), ()),
         (SENT, WaitReported(1, "the change of workers", (0,), 700.0), ()),
         (SENT, WorkerExited(0, -9), (ShowMessage,)),
@@ -412,7 +418,7 @@ def test_decision_about_the_membership(state: State, event: Event, actions: tupl
 
 
 def test_the_state_is_sent_once_to_each_host_that_lacks_it() -> None:
-    assert SENDING.actions == (SendState(1),)
+    assert SENDING.actions == (SendState(1, SOURCE),)
     assert SENT.due == TimeLimits().repeat
     with_two = SENT.with_worker(3, WorkerRecord(Phase.JOINING, host=1, started_at=2.0))
     with_two = replace(with_two, size=JobSize.of(4, 1, 0))
@@ -426,7 +432,7 @@ def test_the_state_is_sent_once_to_each_host_that_lacks_it() -> None:
     waiting = decide(replace(SENT, size=JobSize.of(3, 3, 0)), StateArrived(1, 1, "lost"), 4.0).state
     assert waiting.admission.given
     replaced = waiting.with_worker(3, WorkerRecord(Phase.JOINING, host=1, started_at=4.0))
-    assert decide(replaced, JoinRequested(3, whole=True), 5.0).actions == (SendState(1),)
+    assert decide(replaced, JoinRequested(3, whole=True), 5.0).actions == (SendState(1, SOURCE),)
     # Other hosts still receive it.
     other = with_two.with_worker(3, replace(with_two.workers[3], host=2))
     other = decide(other, JoinRequested(3, whole=True), 3.0).state
@@ -508,7 +514,7 @@ def test_a_broken_view_is_followed_by_one_with_the_same_members() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        replace(ELASTIC, admission=Admission(given=True)),
+        replace(ELASTIC, admission=Admission(given=SOURCE)),
         replace(ELASTIC, shutdown=Shutdown(deadline=9.0)),
         replace(ENDING, elastic=True),
     ],
@@ -536,7 +542,7 @@ others = st.integers(0, 9)
 changes = st.one_of(
     st.builds(JoinRequested, others, st.booleans()),
     st.builds(
-        StateGiven,
+        state_given,
         st.integers(1, 6),
         st.booleans(),
         st.sampled_from(["", "", "no memory"]),

@@ -12,14 +12,14 @@ import pytest
 
 from lockstep.observability.events import ScriptEnded, ScriptFailed, WaitReported, WorkerReady
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
-from lockstep.protocol.worker import EventReport, FailureReport, Position, StateReply
+from lockstep.protocol.worker import EventReport, FailureReport, Position, StateGiven
 from lockstep.transport.keys import JobKey
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.stream_channel import StreamChannel
 
 Ends = tuple[Channel[Any, Any], Channel[Any, Any]]
-MESSAGES = EventReport | FailureReport | StateReply
+MESSAGES = EventReport | FailureReport | StateGiven
 READY = EventReport(WorkerReady(0))
 
 
@@ -172,9 +172,9 @@ def test_send_to_a_closed_peer_returns_false(ends: Ends) -> None:
 def test_the_receiver_owns_its_descriptor_of_an_attachment(local_ends: Ends) -> None:
     one, other = local_ends
     sent = memory(b"state")
-    assert one.send(StateReply(1, True, sent))
+    assert one.send(StateGiven(1, True, state=sent))
     received = other.receive()
-    assert isinstance(received, StateReply)
+    assert isinstance(received, StateGiven)
     assert received.state is not None
     del sent
     gc.collect()
@@ -190,7 +190,7 @@ def test_the_receiver_owns_its_descriptor_of_an_attachment(local_ends: Ends) -> 
 def test_unreferenced_attachments_are_closed(local_ends: Ends) -> None:
     one, other = local_ends
     for _ in range(5):
-        one.send(StateReply(1, True, memory(b"")))
+        one.send(StateGiven(1, True, state=memory(b"")))
     for _ in range(5):
         other.receive()
 
@@ -215,7 +215,7 @@ def test_an_attachment_that_did_not_arrive_is_missing(raw: tuple[socket.socket, 
     mine, channel = raw
     mine.send(b'{"type":"given","view":1,"whole":true,"state":0}')
     reply = channel.receive()
-    assert isinstance(reply, StateReply)
+    assert isinstance(reply, StateGiven)
     assert reply.state is not None
     assert reply.state.is_missing
 

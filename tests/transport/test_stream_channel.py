@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
 from lockstep.protocol.credentials import Credentials
-from lockstep.protocol.worker import StateReply
+from lockstep.protocol.worker import StateGiven
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport import stream_channel
 from lockstep.transport.keys import JobKey
@@ -307,8 +307,8 @@ def test_an_incomplete_message_at_the_end_is_dropped(raw: tuple[socket.socket, S
 
 def test_a_message_with_an_attachment_cannot_leave_its_host(raw: tuple[socket.socket, Stream]) -> None:
     _, channel = raw
-    with pytest.raises(TypeError, match="StateReply with an attachment cannot leave its host"):
-        channel.send(StateReply(1, True, Attachment.missing()))
+    with pytest.raises(TypeError, match="StateGiven with an attachment cannot leave its host"):
+        channel.send(StateGiven(1, True, state=Attachment.missing()))
 
 
 def test_bytes_are_never_cut(raw: tuple[socket.socket, Stream]) -> None:

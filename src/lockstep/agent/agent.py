@@ -33,20 +33,20 @@ from lockstep.protocol.host import (
     LEFT_OUT,
     AllReported,
     BeginView,
-    DeliverPosition,
-    DeliveryFailed,
     EndExchange,
     EndHost,
     ExitReport,
-    FetchState,
     HostEnded,
     HostReport,
     Instruction,
     KeepAlive,
     LoadReport,
     PauseOutput,
+    PositionMissed,
     PostNotice,
     ReportAll,
+    SendPosition,
+    SendState,
     ShowNote,
     ShowStack,
     SignalProcess,
@@ -54,10 +54,8 @@ from lockstep.protocol.host import (
     StartCancelled,
     StartFailed,
     StartProcess,
-    StateArriving,
-    StateHeld,
-    StateReceived,
-    StateSource,
+    StateArrived,
+    StateMoving,
     TakeStack,
     ViewRefused,
     WorkerArrived,
@@ -75,7 +73,8 @@ from lockstep.protocol.worker import (
     PeerConnected,
     Position,
     SharedMemoryEndpoint,
-    StateReply,
+    StateGiven,
+    StateSource,
     ViewBroken,
     Welcome,
 )
@@ -151,7 +150,7 @@ class Agent:
     def __post_init__(self) -> None:
         # With a hold, calls wait for the first answer too.
         self._permitted = math.inf if self.hold is None else 0.0
-        self._states = HeldStates(self.host, self.network, self.loop, self._tell_of_arriving)
+        self._states = HeldStates(self.host, self.network, self.loop, self._tell_of_moving)
         if self.network is not None:
             self.network.connections.pass_questions = self._pass_questions
         self.loop.before_each_wait(self._watch_output)
@@ -199,13 +198,13 @@ class Agent:
                     self._begin_view(instruction)
                 case StartProcess(worker):
                     self._asked[worker] = instruction
-                case FetchState(source):
+                case SendState(source=source):
                     self._states.fetch(source, partial(self._tell_of_state, source.view))
                 case PauseOutput(workers):
                     self.output.paused = frozenset(workers)
                 case PostNotice(notice) if self._exchange is not None:
                     self._exchange.post_notice(notice)
-                case DeliverPosition(worker, source):
+                case SendPosition(worker, source):
                     self._states.fetch(source, partial(self._deliver_position, worker, source), lasts=True)
                 case SignalProcess(worker, number):
                     self._signal(worker, number)
@@ -391,7 +390,7 @@ class Agent:
                     return
                 case Unreadable(error):
                     self._tell(EventReport(MessageMisunderstood(worker.worker, error)))
-                case StateReply():
+                case StateGiven():
                     self._take_state(message)
                 case AnswersAt(entrance):
                     worker.entrance = entrance
@@ -412,25 +411,32 @@ class Agent:
                 if not message.prints:
                     worker.log_only(message.event.traceback)
 
-    def _take_state(self, reply: StateReply) -> None:
-        number, size, failure = 0, 0, reply.failure
-        if reply.state is not None and reply.state.is_missing:
+    def _take_state(self, given: StateGiven) -> None:
+        """Keep a state, and report where it is."""
+        state, failure, source = given.state, given.failure, None
+        if state is not None and state.is_missing:
             failure = "the agent has too many open files to take the state"
-        elif reply.state is not None and reply.view == self._view.number:
-            number, size = self._states.hold(reply.state), os.fstat(reply.state.descriptor).st_size
-        elif reply.state is not None:
-            self._states.release(reply.state)
-        self._tell(StateHeld(reply.view, reply.whole, failure, number, size))
+        elif state is not None and given.view == self._view.number:
+            here = next(host for host in self._view.hosts if host.host == self.host)
+            size = os.fstat(state.descriptor).st_size
+            number = self._states.hold(state)
+            source = StateSource(given.view, number, size, self.host, here.address, here.port)
+        elif state is not None:
+            failure = f"view {given.view} has ended"
+            self._states.release(state)
+        self._tell(StateGiven(given.view, given.whole, failure, source=source))
 
     def _tell_of_state(self, view: int, found: Attachment | str) -> None:
-        self._tell(StateReceived(view, found if isinstance(found, str) else ""))
+        failure = f"{self.name} has not received the state: {found}" if isinstance(found, str) else ""
+        self._tell(StateArrived(self.host, view, failure))
 
-    def _tell_of_arriving(self, source: StateSource, received: int, seconds: float) -> None:
-        self._tell(StateArriving(source.view, received, source.size, seconds))
+    def _tell_of_moving(self, source: StateSource, received: int, seconds: float) -> None:
+        self._tell(StateMoving(self.host, source.view, received, source.size, seconds))
 
     def _deliver_position(self, worker: int, source: StateSource, found: Attachment | str) -> None:
         if isinstance(found, str):
-            self._tell(DeliveryFailed(worker, source.view, found))
+            failure = f"{self.name} has not received the position: {found}"
+            self._tell(PositionMissed(worker, source.view, failure))
         else:
             self._workers[worker].channel.send(Position(found))
 

@@ -12,7 +12,7 @@ from lockstep.agent.lane_connections import HostNetwork
 from lockstep.errors import LockstepError
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.greeting import ConnectionKind, Greeting
-from lockstep.protocol.host import StateSource
+from lockstep.protocol.worker import StateSource
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.addresses import join_address
 

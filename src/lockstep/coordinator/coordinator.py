@@ -45,12 +45,9 @@ from lockstep.protocol.host import (
     SILENCE,
     AllReported,
     BeginView,
-    DeliverPosition,
-    DeliveryFailed,
     EndExchange,
     EndHost,
     ExitReport,
-    FetchState,
     HostEnded,
     HostReport,
     HostRetiring,
@@ -61,8 +58,11 @@ from lockstep.protocol.host import (
     LoadReport,
     OutputWritten,
     PauseOutput,
+    PositionMissed,
     PostNotice,
     ReportAll,
+    SendPosition,
+    SendState,
     ShowNote,
     ShowStack,
     SignalProcess,
@@ -70,10 +70,8 @@ from lockstep.protocol.host import (
     StartCancelled,
     StartFailed,
     StartProcess,
-    StateArriving,
-    StateHeld,
-    StateReceived,
-    StateSource,
+    StateArrived,
+    StateMoving,
     Stop,
     TakeStack,
     ViewRefused,
@@ -87,6 +85,7 @@ from lockstep.protocol.worker import (
     FileOpened,
     HostMembers,
     RelayedMessage,
+    StateGiven,
     ViewBroken,
 )
 from lockstep.supervisor import actions
@@ -184,7 +183,6 @@ class Coordinator:
     _outcome: actions.JobOutcome | None = None
     _doing: str = ""
     _output: RemoteOutput = field(init=False)
-    _given: StateSource | None = None
     _alive_due: float | None = None
     _send_due: float = 0.0
     _progress: Progress | None = None
@@ -289,7 +287,7 @@ class Coordinator:
 
     def _take_over(self, record: JobRecord) -> None:
         """Continue a job whose coordinator was lost; its agents have the instructions of the record."""
-        self._view, self._given = record.view, record.given
+        self._view = record.view
         self._doing, self._chief_writes = record.doing, record.chief_writes
         self._used_strategy = record.used_strategy
         self._begun, self._since = record.begun, record.since
@@ -359,7 +357,6 @@ class Coordinator:
                 for agent in self.agents
             ),
             self._view,
-            self._given,
             self._run.totals,
             self._doing,
             self._chief_writes,
@@ -410,18 +407,16 @@ class Coordinator:
         match action:
             case actions.AbortExchange(reason):
                 self._tell_all(EndExchange(reason))
-            case actions.StartView(view, reason):
-                self._begin_view(view, reason)
+            case actions.StartView(view, reason, state):
+                self._begin_view(view, reason, state)
             case actions.StartWorker(worker):
                 self._tell(worker, StartProcess(worker, joins=True, yielding=tuple(self.state.leaving)))
             case actions.AskMembers(request):
                 self._tell_all(PostNotice(request))
-            case actions.SendPosition(worker):
-                assert self._given is not None
-                self._tell(worker, DeliverPosition(worker, self._given))
-            case actions.SendState(host):
-                assert self._given is not None
-                self.agents[host].send(FetchState(self._given))
+            case SendPosition(worker):
+                self._tell(worker, action)
+            case SendState(host):
+                self.agents[host].send(action)
             case actions.SignalWorker(worker, number):
                 self._tell(worker, SignalProcess(worker, number))
             case actions.KillWorker(worker):
@@ -437,7 +432,7 @@ class Coordinator:
             case actions.FinishJob(outcome):
                 self._outcome = outcome
 
-    def _begin_view(self, view: View, reason: str) -> None:
+    def _begin_view(self, view: View, reason: str, state: int) -> None:
         before, leaving = set(self._view.workers), self.state.leaving
         for worker in sorted(before.difference(view.workers)):
             leaves = worker in leaving
@@ -447,11 +442,10 @@ class Coordinator:
             self.events.publish(run_events.WorkerJoined(worker, reason))
         self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
         old = self._view.hosts[0]
-        self._send_view(view, reason, tuple(leaving))
-        self._given = None
+        self._send_view(view, reason, tuple(leaving), state)
         self._tell_of_moved_files(old, self._view.hosts[0])
 
-    def _send_view(self, view: View, reason: str = "", leaving: tuple[int, ...] = ()) -> None:
+    def _send_view(self, view: View, reason: str = "", leaving: tuple[int, ...] = (), state: int = 0) -> None:
         members = []
         for workers in view.hosts:
             host = self.state.workers[workers[0]].host
@@ -462,8 +456,6 @@ class Coordinator:
             # Hosts that are lost together cost one view, unless the last one had admitted joiners.
             for agent in self.agents:
                 agent.withdraw(self._view)
-        given = self._given if set(view.workers).difference(self._view.workers) else None
-        state = given.number if given is not None else 0
         self._view = BeginView(view.number, tuple(members), reason, leaving, self.term, state)
         self.console.chief = view.chief
         self._tell_all(self._view)
@@ -682,20 +674,10 @@ class Coordinator:
                 self._take_failed_start(worker, joins, why)
             case StartCancelled(worker, number):
                 self._decide(run_events.WorkerExited(worker, -number))
-            case WorkerArrived():
+            case WorkerArrived() | StateGiven() | StateArrived() | StateMoving() | PositionMissed():
                 self._decide(report)
             case HostRetiring(reason):
                 self._decide(job_events.HostRetires(host, f"host {agent.name} retires: {reason}"))
-            case StateHeld():
-                self._take_state(host, report)
-            case StateReceived(view, failure):
-                why = failure and f"{agent.name} has not received the state: {failure}"
-                self._decide(job_events.StateArrived(host, view, why))
-            case StateArriving(view, received, size, seconds):
-                self._decide(job_events.StateMoving(host, view, received, size, seconds))
-            case DeliveryFailed(worker, view, failure):
-                why = f"{agent.name} has not received the position: {failure}"
-                self._decide(job_events.PositionMissed(worker, view, why))
             case ExitReport():
                 self._take_exit(report)
             case ViewRefused(number, why):
@@ -721,13 +703,6 @@ class Coordinator:
             self._decide(run_events.WorkerExited(worker, 1))
         else:
             self._outcome = actions.JobOutcome(1, message)
-
-    def _take_state(self, host: int, held: StateHeld) -> None:
-        if held.view == self._view.number and held.number:
-            peer = self.agents[host].peer
-            where = (peer.address, peer.port) if peer is not None else ()
-            self._given = StateSource(held.view, held.number, held.size, host, *where)
-        self._decide(job_events.StateGiven(held.view, held.whole, held.failure, host))
 
     def _take_refused_view(self, number: int, why: str) -> None:
         if number == self.spec.view.number:

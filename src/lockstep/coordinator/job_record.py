@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lockstep.observability.run_state import JobTotals
-from lockstep.protocol.host import BeginView, Instruction, KeepRecord, PeerAddress, StateSource
+from lockstep.protocol.host import BeginView, Instruction, KeepRecord, PeerAddress
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.actions import JobOutcome
 from lockstep.supervisor.state import State
@@ -51,7 +51,6 @@ class JobRecord(msgspec.Struct, frozen=True):
         state: of supervision.
         hosts: by their index.
         view: that the agents were sent last; its number is 0 before the first.
-        given: the state for joiners; None if there is none.
         tally: what the job has done.
         doing: the distributed call in which the workers are.
         chief_writes: paths that callbacks of the chief write.
@@ -67,7 +66,6 @@ class JobRecord(msgspec.Struct, frozen=True):
     state: State
     hosts: tuple[HostRecord, ...]
     view: BeginView = BeginView(0, ())
-    given: StateSource | None = None
     tally: JobTotals = JobTotals()
     doing: str = ""
     chief_writes: tuple[str, ...] = ()

@@ -13,7 +13,14 @@ from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.observability.events import LoadMeasured, WorkerExited
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
-from lockstep.protocol.worker import EventReport, HostMembers, Notice, RelayedMessage
+from lockstep.protocol.worker import (
+    EventReport,
+    HostMembers,
+    Notice,
+    RelayedMessage,
+    StateGiven,
+    StateSource,
+)
 
 ALIVE_EVERY = 1.0
 """Seconds between two messages of an agent and a coordinator on different hosts."""
@@ -274,36 +281,20 @@ class PostNotice(msgspec.Struct, frozen=True, tag="notice"):
     notice: Notice
 
 
-class StateSource(msgspec.Struct, frozen=True):
-    """A state, or a position, that the chief of a view has given, and where it is.
-
-    Attributes:
-        view: the number of the view in which the chief has given it.
-        number: of the state; those that are given in one view are numbered from 1.
-        size: in bytes.
-        host: the index of the host of the chief.
-        address: the IP address at which the agent there accepts connections; empty if the job has one host.
-        port: its port.
-    """
-
-    view: int
-    number: int
-    size: int
-    host: int
-    address: str = ""
-    port: int = 0
-
-
-class DeliverPosition(msgspec.Struct, frozen=True, tag="deliver position"):
-    """Send a joiner the position; without one, the agent reports `DeliveryFailed`."""
+class SendPosition(msgspec.Struct, frozen=True, tag="send position"):
+    """Send a joiner the position; without one, the agent reports `PositionMissed`."""
 
     worker: int
     source: StateSource
 
 
-class FetchState(msgspec.Struct, frozen=True, tag="fetch state"):
-    """Get the state for joiners on the host, unless it is held there; the agent reports `StateReceived`."""
+class SendState(msgspec.Struct, frozen=True, tag="send state"):
+    """Send a host the state that the chief has given, for joiners there; the agent reports `StateArrived`.
 
+    The agent of that host gets it, unless it is held there.
+    """
+
+    host: int
     source: StateSource
 
 
@@ -453,41 +444,25 @@ class WorkerSaid(msgspec.Struct, frozen=True, tag="said"):
     message: RelayedMessage
 
 
-class StateHeld(msgspec.Struct, frozen=True, tag="state"):
-    """The chief of a view has given a state, which the agent holds until the next view; see `StateReply`.
+class StateArrived(msgspec.Struct, frozen=True, tag="state arrived"):
+    """The state that was given in a view has reached another host, or has not, because of `failure`."""
 
-    Attributes:
-        view: the number of the view.
-        whole: whether it is the whole state.
-        failure: why there is none; empty on success.
-        number: of the state.
-        size: in bytes.
-    """
-
-    view: int
-    whole: bool
-    failure: str = ""
-    number: int = 0
-    size: int = 0
-
-
-class StateReceived(msgspec.Struct, frozen=True, tag="state arrived"):
-    """The host of the agent holds the state that `FetchState` asks for, or not, because of `failure`."""
-
+    host: int
     view: int
     failure: str = ""
 
 
-class StateArriving(msgspec.Struct, frozen=True, tag="state arrives"):
-    """Of the state that `FetchState` asks for, `received` of `size` bytes have arrived in `seconds`."""
+class StateMoving(msgspec.Struct, frozen=True, tag="state moving"):
+    """Of the state that was given in a view, `received` of `size` bytes have reached a host in `seconds`."""
 
+    host: int
     view: int
     received: int
     size: int
     seconds: float
 
 
-class DeliveryFailed(msgspec.Struct, frozen=True, tag="position missed"):
+class PositionMissed(msgspec.Struct, frozen=True, tag="position missed"):
     """The position that was given in a view has not reached a joiner, because of `failure`."""
 
     worker: int
@@ -587,8 +562,8 @@ Instruction = (
     BeginView
     | StartProcess
     | PostNotice
-    | DeliverPosition
-    | FetchState
+    | SendPosition
+    | SendState
     | SignalProcess
     | TakeStack
     | ShowStack
@@ -610,10 +585,10 @@ HostReport = (
     | HostRetiring
     | HostStopped
     | WorkerSaid
-    | StateHeld
-    | StateReceived
-    | StateArriving
-    | DeliveryFailed
+    | StateGiven
+    | StateArrived
+    | StateMoving
+    | PositionMissed
     | ExitReport
     | ViewRefused
     | KeepAlive

@@ -77,21 +77,45 @@ class FailureReport(msgspec.Struct, frozen=True, tag="failure"):
         return self.event.worker
 
 
-class StateReply(msgspec.Struct, frozen=True, tag="given"):
-    """The chief sends what joiners requested.
+class StateSource(msgspec.Struct, frozen=True):
+    """Where a state, or a position, is that the chief of a view has given.
 
     Attributes:
-        view: the number of the view in which the chief sends it.
+        view: the number of the view in which the chief has given it.
+        number: of the state; those that are given in one view are numbered from 1.
+        size: in bytes.
+        host: the index of the host of the chief.
+        address: the IP address at which the agent there accepts connections; empty if the job has one host.
+        port: its port.
+    """
+
+    view: int
+    number: int
+    size: int
+    host: int
+    address: str = ""
+    port: int = 0
+
+
+class StateGiven(msgspec.Struct, frozen=True, tag="given"):
+    """The chief gives what joiners have requested.
+
+    Its agent keeps the memory until the next view, and reports where that is.
+
+    Attributes:
+        view: the number of the view in which the chief gives it.
         whole: whether it is the whole state, after which all members wait for the next view; otherwise, it is
             the position.
-        state: the published state; None if publishing it failed.
-        failure: why it failed; empty on success.
+        failure: why there is none; empty on success.
+        state: the published state, on the way from the chief to its agent.
+        source: where the state is, from the agent on.
     """
 
     view: int
     whole: bool
-    state: Attachment | None = None
     failure: str = ""
+    state: Attachment | None = None
+    source: StateSource | None = None
 
 
 class AnswersAt(msgspec.Struct, frozen=True, tag="answers"):
@@ -231,5 +255,5 @@ class JobOver(msgspec.Struct, frozen=True, tag="over"):
 RelayedMessage = EventReport | ViewBroken | FileOpened | FailureReport
 """The messages that an agent forwards to the coordinator unchanged."""
 
-WorkerMessage = RelayedMessage | StateReply | AnswersAt
+WorkerMessage = RelayedMessage | StateGiven | AnswersAt
 AgentMessage = Welcome | NewView | PeerConnected | Position | Leave | JobOver

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from lockstep.protocol.host import SendPosition, SendState
 from lockstep.protocol.worker import Notice
 from lockstep.topology import View
 
@@ -27,12 +28,13 @@ class AbortExchange:
 class StartView:
     """End the view, for `reason`, and begin `view`.
 
-    New members get the state that the chief sent; running members of the last view that are not in `view`
-    must leave.
+    New members get the state with the number `state`, which the chief has given; running members of the last
+    view that are not in `view` must leave.
     """
 
     view: View
     reason: str
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,6 @@ class AskMembers:
     """Post a notice to the members of the view; it replaces the one before."""
 
     notice: Notice
-
-
-@dataclass(frozen=True)
-class SendPosition:
-    """Send a joiner the position from the chief; `PositionMissed` follows if that fails."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class SendState:
-    """Send a host the state that the chief has given, for joiners there; `StateArrived` follows."""
-
-    host: int
 
 
 @dataclass(frozen=True)

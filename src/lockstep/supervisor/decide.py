@@ -36,8 +36,15 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-from lockstep.protocol.host import WorkerArrived
-from lockstep.protocol.worker import FailureReport, Notice, ViewBroken
+from lockstep.protocol.host import (
+    PositionMissed,
+    SendPosition,
+    SendState,
+    StateArrived,
+    StateMoving,
+    WorkerArrived,
+)
+from lockstep.protocol.worker import FailureReport, Notice, StateGiven, ViewBroken
 from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
@@ -47,8 +54,6 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     KillWorker,
-    SendPosition,
-    SendState,
     ShowMessage,
     SignalWorker,
     StartView,
@@ -60,11 +65,7 @@ from lockstep.supervisor.events import (
     HostJoined,
     HostLost,
     HostRetires,
-    PositionMissed,
     ScaleRequested,
-    StateArrived,
-    StateGiven,
-    StateMoving,
     ViewFailed,
 )
 from lockstep.supervisor.state import (
@@ -259,7 +260,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
 def _view_broken(state: State, event: ViewBroken, now: float) -> Decision:
     """Begin the next view with the same members, at the cost of a restart, unless that is in vain."""
     how = f"worker {event.worker}: {event.reason}"
-    awaited = state.admission.given or state.shutdown.deadline is not None
+    awaited = state.admission.given is not None or state.shutdown.deadline is not None
     if state.stage is not Stage.RUNNING or event.view != state.view.number or awaited:
         return Decision(state, reason=f"{how}; view {event.view} has ended, or is about to")
     if event.fatal or not state.elastic:
@@ -302,7 +303,7 @@ def _host_lost(state: State, event: HostLost, now: float) -> Decision:
     how = f"{event.reason}; lost {name_workers(gone)}" if gone else event.reason
     if event.host in state.retiring and state.leaving.issuperset(gone):
         how = f"{event.reason}, as announced; its workers had left"
-    saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.given
+    saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.given is not None
     members = state.present.intersection(gone)
     state = replace(state, lost_hosts=state.lost_hosts | {event.host})
     state = state.with_phase(Phase.LOST, *gone).with_phase(Phase.LEFT, *leaving.intersection(gone))
@@ -429,7 +430,7 @@ def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
     reason = f"worker {worker} asks for the training position"
     if given:
         # The members wait at the position of the state.
-        return Decision(state, (SendPosition(worker),), reason)
+        return Decision(state, (SendPosition(worker, given),), reason)
     return Decision(state.with_phase(Phase.LOCATING, worker), reason=reason)
 
 
@@ -442,7 +443,7 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     if not state.active:
         return Decision(state, reason="the job is already ending")
     state = _unstuck(state) if event.whole else state
-    if event.failure:
+    if (source := event.source) is None:
         # Joiners would wait for a state that never comes.
         least = state.size.min_workers
         reason = f"no worker can join: {event.failure}"
@@ -460,12 +461,12 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
         reported = Decision(state, (ShowMessage(reason),), reason)
         return (_next_view(state, reason, now) if event.whole else reported).after(*kills)
     locating = sorted(state.within(Phase.LOCATING))
-    positions = tuple(SendPosition(worker) for worker in locating)
+    positions = tuple(SendPosition(worker, source) for worker in locating)
     state = state.with_phase(Phase.JOINING, *locating)
     if not event.whole:
         return Decision(state, positions, "the chief reported the training position")
-    holders = frozenset({event.host})
-    admission = replace(state.admission, given=True, holders=holders, posted=Notice.NOTHING)
+    holders = frozenset({source.host})
+    admission = replace(state.admission, given=source, holders=holders, posted=Notice.NOTHING)
     return _admit(replace(state, admission=admission), now, "").after(*positions)
 
 
@@ -810,13 +811,15 @@ def _admit(state: State, now: float, how: str) -> Decision:
         f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')}, view {view.number})"
     )
     reason = f"{why}; {what}" if why else what
+    given = state.admission.given
+    number = given.number if new and given is not None else 0
     admission = replace(state.admission.without_state(), unreported="")
     shown = ShowMessage(reason, _logs(state))
     state = replace(state, view=view, view_since=now, admission=admission)
     state = state.with_phase(Phase.MEMBER, *new).with_phase(Phase.LEAVING, *old)
     for worker in new:
         state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
-    return Decision(state, (StartView(view, reason), shown), reason)
+    return Decision(state, (StartView(view, reason, number), shown), reason)
 
 
 def _waiting(state: State, now: float) -> State:
@@ -828,9 +831,11 @@ def _waiting(state: State, now: float) -> State:
 
 def _state_sent(state: State, now: float, why: str) -> Decision:
     """Send the state to all hosts whose joiners lack it; the members wait until it has arrived."""
+    source = state.admission.given
+    assert source is not None
     hosts = {state.workers[worker].host for worker in state.lacking}
     report_at = state.admission.report_at or now + state.limits.repeat
-    sends = tuple(SendState(host) for host in sorted(hosts - state.admission.receivers))
+    sends = tuple(SendState(host, source) for host in sorted(hosts - state.admission.receivers))
     state = _waiting(state, now)
     receivers = state.admission.receivers | hosts
     state = replace(state, admission=replace(state.admission, receivers=receivers, report_at=report_at))

@@ -22,54 +22,8 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-from lockstep.protocol.host import WorkerArrived
-from lockstep.protocol.worker import FailureReport, ViewBroken
-
-
-@dataclass(frozen=True)
-class StateGiven:
-    """The chief of a view has sent the position, or the whole state, after which the members wait.
-
-    Attributes:
-        view: its number.
-        whole: whether it is the whole state.
-        failure: why nothing could be sent; empty on success.
-        host: the index of the host of the chief.
-    """
-
-    view: int
-    whole: bool
-    failure: str = ""
-    host: int = 0
-
-
-@dataclass(frozen=True)
-class StateArrived:
-    """The state that was given in a view has reached another host, or has not, because of `failure`."""
-
-    host: int
-    view: int
-    failure: str = ""
-
-
-@dataclass(frozen=True)
-class StateMoving:
-    """Of the state that was given in a view, `received` of `size` bytes have reached a host in `seconds`."""
-
-    host: int
-    view: int
-    received: int
-    size: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PositionMissed:
-    """The position that was given in a view has not reached a joiner, because of `failure`."""
-
-    worker: int
-    view: int
-    failure: str
+from lockstep.protocol.host import PositionMissed, StateArrived, StateMoving, WorkerArrived
+from lockstep.protocol.worker import FailureReport, StateGiven, ViewBroken
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from lockstep.protocol.job_spec import GRACE
-from lockstep.protocol.worker import Notice
+from lockstep.protocol.worker import Notice, StateSource
 from lockstep.supervisor.actions import Action, JobOutcome
 from lockstep.topology import View, place_on_hosts
 
@@ -157,7 +157,7 @@ class Admission:
 
     Attributes:
         posted: the notice to the members of the view.
-        given: whether the chief has sent the state, so that all members wait for the next view.
+        given: the state that the chief has given, so that all members wait for the next view; None before.
         holders: the hosts that have this state.
         receivers: the hosts to which this state was sent, and that have not failed to receive it.
         moved: how far this state is on its way, as texts, by host.
@@ -171,7 +171,7 @@ class Admission:
     """
 
     posted: Notice = Notice.NOTHING
-    given: bool = False
+    given: StateSource | None = None
     holders: frozenset[int] = frozenset()
     receivers: frozenset[int] = frozenset()
     moved: tuple[tuple[int, str], ...] = ()
@@ -186,7 +186,7 @@ class Admission:
         """Return the admission once the wait for the next view is over."""
         none = frozenset[int]()
         return replace(
-            self, given=False, holders=none, receivers=none, moved=(), deadline=None, report_at=None
+            self, given=None, holders=none, receivers=none, moved=(), deadline=None, report_at=None
         )
 
     def with_consequence(self, text: str) -> "Admission":

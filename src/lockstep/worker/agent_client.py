@@ -28,7 +28,7 @@ from lockstep.protocol.worker import (
     JobOver,
     NewView,
     PeerConnected,
-    StateReply,
+    StateGiven,
     ViewBroken,
     WorkerMessage,
 )
@@ -118,9 +118,9 @@ class AgentClient:
         """Request the position of the training or, if `whole`, admission with the whole state."""
         self._channel.send(EventReport(JoinRequested(self._worker, whole)), _PATIENCE)
 
-    def send_state(self, reply: StateReply) -> None:
+    def send_state(self, given: StateGiven) -> None:
         """Send the state, or the position."""
-        self._channel.send(reply, _PATIENCE)
+        self._channel.send(given, _PATIENCE)
 
     def next_view(self, seconds: float) -> AgentMessage | None:
         """Wait for the coordinator's decision after a view has ended; for the main thread.

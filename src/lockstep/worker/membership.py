@@ -32,7 +32,7 @@ from lockstep.protocol.worker import (
     NewView,
     Notice,
     Position,
-    StateReply,
+    StateGiven,
     Welcome,
 )
 from lockstep.system.environment import WorkerConfig
@@ -150,13 +150,13 @@ class AgentMembership:
         try:
             state = self._states.publish(contents, prepared=whole)
         except CheckpointError as error:
-            self._client.send_state(StateReply(number, whole, failure=str(error)))
+            self._client.send_state(StateGiven(number, whole, failure=str(error)))
         else:
-            self._client.send_state(StateReply(number, whole, state))
+            self._client.send_state(StateGiven(number, whole, state=state))
 
     def refuse_joiners(self, why: str, view: int) -> None:
         """Tell the agent that no worker can join; see `Membership`."""
-        self._client.send_state(StateReply(view, whole=False, failure=why))
+        self._client.send_state(StateGiven(view, whole=False, failure=why))
 
     def posted(self) -> tuple[int, Notice]:
         """Return the newest announced view, and its notice; see `Membership`."""
