@@ -8,6 +8,7 @@ import heapq
 import itertools
 import os
 import random
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -38,18 +39,19 @@ from lockstep.protocol.channel import PeerGone
 from lockstep.protocol.host import (
     ALIVE_EVERY,
     UNNUMBERED,
+    AskMembers,
     BeginJob,
     BeginView,
     EndHost,
     HostEnded,
     HostFacts,
     KeepAlive,
-    PostNotice,
+    KillWorker,
     Prepare,
     SendPosition,
     SendState,
-    SignalProcess,
-    StartProcess,
+    SignalWorker,
+    StartWorker,
     StateArrived,
     WorkerSaid,
 )
@@ -271,7 +273,7 @@ class SimulatedHost:
             case BeginView():
                 self.tell(KeepAlive(self._received))
                 self._begin_view(message)
-            case StartProcess(worker, joins):
+            case StartWorker(worker, joins):
                 self.worker = worker
                 self.tell(EventReport(WorkerStarted(worker, 1)))
                 self.tell(said(WorkerReady(worker)))
@@ -284,13 +286,15 @@ class SimulatedHost:
             case SendPosition(worker):
                 catching_up = self._job.dice.uniform(*CATCHING_UP)
                 self.tell(said(JoinRequested(worker, whole=True)), catching_up)
-            case PostNotice(notice):
+            case AskMembers(notice):
                 self._notice = notice
                 self._report_at_step_end()
             case SendState(host, source):
                 self.tell(StateArrived(host, source.view), self._job.transfer_seconds(source.size))
-            case SignalProcess(worker, number):
+            case SignalWorker(worker, number):
                 self.tell(exited(worker, -number))
+            case KillWorker(worker):
+                self.tell(exited(worker, -signal.SIGKILL))
             case EndHost():
                 self.tell(HostEnded())
 

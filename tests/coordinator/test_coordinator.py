@@ -38,10 +38,11 @@ from lockstep.protocol.host import (
     HostEnded,
     HostReport,
     Instruction,
+    KillWorker,
     ReportAll,
-    SignalProcess,
+    SignalWorker,
     StartFailed,
-    StartProcess,
+    StartWorker,
     Stop,
     ViewRefused,
     WorkerSaid,
@@ -141,8 +142,10 @@ def obeys(instruction: Instruction) -> list[HostReport]:
     match instruction:
         case ReportAll():
             return [AllReported()]
-        case SignalProcess(worker, number):
+        case SignalWorker(worker, number):
             return [exited(worker, -number)]
+        case KillWorker(worker):
+            return [exited(worker, -signal.SIGKILL)]
     return ends(instruction)
 
 
@@ -153,7 +156,7 @@ def test_the_agent_receives_the_first_view_and_then_starts_its_members(
 
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(worker):
+            case StartWorker(worker):
                 said = script_ended(worker)
                 return [EventReport(run_events.WorkerStarted(worker, 7)), said, exited(worker, 0)]
         return ends(instruction)
@@ -162,8 +165,8 @@ def test_the_agent_receives_the_first_view_and_then_starts_its_members(
     assert made.coordinator.run() == 0
     assert made.instructions == [
         BeginView(1, (HostMembers(0, (0, 1)),)),
-        StartProcess(0),
-        StartProcess(1),
+        StartWorker(0),
+        StartWorker(1),
         EndHost(0.5),
     ]
     assert made.entries("started")[0] == {"event": "started", "worker": 0, "pid": 7}
@@ -174,7 +177,7 @@ def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> No
 
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(1):
+            case StartWorker(1):
                 strategies = [WorkerSaid(worker, EventReport(StrategyInstalled("jax"))) for worker in (0, 1)]
                 return [*strategies, exited(1, -signal.SIGKILL)]
             case BeginView(2):
@@ -200,16 +203,18 @@ def test_pending_reports_of_workers_precede_a_stop(job: Callable[[State], Job]) 
         match instruction:
             case ReportAll():
                 return [*(script_ended(worker) for worker in (0, 1)), AllReported()]
-            case SignalProcess(worker, number):
+            case SignalWorker(worker, number):
                 return [exited(worker, -number)]
+            case KillWorker(worker):
+                return [exited(worker, -signal.SIGKILL)]
         return ends(instruction)
 
     made.reacts = react
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 0
-    assert [one for one in made.instructions if isinstance(one, SignalProcess)] == [
-        SignalProcess(0, signal.SIGINT),
-        SignalProcess(1, signal.SIGINT),
+    assert [one for one in made.instructions if isinstance(one, SignalWorker | KillWorker)] == [
+        SignalWorker(0, signal.SIGINT),
+        SignalWorker(1, signal.SIGINT),
     ]
 
 
@@ -221,7 +226,7 @@ def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
 
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case SignalProcess(worker, number):
+            case SignalWorker(worker, number):
                 # The late report on `ReportAll` has no effect.
                 return [AllReported(), exited(worker, -number)]
         return ends(instruction)
@@ -229,7 +234,7 @@ def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
     made.reacts = react
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 130
-    assert made.instructions.index(ReportAll()) < made.instructions.index(SignalProcess(0, signal.SIGINT))
+    assert made.instructions.index(ReportAll()) < made.instructions.index(SignalWorker(0, signal.SIGINT))
 
 
 def test_a_report_in_the_same_turn_as_its_deadline_stops_the_job_once(
@@ -254,7 +259,7 @@ def test_a_job_ends_without_the_last_report_of_its_agent(
     monkeypatch.setattr(coordinator, "_END_PATIENCE", 0.01)
     made = job(new_state())
     made.reacts = lambda instruction: (
-        [exited(instruction.worker, 0)] if isinstance(instruction, StartProcess) else []
+        [exited(instruction.worker, 0)] if isinstance(instruction, StartWorker) else []
     )
     assert made.coordinator.run() == 0
     assert made.instructions[-1] == EndHost(0.5)
@@ -298,7 +303,7 @@ def test_a_later_view_that_cannot_begin_ends_the_job(job: Callable[[State], Job]
 
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(1):
+            case StartWorker(1):
                 return [WorkerSaid(0, EventReport(StrategyInstalled("jax"))), exited(1, -9)]
             case BeginView(2):
                 return [ViewRefused(2, "there is too little memory"), exited(0, 1)]
@@ -321,7 +326,7 @@ def test_notes_on_what_takes_long_after_the_first_step(job: Callable[[State], Jo
     )
 
     def react(instruction: Instruction) -> list[HostReport]:
-        if instruction == StartProcess(1):
+        if instruction == StartWorker(1):
             said = [WorkerSaid(0, EventReport(event)) for event in events]
             return [*said, *(script_ended(worker) for worker in (0, 1)), *exits]
         return ends(instruction)
@@ -341,7 +346,7 @@ def test_the_end_of_its_agent_ends_the_job(job: Callable[[State], Job]) -> None:
     made = job(new_state())
 
     def react(instruction: Instruction) -> list[HostReport]:
-        if instruction == StartProcess(1):
+        if instruction == StartWorker(1):
             made.loop.unwatch(made.channel.fileno())
             made.channel.close()
         return []
@@ -388,7 +393,8 @@ def test_a_second_stop_request_changes_nothing(
     for _ in range(3):
         assert isinstance(send_request(made, StopRequest()), Status)
         made._receive()
-        sent = [(one.worker, one.signal) for one in made.instructions if isinstance(one, SignalProcess)]
+        assert not any(isinstance(one, KillWorker) for one in made.instructions)
+        sent = [(one.worker, one.signal) for one in made.instructions if isinstance(one, SignalWorker)]
         assert (sent, made.coordinator.state.stage) == (signals, stage)
 
 

@@ -12,8 +12,8 @@ from lockstep.protocol.host import (
     HostMembers,
     KeepRecord,
     PeerAddress,
-    SignalProcess,
-    StartProcess,
+    SignalWorker,
+    StartWorker,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.worker import FailureReport
@@ -61,7 +61,7 @@ def later() -> State:
 
 def test_a_record_comes_back_as_it_was() -> None:
     members = HostMembers(0, (0, 1), "node1", "10.0.0.1", 4000, 2**63)
-    instructions = (BeginView(2, (members,), "lost"), StartProcess(4, True, (1,)), SignalProcess(1, 15))
+    instructions = (BeginView(2, (members,), "lost"), StartWorker(4, True, (1,)), SignalWorker(1, 15))
     peer = PeerAddress("10.0.0.1", 4000, 2**63)
     first = HostRecord("node1", peer, received=5, sent=9, outbox=instructions)
     record = JobRecord(

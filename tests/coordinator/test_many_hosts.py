@@ -14,7 +14,7 @@ HOSTS = 120
 LOST = 12
 ARRIVING = 1.0
 """Seconds in which all hosts arrive."""
-_PER_HOST = ("Prepare", "BeginJob", "StartProcess", "SendPosition", "SendState")
+_PER_HOST = ("Prepare", "BeginJob", "StartWorker", "SendPosition", "SendState")
 """What the coordinator sends to each host that joins, once."""
 
 
@@ -57,7 +57,7 @@ def test_many_hosts(tmp_path: Path) -> None:
     assert joins < HOSTS // 3
     assert traffic.sent["BeginView"] < HOSTS * (joins + 1)
     # The change of a notice is sent to all hosts: some times for each view.
-    assert traffic.sent["PostNotice"] < 8 * HOSTS * (joins + 1)
+    assert traffic.sent["AskMembers"] < 8 * HOSTS * (joins + 1)
     changes = [found[name] for name in ("lost", "silent")]
     assert [views for views, _ in changes] == [LOST, LOST]
     # Hosts that are lost together cost one view; silence is noticed one host after the other.

@@ -36,6 +36,7 @@ from lockstep.protocol.host import (
     Instruction,
     KeepAlive,
     KeepRecord,
+    KillWorker,
     OutputWritten,
     PauseOutput,
     PeerAddress,
@@ -44,8 +45,8 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     ShowNote,
-    SignalProcess,
-    StartProcess,
+    SignalWorker,
+    StartWorker,
     StateArrived,
     Stop,
     WorkerEvidence,
@@ -125,10 +126,12 @@ class Job:
 def well(host: int, instruction: Instruction) -> list[HostReport]:
     """The reports of agents whose workers train and succeed."""
     match instruction:
-        case StartProcess(worker):
+        case StartWorker(worker):
             return [script_ended(worker), exited(worker, 0)]
-        case SignalProcess(worker, number):
+        case SignalWorker(worker, number):
             return [exited(worker, -number)]
+        case KillWorker(worker):
+            return [exited(worker, -signal.SIGKILL)]
         case ReportAll():
             return [AllReported()]
         case EndHost():
@@ -160,13 +163,13 @@ def make(tmp_path: Path) -> Iterator[Callable[[Reaction], Job]]:
 def test_each_host_starts_its_own_workers_in_one_view(make: Callable[[Reaction], Job]) -> None:
     job = make(well)
     assert job.coordinator.run() == 0
-    assert job.to(0) == [BeginView(1, FIRST), StartProcess(0), StartProcess(1), EndHost(0.5)]
-    assert job.to(1) == [BeginView(1, FIRST), StartProcess(2), EndHost(0.5)]
+    assert job.to(0) == [BeginView(1, FIRST), StartWorker(0), StartWorker(1), EndHost(0.5)]
+    assert job.to(1) == [BeginView(1, FIRST), StartWorker(2), EndHost(0.5)]
 
 
 def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
-        if instruction == StartProcess(2):
+        if instruction == StartWorker(2):
             event = ScriptFailed(2, "KeyError: 'x'", "the traceback\n")
             failed = FailureReport(event, 1, False, prints=False)
             written = [OutputWritten(2, 1, b"a\nb"), OutputWritten(2, 2, b"c\n"), OutputWritten(2, 1, b"d\n")]
@@ -174,7 +177,7 @@ def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], J
         if isinstance(instruction, EndHost):
             evidence = WorkerEvidence(2, True, ("c", "d"), ())
             return [HostEnded((), (evidence,) if host == 1 else ())]
-        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     job = make(react)
     assert job.coordinator.run() == 1
@@ -188,7 +191,7 @@ def test_a_late_connection_is_an_event_and_no_note(make: Callable[[Reaction], Jo
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         late = (
             [EventReport(WorkerConnectedLate("node2", "10.0.0.1:5", 1))]
-            if instruction == StartProcess(2)
+            if instruction == StartWorker(2)
             else []
         )
         return [*late, *well(host, instruction)]
@@ -224,12 +227,12 @@ def test_the_end_of_output_over_a_slow_connection_is_waited_for(make: Callable[[
 
 def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
-        if instruction == StartProcess(2):
+        if instruction == StartWorker(2):
             job.loop.unwatch(job.ends[1].fileno())
             job.ends[1].close()
         if isinstance(instruction, BeginView) and instruction.number == 2:
             return FINISHING
-        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     job = make(react)
     assert job.coordinator.run() == 0
@@ -240,11 +243,11 @@ def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -
 
 def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
-        if instruction == StartProcess(2):
+        if instruction == StartWorker(2):
             return [HostStopped(signal.SIGINT)]
         if isinstance(instruction, BeginView) and instruction.number == 2:
             return FINISHING
-        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     job = make(react)
     assert job.coordinator.run() == 0
@@ -253,10 +256,10 @@ def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job
 
 def test_a_failed_worker_is_named_with_its_host_on_all_terminals(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
-        if instruction == StartProcess(2):
+        if instruction == StartWorker(2):
             failed = FailureReport(ScriptFailed(2, "ValueError: no", "Traceback"), 1, blames=False)
             return [WorkerSaid(2, failed), exited(2, 1)]
-        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     job = make(react)
     other = job.coordinator.agents[1]
@@ -275,7 +278,7 @@ def test_a_silent_host_costs_its_workers(
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if host == 0 and isinstance(instruction, BeginView) and instruction.number == 2:
             return FINISHING
-        return [] if isinstance(instruction, StartProcess) or host == 1 else well(host, instruction)
+        return [] if isinstance(instruction, StartWorker) or host == 1 else well(host, instruction)
 
     monkeypatch.setattr(coordinator, "ALIVE_EVERY", 0.001)
     job = make(react)
@@ -291,12 +294,12 @@ def test_a_stop_waits_for_the_reports_of_all_hosts(make: Callable[[Reaction], Jo
         if isinstance(instruction, ReportAll):
             ends = [script_ended(2)] if host else []
             return [*ends, AllReported()]
-        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     job = make(react)
     job.command.send(Stop(signal.SIGINT))
     assert job.coordinator.run() == 130
-    signals = [(host, one) for host, one in job.instructions if isinstance(one, SignalProcess)]
+    signals = [(host, one) for host, one in job.instructions if isinstance(one, SignalWorker)]
     assert {one.worker for _, one in signals} == {0, 1, 2}
     assert all((one.worker == 2) == (host == 1) for host, one in signals)
 
@@ -306,11 +309,11 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(0 | 1 as worker):
+            case StartWorker(0 | 1 as worker):
                 return [WorkerSaid(worker, EventReport(StrategyInstalled("jax")))]
-            case StartProcess(2):
+            case StartWorker(2):
                 return [exited(2, -signal.SIGKILL)]
-            case StartProcess(3):
+            case StartWorker(3):
                 asking.append(host)
                 return [said(JoinRequested(3, whole=False))]
             case SendPosition(3):
@@ -350,12 +353,12 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(0 | 1 as worker):
+            case StartWorker(0 | 1 as worker):
                 events = [StrategyInstalled("jax"), TrainingResumed("step 4 of fit 1", 4)]
                 return [WorkerSaid(worker, EventReport(event)) for event in events]
-            case StartProcess(2):
+            case StartWorker(2):
                 return [exited(2, -signal.SIGKILL)]
-            case StartProcess(3):
+            case StartWorker(3):
                 return [said(JoinRequested(3, whole=False))]
             case SendPosition(3):
                 return [said(JoinRequested(3, whole=True))]
@@ -394,13 +397,13 @@ def test_a_joiner_that_the_state_does_not_reach_is_replaced(
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(0 | 1 as worker):
+            case StartWorker(0 | 1 as worker):
                 return [WorkerSaid(worker, EventReport(StrategyInstalled("jax")))]
-            case StartProcess(2):
+            case StartWorker(2):
                 return [exited(2, -signal.SIGKILL)]
-            case StartProcess(3):
+            case StartWorker(3):
                 return [said(JoinRequested(3, whole=missed == "state"))]
-            case StartProcess(4):
+            case StartWorker(4):
                 ends = [(script_ended(worker), exited(worker, 0)) for worker in (0, 1)]
                 return [report for pair in ends for report in pair]
             case SendPosition(3, source):
@@ -416,23 +419,23 @@ def test_a_joiner_that_the_state_does_not_reach_is_replaced(
     job = make(react)
     assert job.coordinator.run() == 0
     assert f"worker 3 cannot join: {unreached}" in job.notes()
-    assert SignalProcess(3, signal.SIGKILL) in job.to(1)
-    assert StartProcess(4, joins=True) in job.to(1)
+    assert KillWorker(3) in job.to(1)
+    assert StartWorker(4, joins=True) in job.to(1)
 
 
 def test_workers_of_another_host_wait_for_a_slow_terminal(make: Callable[[Reaction], Job]) -> None:
     reading, writing = os.pipe()
-    job = make(lambda host, one: [] if isinstance(one, StartProcess) else well(host, one))
+    job = make(lambda host, one: [] if isinstance(one, StartWorker) else well(host, one))
     job.coordinator.console.sinks = (Sink(writing), job.coordinator.console.sinks[1])
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(2):
+            case StartWorker(2):
                 return [OutputWritten(2, 1, b"x" * (1 << 20) + b"\n"), OutputWritten(2, 1, b"y" * (1 << 20))]
             case PauseOutput((2,)):
                 os.close(reading)
                 return [script_ended(2), exited(2, 0)]
-            case StartProcess(worker):
+            case StartWorker(worker):
                 return [script_ended(worker), exited(worker, 0)]
         return well(host, instruction)
 
@@ -453,9 +456,9 @@ def test_workers_that_a_slow_terminal_does_not_show_do_not_wait(make: Callable[[
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(0):
+            case StartWorker(0):
                 console.outlets(0)[0](b"x" * (1 << 21))
-            case StartProcess(2):
+            case StartWorker(2):
                 assert console.full
                 return [OutputWritten(2, 1, text), *well(host, instruction)]
             case EndHost() if host == 1:
@@ -487,7 +490,7 @@ def test_a_coordinator_that_was_stopped_gives_no_host_up(
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         nonlocal ahead
-        if instruction == StartProcess(2):
+        if instruction == StartWorker(2):
             ahead = 20 * SILENCE
         return [KeepAlive()] if isinstance(instruction, KeepAlive) else well(host, instruction)
 
@@ -514,7 +517,7 @@ def test_instructions_follow_the_record_that_they_follow_from(make: Callable[[Re
     first = next(one for one in kept if not isinstance(one, KeepAlive))
     assert isinstance(first, KeepRecord)
     record = decode_record(first.record)
-    assert record.hosts[1].outbox == (BeginView(1, FIRST), StartProcess(2))
+    assert record.hosts[1].outbox == (BeginView(1, FIRST), StartWorker(2))
     assert (record.hosts[1].received, record.hosts[1].sent) == (0, 2)
     assert record.state.view.workers == (0, 1, 2)
     last = [one for one in kept if isinstance(one, KeepRecord)][-1]
@@ -530,9 +533,9 @@ def test_agents_know_at_once_that_the_job_survives_losses(
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         match instruction:
-            case StartProcess(0):
+            case StartWorker(0):
                 return [WorkerSaid(0, EventReport(StrategyInstalled("jax")))]
-            case StartProcess():
+            case StartWorker():
                 return []
             case KeepRecord(record=record) if decode_record(record).state.elastic:
                 left = sorted(workers)

@@ -21,7 +21,7 @@ from lockstep.protocol.host import (
     KeepRecord,
     OutputWritten,
     RepeatReports,
-    StartProcess,
+    StartWorker,
     TakeOver,
     WorkerArrived,
     WorkerEvidence,
@@ -97,7 +97,7 @@ class SimulatedAgent:
 
     def work(self) -> None:
         while (instruction := self.session.receive()) is not None:
-            if isinstance(instruction, StartProcess):
+            if isinstance(instruction, StartWorker):
                 self.taken.append(instruction.worker)
 
 
@@ -117,7 +117,7 @@ class SimulatedCoordinator:
             self.changed = True
             self.taken.append((host, report.host))
             for agent in self.agents:
-                agent.send(StartProcess(len(self.taken)))
+                agent.send(StartWorker(len(self.taken)))
 
     def commit(self) -> None:
         self.serial += 1

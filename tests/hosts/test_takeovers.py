@@ -20,7 +20,7 @@ from lockstep.protocol.host import (
     KeepAlive,
     KeepRecord,
     RepeatReports,
-    StartProcess,
+    StartWorker,
     TakeOver,
     WorkerArrived,
 )
@@ -36,7 +36,7 @@ def shown(message: Any) -> str:
             taken = msgspec.msgpack.decode(record, type=Record).taken
             reports = ", ".join(f"{number} of agent {host}" for host, number in taken)
             return f"record {term}.{serial} with reports: {reports or 'none'}"
-        case StartProcess(number):
+        case StartWorker(number):
             return f"instruction {number}"
         case WorkerArrived(number):
             return f"report {number}"

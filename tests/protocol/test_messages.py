@@ -26,11 +26,11 @@ from lockstep.observability.events import (
 from lockstep.protocol import host
 from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.worker import (
+    AbortExchange,
     AgentMessage,
     EventReport,
     FailureReport,
     HostMembers,
-    JobOver,
     Leave,
     Notice,
     RelayedMessage,
@@ -75,13 +75,13 @@ instructions = st.one_of(
     st.builds(host.SendState, workers, sources),
     st.builds(host.KeepAlive, workers, st.floats(0, 1e9)),
     st.builds(host.PauseOutput, groups),
-    st.builds(host.StartProcess, workers, st.booleans(), groups),
-    st.builds(host.PostNotice, st.sampled_from(Notice)),
+    st.builds(host.StartWorker, workers, st.booleans(), groups),
+    st.builds(host.AskMembers, st.sampled_from(Notice)),
     st.builds(host.SendPosition, workers, sources),
-    st.builds(host.SignalProcess, workers, st.integers(1, 64)),
-    st.builds(host.TakeStack, workers),
+    st.builds(host.SignalWorker, workers, st.integers(1, 64)),
+    st.builds(host.DumpStack, workers),
     st.builds(host.ShowStack, workers),
-    st.builds(host.EndExchange, texts),
+    st.builds(host.AbortExchange, texts),
     st.builds(host.ReportAll),
     st.builds(host.EndHost, st.floats(0, 10), groups),
 )
@@ -152,7 +152,7 @@ reports = st.one_of(
 UNIONS = {
     "worker": (WorkerMessage, relayed),
     "relayed": (RelayedMessage, relayed),
-    "agent": (AgentMessage, st.one_of(st.builds(Leave), st.builds(JobOver, texts))),
+    "agent": (AgentMessage, st.one_of(st.builds(Leave), st.builds(AbortExchange, texts))),
     "instruction": (Instruction, instructions),
     "report": (HostReport, reports),
     "stop": (Stop, st.builds(Stop, st.integers(1, 64))),

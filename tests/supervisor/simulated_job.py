@@ -7,20 +7,25 @@ import msgspec
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers, state_given
 
 from lockstep.observability.events import StopRequested, WorkerExited
-from lockstep.protocol.host import PositionMissed, SendPosition, SendState, StateArrived, WorkerArrived
-from lockstep.protocol.worker import Notice, StateGiven
-from lockstep.supervisor.actions import (
-    AbortExchange,
-    Action,
+from lockstep.protocol.host import (
     AskMembers,
     DumpStack,
+    KillWorker,
+    PositionMissed,
+    SendPosition,
+    SendState,
+    SignalWorker,
+    StartWorker,
+    StateArrived,
+    WorkerArrived,
+)
+from lockstep.protocol.worker import AbortExchange, Notice, StateGiven
+from lockstep.supervisor.actions import (
+    Action,
     FinishJob,
     JobOutcome,
-    KillWorker,
     ShowMessage,
-    SignalWorker,
     StartView,
-    StartWorker,
 )
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (

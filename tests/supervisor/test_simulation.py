@@ -12,7 +12,18 @@ from simulated_job import Job
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, state_given
 
 from lockstep.observability.events import JoinRequested, ScriptFailed, StopRequested, WorkerExited
-from lockstep.protocol.host import PositionMissed, SendPosition, SendState, StateArrived, WorkerArrived
+from lockstep.protocol.host import (
+    AskMembers,
+    DumpStack,
+    KillWorker,
+    PositionMissed,
+    SendPosition,
+    SendState,
+    SignalWorker,
+    StartWorker,
+    StateArrived,
+    WorkerArrived,
+)
 from lockstep.protocol.worker import FailureReport, Notice
 from lockstep.supervisor import actions, events
 from lockstep.supervisor.decide import decide
@@ -163,7 +174,7 @@ class CheckedJob(Job):
         if self._was in ENDING:
             assert not isinstance(
                 action,
-                actions.StartView | actions.StartWorker | actions.AskMembers | SendPosition | SendState,
+                actions.StartView | StartWorker | AskMembers | SendPosition | SendState,
             ), f"{action} at the end"
             assert not isinstance(action, actions.ShowMessage) or "did not exit" in action.text, action
         match action:
@@ -176,18 +187,18 @@ class CheckedJob(Job):
             case SendState(host):
                 assert self.holds == (True, self.committed), "no state to send"
                 assert host not in self.holders, "a state is sent to a host that has it"
-            case actions.StartWorker(worker):
+            case StartWorker(worker):
                 self.budget -= 1
                 self.happened += 1
                 assert worker not in self.workers, "two workers with one id"
                 assert self.budget >= 0, "more replacements than allowed"
                 assert not state.finished
-            case actions.KillWorker(worker) if state.stage in ACTIVE:
+            case KillWorker(worker) if state.stage in ACTIVE:
                 one = self.workers[worker]
                 assert worker in state.running
                 unneeded = worker in state.leaving or state.workers[worker].phase is Phase.JOIN_FAILED
                 assert one.failed or (one.view is None and unneeded), "killed without need"
-            case actions.SignalWorker(worker, _) | actions.KillWorker(worker) | actions.DumpStack(worker):
+            case SignalWorker(worker, _) | KillWorker(worker) | DumpStack(worker):
                 assert worker in state.running
             case actions.FinishJob():
                 self._check_end()

@@ -30,27 +30,26 @@ from lockstep.observability.events import (
     WorkerExited,
 )
 from lockstep.protocol.host import (
+    AskMembers,
+    DumpStack,
+    KillWorker,
     PositionMissed,
     SendPosition,
     SendState,
+    SignalWorker,
+    StartWorker,
     StateArrived,
     StateMoving,
     WorkerArrived,
 )
-from lockstep.protocol.worker import FailureReport, Notice, StateSource, ViewBroken
+from lockstep.protocol.worker import AbortExchange, FailureReport, Notice, StateSource, ViewBroken
 from lockstep.supervisor.actions import (
-    AbortExchange,
     Action,
-    AskMembers,
-    DumpStack,
     Evidence,
     FinishJob,
     JobOutcome,
-    KillWorker,
     ShowMessage,
-    SignalWorker,
     StartView,
-    StartWorker,
 )
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
@@ -335,12 +334,16 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
 @pytest.mark.parametrize(
     ("state", "event", "actions"),
     [
-        (ELASTIC, WorkerExited(1, -9), (StartView, ShowMessage, StartWorker(2))),
+        (ELASTIC, WorkerExited(1, -9), (StartView, ShowMessage, StartWorker(2, joins=True))),
         (ELASTIC, WorkerExited(1, 0), ()),
         (
             ELASTIC,
             ScaleRequested(4),
-            (ShowMessage("the job now wants 4 workers"), StartWorker(2), StartWorker(3)),
+            (
+                ShowMessage("the job now wants 4 workers"),
+                StartWorker(2, joins=True),
+                StartWorker(3, joins=True),
+            ),
         ),
         (
             ELASTIC,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.worker import AgentMessage, JobOver, NewView, SharedMemoryEndpoint, WorkerMessage
+from lockstep.protocol.worker import AbortExchange, AgentMessage, NewView, SharedMemoryEndpoint, WorkerMessage
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.worker.agent_client import AgentClient
 
@@ -32,9 +32,9 @@ def test_the_newest_view_is_known_before_it_is_received(
         newest = client.newest_view()
         assert newest is not None
         assert (newest.number, newest.hosts) == (3, ((0, 1),))
-    agent.send(JobOver("the end"))
+    agent.send(AbortExchange("the end"))
     assert [getattr(client.receive(0.0), "number", 0) for _ in range(2)] == [2, 3]
-    assert client.receive(0.0) == JobOver("the end")
+    assert client.receive(0.0) == AbortExchange("the end")
 
 
 def test_the_end_of_the_agent_is_kept_once(
@@ -44,4 +44,4 @@ def test_the_end_of_the_agent_is_kept_once(
     agent.close()
     assert client.newest_view() is None
     assert client.newest_view() is None
-    assert client.receive(0.0) == JobOver("the agent has ended")
+    assert client.receive(0.0) == AbortExchange("the agent has ended")

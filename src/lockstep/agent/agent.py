@@ -32,41 +32,41 @@ from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
     LEFT_OUT,
     AllReported,
+    AskMembers,
     BeginView,
-    EndExchange,
+    DumpStack,
     EndHost,
     ExitReport,
     HostEnded,
     HostReport,
     Instruction,
     KeepAlive,
+    KillWorker,
     LoadReport,
     PauseOutput,
     PositionMissed,
-    PostNotice,
     ReportAll,
     SendPosition,
     SendState,
     ShowNote,
     ShowStack,
-    SignalProcess,
+    SignalWorker,
     StackTaken,
     StartCancelled,
     StartFailed,
-    StartProcess,
+    StartWorker,
     StateArrived,
     StateMoving,
-    TakeStack,
     ViewRefused,
     WorkerArrived,
     WorkerSaid,
 )
 from lockstep.protocol.worker import (
+    AbortExchange,
     AnswersAt,
     Endpoint,
     EventReport,
     FailureReport,
-    JobOver,
     Leave,
     NetworkEndpoint,
     NewView,
@@ -136,7 +136,7 @@ class Agent:
     status: int = field(default=1, init=False)
     ended: bool = field(default=False, init=False)
     _workers: dict[int, WorkerHandle] = field(default_factory=dict)
-    _asked: dict[int, StartProcess] = field(default_factory=dict)
+    _asked: dict[int, StartWorker] = field(default_factory=dict)
     _waits_at: int | None = None
     _broken_view: int = 0
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
@@ -196,24 +196,26 @@ class Agent:
             match instruction:
                 case BeginView():
                     self._begin_view(instruction)
-                case StartProcess(worker):
+                case StartWorker(worker):
                     self._asked[worker] = instruction
                 case SendState(source=source):
                     self._states.fetch(source, partial(self._tell_of_state, source.view))
                 case PauseOutput(workers):
                     self.output.paused = frozenset(workers)
-                case PostNotice(notice) if self._exchange is not None:
+                case AskMembers(notice) if self._exchange is not None:
                     self._exchange.post_notice(notice)
                 case SendPosition(worker, source):
                     self._states.fetch(source, partial(self._deliver_position, worker, source), lasts=True)
-                case SignalProcess(worker, number):
+                case SignalWorker(worker, number):
                     self._signal(worker, number)
-                case TakeStack(worker):
+                case KillWorker(worker):
+                    self._signal(worker, signal.SIGKILL)
+                case DumpStack(worker):
                     self._workers[worker].ask_for_stack()
                 case ShowStack(worker):
                     self._show_stack(worker)
-                case EndExchange(reason):
-                    self._end_exchange(reason)
+                case AbortExchange():
+                    self._abort_exchange(instruction)
                 case KeepAlive(sent=sent) if sent:
                     self._take_answer(sent)
                 case ShowNote(text):
@@ -265,7 +267,7 @@ class Agent:
                 self._asked.pop(start.worker, None)
                 self._tell(StartFailed(start.worker, start.joins, str(error)))
 
-    def _start(self, start: StartProcess) -> None:
+    def _start(self, start: StartWorker) -> None:
         taken = frozenset(
             worker.slot
             for worker in self._workers.values()
@@ -369,12 +371,12 @@ class Agent:
             return f"worker {greeting.lane} answers no questions"
         return None
 
-    def _end_exchange(self, reason: str) -> None:
+    def _abort_exchange(self, abort: AbortExchange) -> None:
         for worker in self._workers.values():
             if not worker.exited:
-                worker.channel.send(JobOver(reason))
+                worker.channel.send(abort)
         if self._exchange is not None:
-            self._exchange.abort(reason)
+            self._exchange.abort(abort.reason)
 
     # Messages, output and ends of workers.
 

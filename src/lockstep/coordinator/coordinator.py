@@ -44,8 +44,9 @@ from lockstep.protocol.host import (
     ALIVE_EVERY,
     SILENCE,
     AllReported,
+    AskMembers,
     BeginView,
-    EndExchange,
+    DumpStack,
     EndHost,
     ExitReport,
     HostEnded,
@@ -55,31 +56,31 @@ from lockstep.protocol.host import (
     Instruction,
     KeepAlive,
     KeepRecord,
+    KillWorker,
     LoadReport,
     OutputWritten,
     PauseOutput,
     PositionMissed,
-    PostNotice,
     ReportAll,
     SendPosition,
     SendState,
     ShowNote,
     ShowStack,
-    SignalProcess,
+    SignalWorker,
     StackTaken,
     StartCancelled,
     StartFailed,
-    StartProcess,
+    StartWorker,
     StateArrived,
     StateMoving,
     Stop,
-    TakeStack,
     ViewRefused,
     WorkerArrived,
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import BACKEND_NAMES, JobSpec
 from lockstep.protocol.worker import (
+    AbortExchange,
     EventReport,
     FailureReport,
     FileOpened,
@@ -283,7 +284,7 @@ class Coordinator:
             self._progress = Progress(self.console.say, self.console.shown, self._begun)
         self._send_view(self.state.view)
         for worker in workers:
-            self._tell(worker, StartProcess(worker))
+            self._tell(worker, StartWorker(worker))
 
     def _take_over(self, record: JobRecord) -> None:
         """Continue a job whose coordinator was lost; its agents have the instructions of the record."""
@@ -405,26 +406,18 @@ class Coordinator:
 
     def _act(self, action: actions.Action) -> None:
         match action:
-            case actions.AbortExchange(reason):
-                self._tell_all(EndExchange(reason))
+            case AbortExchange() | AskMembers():
+                self._tell_all(action)
             case actions.StartView(view, reason, state):
                 self._begin_view(view, reason, state)
-            case actions.StartWorker(worker):
-                self._tell(worker, StartProcess(worker, joins=True, yielding=tuple(self.state.leaving)))
-            case actions.AskMembers(request):
-                self._tell_all(PostNotice(request))
-            case SendPosition(worker):
-                self._tell(worker, action)
             case SendState(host):
                 self.agents[host].send(action)
-            case actions.SignalWorker(worker, number):
-                self._tell(worker, SignalProcess(worker, number))
-            case actions.KillWorker(worker):
+            case StartWorker() | SendPosition() | SignalWorker() | DumpStack():
+                self._tell(action.worker, action)
+            case KillWorker(worker):
                 # Killing a joiner that is no longer needed does not make the end of the job abnormal.
                 self._killed = self._killed or worker in self.state.members
-                self._tell(worker, SignalProcess(worker, signal.SIGKILL))
-            case actions.DumpStack(worker):
-                self._tell(worker, TakeStack(worker))
+                self._tell(worker, action)
             case actions.ShowMessage(text, logs):
                 # Workers that were started by hand write to their own terminals.
                 named = () if self.state.size.by_hand else logs

@@ -14,6 +14,7 @@ from lockstep.observability.events import LoadMeasured, WorkerExited
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.protocol.worker import (
+    AbortExchange,
     EventReport,
     HostMembers,
     Notice,
@@ -261,7 +262,7 @@ class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
         return any(host.address for host in self.hosts)
 
 
-class StartProcess(msgspec.Struct, frozen=True, tag="start"):
+class StartWorker(msgspec.Struct, frozen=True, tag="start"):
     """Start a worker.
 
     Attributes:
@@ -275,7 +276,7 @@ class StartProcess(msgspec.Struct, frozen=True, tag="start"):
     yielding: tuple[int, ...] = ()
 
 
-class PostNotice(msgspec.Struct, frozen=True, tag="notice"):
+class AskMembers(msgspec.Struct, frozen=True, tag="notice"):
     """Post a notice to the members of the view; it replaces the one before."""
 
     notice: Notice
@@ -298,14 +299,20 @@ class SendState(msgspec.Struct, frozen=True, tag="send state"):
     source: StateSource
 
 
-class SignalProcess(msgspec.Struct, frozen=True, tag="signal"):
+class SignalWorker(msgspec.Struct, frozen=True, tag="signal"):
     """Send a signal to the main process of a worker; a worker that has not started yet never starts."""
 
     worker: int
     signal: int
 
 
-class TakeStack(msgspec.Struct, frozen=True, tag="take stack"):
+class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
+    """Kill the main process of a worker; a worker that has not started yet never starts."""
+
+    worker: int
+
+
+class DumpStack(msgspec.Struct, frozen=True, tag="dump stack"):
     """Ask a worker for its Python stack, as evidence for `HostEnded`."""
 
     worker: int
@@ -315,12 +322,6 @@ class ShowStack(msgspec.Struct, frozen=True, tag="show stack"):
     """Report the Python stack of a worker as `StackTaken`."""
 
     worker: int
-
-
-class EndExchange(msgspec.Struct, frozen=True, tag="end exchange"):
-    """Abort the exchange of the view, for `reason`; no other view follows."""
-
-    reason: str
 
 
 class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
@@ -560,14 +561,15 @@ class HostEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 Instruction = (
     BeginView
-    | StartProcess
-    | PostNotice
+    | StartWorker
+    | AskMembers
     | SendPosition
     | SendState
-    | SignalProcess
-    | TakeStack
+    | SignalWorker
+    | KillWorker
+    | DumpStack
     | ShowStack
-    | EndExchange
+    | AbortExchange
     | KeepAlive
     | PauseOutput
     | ShowNote

@@ -246,8 +246,8 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The worker is no longer needed and must exit."""
 
 
-class JobOver(msgspec.Struct, frozen=True, tag="over"):
-    """The job ends, for `reason`; no other view follows."""
+class AbortExchange(msgspec.Struct, frozen=True, tag="abort exchange"):
+    """The exchange of the view is aborted because the job ends, for `reason`; no other view follows."""
 
     reason: str
 
@@ -256,4 +256,4 @@ RelayedMessage = EventReport | ViewBroken | FileOpened | FailureReport
 """The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateGiven | AnswersAt
-AgentMessage = Welcome | NewView | PeerConnected | Position | Leave | JobOver
+AgentMessage = Welcome | NewView | PeerConnected | Position | Leave | AbortExchange

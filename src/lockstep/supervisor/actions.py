@@ -3,8 +3,16 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from lockstep.protocol.host import SendPosition, SendState
-from lockstep.protocol.worker import Notice
+from lockstep.protocol.host import (
+    AskMembers,
+    DumpStack,
+    KillWorker,
+    SendPosition,
+    SendState,
+    SignalWorker,
+    StartWorker,
+)
+from lockstep.protocol.worker import AbortExchange
 from lockstep.topology import View
 
 
@@ -18,13 +26,6 @@ class Evidence(Enum):
 
 
 @dataclass(frozen=True)
-class AbortExchange:
-    """End the exchange between the workers."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class StartView:
     """End the view, for `reason`, and begin `view`.
 
@@ -35,42 +36,6 @@ class StartView:
     view: View
     reason: str
     state: int = 0
-
-
-@dataclass(frozen=True)
-class StartWorker:
-    """Start a worker that will join."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class AskMembers:
-    """Post a notice to the members of the view; it replaces the one before."""
-
-    notice: Notice
-
-
-@dataclass(frozen=True)
-class SignalWorker:
-    """Send `signal` to the main process of a worker."""
-
-    worker: int
-    signal: int
-
-
-@dataclass(frozen=True)
-class KillWorker:
-    """Kill the main process of a worker."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class DumpStack:
-    """Request a worker's Python stack."""
-
-    worker: int
 
 
 @dataclass(frozen=True)

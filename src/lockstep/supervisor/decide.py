@@ -37,27 +37,26 @@ from lockstep.observability.events import (
     WorkerExited,
 )
 from lockstep.protocol.host import (
+    AskMembers,
+    DumpStack,
+    KillWorker,
     PositionMissed,
     SendPosition,
     SendState,
+    SignalWorker,
+    StartWorker,
     StateArrived,
     StateMoving,
     WorkerArrived,
 )
-from lockstep.protocol.worker import FailureReport, Notice, StateGiven, ViewBroken
+from lockstep.protocol.worker import AbortExchange, FailureReport, Notice, StateGiven, ViewBroken
 from lockstep.supervisor.actions import (
-    AbortExchange,
     Action,
-    AskMembers,
-    DumpStack,
     Evidence,
     FinishJob,
     JobOutcome,
-    KillWorker,
     ShowMessage,
-    SignalWorker,
     StartView,
-    StartWorker,
 )
 from lockstep.supervisor.events import (
     DeadlinePassed,
@@ -886,7 +885,8 @@ def _reconciled(decision: Decision, now: float) -> Decision:
                 break
             admission = replace(admission, arrivals=tuple(later))
             state = state.with_worker(worker, WorkerRecord(Phase.JOINING, host, started_at=now))
-            actions = (*actions, StartWorker(worker))
+            start = StartWorker(worker, joins=True, yielding=tuple(state.leaving))
+            actions = (*actions, start)
         admission = replace(admission, backoff_until=None)
     if not admission.given:
         members, notice = len(state.staying), Notice.NOTHING

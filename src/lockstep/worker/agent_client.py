@@ -20,12 +20,12 @@ from lockstep.observability.events import (
 )
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
+    AbortExchange,
     AgentMessage,
     AnswersAt,
     EventReport,
     FailureReport,
     FileOpened,
-    JobOver,
     NewView,
     PeerConnected,
     StateGiven,
@@ -150,7 +150,7 @@ class AgentClient:
 
     def newest_view(self) -> NewView | None:
         """Return the newest announced view, if any, and leave it to `receive`; for the main thread."""
-        while not (self._kept and isinstance(self._kept[-1], JobOver)):
+        while not (self._kept and isinstance(self._kept[-1], AbortExchange)):
             if (message := self._take(0.0)) is None:
                 break
             self._kept.append(message)
@@ -178,7 +178,7 @@ class AgentClient:
             return None
         message = self._channel.receive()
         if isinstance(message, PeerGone):
-            return JobOver("the agent has ended")
+            return AbortExchange("the agent has ended")
         if isinstance(message, Unreadable):
             raise InternalError(f"cannot read a message from the agent: {message.error}")
         return message

@@ -24,9 +24,9 @@ from lockstep.errors import (
     UnreachableError,
 )
 from lockstep.protocol.worker import (
+    AbortExchange,
     AgentMessage,
     Endpoint,
-    JobOver,
     Leave,
     NetworkEndpoint,
     NewView,
@@ -85,7 +85,7 @@ class AgentMembership:
         self._peeked_segment: tuple[int, ControlSegment] | None = None
         self._communicator: Communicator | None = None
         welcome = self._receive()
-        if isinstance(welcome, JobOver):
+        if isinstance(welcome, AbortExchange):
             raise PeerLostError(welcome.reason)
         if not isinstance(welcome, Welcome):
             raise _unexpected(welcome)
@@ -254,7 +254,7 @@ class AgentMembership:
                 return self._enter(place_on_hosts(self._config.replicas, hosts, number), endpoint)
             case Leave():
                 _end(0)
-            case JobOver(reason):
+            case AbortExchange(reason):
                 raise PeerLostError(reason)
         raise _unexpected(message)
 
