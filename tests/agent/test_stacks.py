@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.agent.worker_handle import StackDump, WorkerHandle
-from lockstep.protocol.host import StackTaken
+from lockstep.protocol.admin import StackReply
 
 PROGRAM = """
 import sys, time
@@ -44,7 +44,7 @@ def worker(process: "subprocess.Popen[str]", tmp_path: Path) -> WorkerHandle:
     return WorkerHandle(3, 0, handle, None, (), tmp_path / "stack", ready=True)
 
 
-def taken(worker: WorkerHandle) -> StackTaken:
+def taken(worker: WorkerHandle) -> StackReply:
     """Ask for a stack, and look until it is complete, on a clock that is slow: this machine may be, too."""
     begun = time.monotonic()
     dump = worker.begin_stack(100.0)
@@ -79,7 +79,7 @@ def test_a_worker_that_ends_meanwhile(worker: WorkerHandle, process: "subprocess
     dump = worker.begin_stack(100.0)
     assert isinstance(dump, StackDump)
     worker.exited = True
-    assert dump.look(100.1) == StackTaken(3, (), "it has ended")
+    assert dump.look(100.1) == StackReply(3, (), "it has ended")
     assert worker.begin_stack(100.0) == "it has ended"
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reports import exited, said, script_ended
+from agent_reports import exited, said, script_ended
 
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress

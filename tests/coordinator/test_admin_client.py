@@ -12,12 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from played_jobs import Jobs, OwnSockets
 
 from lockstep.cli.main import main

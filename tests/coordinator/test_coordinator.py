@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reports import exited, script_ended
+from agent_reports import exited, script_ended
 
 from lockstep.coordinator import coordinator
 from lockstep.coordinator.admin_socket import address

@@ -1,10 +1,7 @@
 """What the coordinator sends to many hosts that join, are lost and come back, in virtual time."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from simulated_hosts import ManyHosts, Traffic
 

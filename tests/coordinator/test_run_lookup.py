@@ -2,14 +2,10 @@
 
 import itertools
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from played_jobs import Jobs, OwnSockets
 
 from lockstep.coordinator import admin_client

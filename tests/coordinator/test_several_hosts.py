@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from reports import exited, said, script_ended
+from agent_reports import exited, said, script_ended
 
 from lockstep.coordinator import coordinator, job_record
 from lockstep.coordinator.coordinator import Coordinator
@@ -31,7 +31,7 @@ from lockstep.protocol.host import (
     EndHost,
     HostEnded,
     HostReport,
-    HostRetiring,
+    HostRetires,
     HostStopped,
     Instruction,
     KeepAlive,
@@ -373,7 +373,7 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
         if host == 0 and notice in (1, 2):
             view = job.coordinator.state.view.number
             held = given(view, notice, 1000)
-            return [held, HostRetiring("the machine stops")] if notice == 1 else [held]
+            return [held, HostRetires(0, "host node1 retires: the machine stops")] if notice == 1 else [held]
         return well(host, instruction)
 
     job, finished = make(react), list[object]()

@@ -24,6 +24,7 @@ from lockstep.observability.events import (
     WorkerStarted,
 )
 from lockstep.protocol import host
+from lockstep.protocol.admin import StackReply, StackRequest
 from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.worker import (
     AbortExchange,
@@ -80,7 +81,7 @@ instructions = st.one_of(
     st.builds(host.SendPosition, workers, sources),
     st.builds(host.SignalWorker, workers, st.integers(1, 64)),
     st.builds(host.DumpStack, workers),
-    st.builds(host.ShowStack, workers),
+    st.builds(StackRequest, workers),
     st.builds(host.AbortExchange, texts),
     st.builds(host.ReportAll),
     st.builds(host.EndHost, st.floats(0, 10), groups),
@@ -129,7 +130,7 @@ reports = st.one_of(
     st.builds(host.StartFailed, workers, st.booleans(), texts),
     st.builds(host.StartCancelled, workers, st.integers(1, 64)),
     st.builds(host.WorkerArrived, workers),
-    st.builds(host.HostRetiring, texts),
+    st.builds(host.HostRetires, workers, texts),
     st.builds(host.HostStopped, st.integers(1, 64)),
     st.builds(host.WorkerSaid, workers, relayed),
     st.builds(StateGiven, workers, st.booleans(), texts, source=st.none() | sources),
@@ -145,7 +146,7 @@ reports = st.one_of(
     st.builds(host.KeepAlive),
     st.builds(host.OutputWritten, workers, st.sampled_from([1, 2]), st.binary()),
     st.builds(host.LoadReport, loads),
-    st.builds(host.StackTaken, workers, st.lists(texts).map(tuple), texts),
+    st.builds(StackReply, workers, st.lists(texts).map(tuple), texts),
     st.builds(host.AllReported),
     st.builds(host.HostEnded, groups, st.lists(evidence, max_size=3).map(tuple)),
 )

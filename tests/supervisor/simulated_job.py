@@ -7,9 +7,11 @@ import msgspec
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers, state_given
 
 from lockstep.observability.events import StopRequested, WorkerExited
+from lockstep.protocol.admin import ScaleRequest
 from lockstep.protocol.host import (
     AskMembers,
     DumpStack,
+    HostRetires,
     KillWorker,
     PositionMissed,
     SendPosition,
@@ -33,8 +35,6 @@ from lockstep.supervisor.events import (
     Event,
     HostJoined,
     HostLost,
-    HostRetires,
-    ScaleRequested,
 )
 from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
 from lockstep.topology import View, place_on_hosts
@@ -150,7 +150,7 @@ class Job(Workers):
     def _scale(self, workers: int) -> None:
         if not refusal(self.state, workers):
             self.seen["scaled"] += 1
-            self.decide(ScaleRequested(workers))
+            self.decide(ScaleRequest(workers))
 
     def _stop(self, number: int) -> None:
         self.seen["stopped"] += 1

@@ -12,9 +12,11 @@ from simulated_job import Job
 from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, state_given
 
 from lockstep.observability.events import JoinRequested, ScriptFailed, StopRequested, WorkerExited
+from lockstep.protocol.admin import ScaleRequest
 from lockstep.protocol.host import (
     AskMembers,
     DumpStack,
+    HostRetires,
     KillWorker,
     PositionMissed,
     SendPosition,
@@ -95,9 +97,9 @@ class CheckedJob(Job):
             WorkerExited
             | FailureReport
             | WorkerArrived
-            | events.ScaleRequested
+            | ScaleRequest
             | events.HostLost
-            | events.HostRetires
+            | HostRetires
             | events.HostJoined
             | StopRequested,
         )
@@ -113,13 +115,13 @@ class CheckedJob(Job):
                 self.asks[worker] = Notice.POSITION
             case WorkerArrived():
                 self.target, self.budget = len(state.present) + len(state.joiners) + 1, self.budget + 1
-            case events.ScaleRequested(workers):
+            case ScaleRequest(workers):
                 self.target, self._long_steps = workers, 0
                 more = workers - replace(state, size=replace(state.size, closed=False)).filled
                 self.budget = state.size.max_restarts + max(0, more)
             case StopRequested(number) if state.shutdown.outcome is None and self.stop is None:
                 self.stop = number
-            case events.HostRetires(host) if state.stage in ACTIVE and host not in state.retiring:
+            case HostRetires(host) if state.stage in ACTIVE and host not in state.retiring:
                 self.budget += sum(record.host == host for record in state.workers.values())
             case events.HostLost(host) if state.stage in ACTIVE:
                 gone = [w for w in state.running - state.leaving if state.workers[w].host == host]

@@ -29,9 +29,11 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
+from lockstep.protocol.admin import ScaleRequest
 from lockstep.protocol.host import (
     AskMembers,
     DumpStack,
+    HostRetires,
     KillWorker,
     PositionMissed,
     SendPosition,
@@ -40,6 +42,7 @@ from lockstep.protocol.host import (
     StartWorker,
     StateArrived,
     StateMoving,
+    ViewRefused,
     WorkerArrived,
 )
 from lockstep.protocol.worker import AbortExchange, FailureReport, Notice, StateSource, ViewBroken
@@ -57,9 +60,6 @@ from lockstep.supervisor.events import (
     Event,
     HostJoined,
     HostLost,
-    HostRetires,
-    ScaleRequested,
-    ViewFailed,
 )
 from lockstep.supervisor.state import (
     Admission,
@@ -132,7 +132,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
         state_given,
     ),
     (r"host (?P<name>\S+) joins with (?P<workers>\d+) workers?", partial(HostJoined, cores=1)),
-    (r"scale to (?P<workers>\d+)", ScaleRequested),
+    (r"scale to (?P<workers>\d+)", ScaleRequest),
     (r"stop by (?P<signal>\d+)", StopRequested),
     (r"the script keeps checkpoints", lambda: CheckpointsConfigured("kept")),
     (r"step (?P<step>\d+) ends, the last one", LastStepEnded),
@@ -338,7 +338,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (ELASTIC, WorkerExited(1, 0), ()),
         (
             ELASTIC,
-            ScaleRequested(4),
+            ScaleRequest(4),
             (
                 ShowMessage("the job now wants 4 workers"),
                 StartWorker(2, joins=True),
@@ -347,17 +347,17 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         ),
         (
             ELASTIC,
-            ScaleRequested(1),
+            ScaleRequest(1),
             (ShowMessage("the job now wants 1 worker"), AskMembers(Notice.CHANGE)),
         ),
-        (ELASTIC, ViewFailed("no memory"), (AbortExchange("no memory"),)),
+        (ELASTIC, ViewRefused(1, "no memory"), (AbortExchange("no memory"),)),
         (JOINING, JoinRequested(2, whole=False), (AskMembers(Notice.POSITION),)),
         (JOINING, JoinRequested(2, whole=True), (AskMembers(Notice.CHANGE),)),
         (JOINING, JoinRequested(1, whole=True), ()),
         (JOINING.with_phase(Phase.JOIN_FAILED, 2), JoinRequested(2, whole=True), ()),
         (JOINING, WorkerExited(2, -9), (ShowMessage,)),
         (JOINING, WorkerExited(1, 0), (KillWorker(2),)),
-        (JOINING, ScaleRequested(2), (KillWorker(2), ShowMessage)),
+        (JOINING, ScaleRequest(2), (KillWorker(2), ShowMessage)),
         (ASKED, state_given(1, whole=True), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
         (ASKED, state_given(1, whole=True, failure="no memory"), (KillWorker(2), StartView, ShowMessage)),
         (ASKED, state_given(0, whole=True), ()),
@@ -392,7 +392,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (SENT, WaitReported(1, "the change of workers", (0,), 700.0), ()),
         (SENT, WorkerExited(0, -9), (ShowMessage,)),
         (SENT, WorkerExited(2, -9), (StartView, ShowMessage)),
-        (SENT, ScaleRequested(2), (KillWorker(2), StartView, ShowMessage)),
+        (SENT, ScaleRequest(2), (KillWorker(2), StartView, ShowMessage)),
         (SENT, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15), SignalWorker(2, 15))),
         (SENT.with_phase(Phase.JOIN_FAILED, 2), StateArrived(1, 1, "lost"), (StartView, ShowMessage)),
         (LATE, DeadlinePassed(), (ShowMessage, KillWorker(2), StartView, ShowMessage)),
@@ -554,10 +554,10 @@ changes = st.one_of(
     st.builds(StateArrived, st.integers(0, 1), st.integers(1, 6), st.sampled_from(["", "", "lost"])),
     st.builds(StateMoving, st.integers(0, 1), st.integers(1, 6), others, others, st.floats(0, 9)),
     st.builds(PositionMissed, others, st.integers(1, 6), st.just("lost")),
-    st.builds(ScaleRequested, st.integers(1, 6)),
+    st.builds(ScaleRequest, st.integers(1, 6)),
     st.builds(WorkerExited, others, st.sampled_from([1, -9])),
     st.builds(failure, others, st.just(1), st.just("E"), st.just(False)),
-    st.builds(ViewFailed, st.just("no memory")),
+    st.builds(ViewRefused, st.integers(1, 6), st.just("no memory")),
     st.builds(HostRetires, st.integers(0, 3), st.just("host b retires")),
     st.builds(HostLost, st.integers(0, 3), st.just("host b was lost")),
     st.builds(HostJoined, st.just("c"), st.integers(1, 3), st.integers(1, 4)),
@@ -580,9 +580,9 @@ def is_possible(state: State, event: Event) -> bool:
     if isinstance(event, HostLost | HostRetires):
         known = event.host < len(state.slots)
         return known and (event.host not in state.lost_hosts or isinstance(event, HostRetires))
-    if isinstance(event, ViewFailed):
+    if isinstance(event, ViewRefused):
         return state.stage is Stage.RUNNING
-    return not isinstance(event, ScaleRequested) or not refusal(state, event.workers)
+    return not isinstance(event, ScaleRequest) or not refusal(state, event.workers)
 
 
 FOLLOWS = {

@@ -27,6 +27,7 @@ from lockstep.observability.events import (
     WorkerReady,
     WorkerStarted,
 )
+from lockstep.protocol.admin import StackReply, StackRequest
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
@@ -49,9 +50,7 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     ShowNote,
-    ShowStack,
     SignalWorker,
-    StackTaken,
     StartCancelled,
     StartFailed,
     StartWorker,
@@ -212,7 +211,7 @@ class Agent:
                     self._signal(worker, signal.SIGKILL)
                 case DumpStack(worker):
                     self._workers[worker].ask_for_stack()
-                case ShowStack(worker):
+                case StackRequest(worker):
                     self._show_stack(worker)
                 case AbortExchange():
                     self._abort_exchange(instruction)
@@ -479,7 +478,7 @@ class Agent:
         if worker in self._workers:
             found = self._workers[worker].begin_stack(self.clock.now())
         if isinstance(found, str):
-            self._tell(StackTaken(worker, (), found))
+            self._tell(StackReply(worker, (), found))
         else:
             self._stacks.append(found)
 

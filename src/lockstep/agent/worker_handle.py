@@ -8,7 +8,8 @@ from pathlib import Path
 from lockstep.agent.worker_output import WorkerLog
 from lockstep.launcher.launcher import AgentChannel, Handle
 from lockstep.observability.console import Write
-from lockstep.protocol.host import StackTaken, WorkerEvidence
+from lockstep.protocol.admin import StackReply
+from lockstep.protocol.host import WorkerEvidence
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost
 
@@ -163,18 +164,18 @@ class StackDump:
     _size: int = 0
     _grew: float = 0.0
 
-    def look(self, now: float) -> StackTaken | None:
+    def look(self, now: float) -> StackReply | None:
         """Return the stack, or why there is none; None while it is not complete."""
         size = self.worker.stack_size() - self.start
         if size > self._size:
             self._size, self._grew = size, now
         if size > 0 and now - self._grew >= _STACK_PAUSE:
             frames = self.worker.stack_since(self.start, _SHOWN_FRAMES)
-            return StackTaken(self.worker.worker, frames, "" if frames else "it runs no line of the script")
+            return StackReply(self.worker.worker, frames, "" if frames else "it runs no line of the script")
         if self.worker.exited:
-            return StackTaken(self.worker.worker, (), "it has ended")
+            return StackReply(self.worker.worker, (), "it has ended")
         if now - self.began >= _STACK_PATIENCE:
             waited = f"it has not responded within {_STACK_PATIENCE:g} s"
             why = "its process is stopped, or waits in the kernel"
-            return StackTaken(self.worker.worker, (), f"{waited}: {why}")
+            return StackReply(self.worker.worker, (), f"{waited}: {why}")
         return None

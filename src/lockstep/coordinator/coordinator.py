@@ -51,7 +51,7 @@ from lockstep.protocol.host import (
     ExitReport,
     HostEnded,
     HostReport,
-    HostRetiring,
+    HostRetires,
     HostStopped,
     Instruction,
     KeepAlive,
@@ -65,9 +65,7 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     ShowNote,
-    ShowStack,
     SignalWorker,
-    StackTaken,
     StartCancelled,
     StartFailed,
     StartWorker,
@@ -124,7 +122,7 @@ _END_PATIENCE = 20.0
 """Seconds beyond the grace that the agent has to end all processes; it kills them for 5 seconds."""
 
 
-_UNRECORDED = (KeepAlive, OutputWritten, LoadReport, StackTaken)
+_UNRECORDED = (KeepAlive, OutputWritten, LoadReport, StackReply)
 """Reports that the record of the job does not depend on."""
 
 
@@ -594,12 +592,12 @@ class Coordinator:
 
     def _answer(self, request: AdminRequest) -> Reply | PendingReply:
         match request:
-            case StackRequest(worker):
-                return self._request_stack(worker)
+            case StackRequest():
+                return self._request_stack(request)
             case ScaleRequest(workers):
                 if reason := refusal(self.state, workers):
                     return Refused(reason)
-                self._decide(job_events.ScaleRequested(workers))
+                self._decide(request)
             case StopRequest() if self.state.active:
                 self._decide(run_events.StopRequested(signal.SIGTERM))
             case StopRequest() | StatusRequest():
@@ -607,12 +605,13 @@ class Coordinator:
                 pass
         return self._status()
 
-    def _request_stack(self, worker: int) -> Reply | PendingReply:
+    def _request_stack(self, request: StackRequest) -> Reply | PendingReply:
+        worker = request.worker
         if worker not in self.state.running:
             return Refused(f"no worker {worker} is running")
         pending = PendingReply()
         self._stack_requests.setdefault(worker, []).append(pending)
-        self._tell(worker, ShowStack(worker))
+        self._tell(worker, request)
         return pending
 
     def _status(self) -> Status:
@@ -650,9 +649,9 @@ class Coordinator:
             case LoadReport(load):
                 self.events.publish(load)
                 self._call_times.loaded(load)
-            case StackTaken(worker, frames, problem):
+            case StackReply(worker):
                 for pending in self._stack_requests.pop(worker, ()):
-                    pending.send(StackReply(worker, frames, problem))
+                    pending.send(report)
             case OutputWritten(worker, descriptor, data):
                 agent.wrote = self.clock.now()
                 self._output.write(worker, descriptor, data)
@@ -667,14 +666,19 @@ class Coordinator:
                 self._take_failed_start(worker, joins, why)
             case StartCancelled(worker, number):
                 self._decide(run_events.WorkerExited(worker, -number))
-            case WorkerArrived() | StateGiven() | StateArrived() | StateMoving() | PositionMissed():
+            case (
+                WorkerArrived()
+                | StateGiven()
+                | StateArrived()
+                | StateMoving()
+                | PositionMissed()
+                | HostRetires()
+            ):
                 self._decide(report)
-            case HostRetiring(reason):
-                self._decide(job_events.HostRetires(host, f"host {agent.name} retires: {reason}"))
             case ExitReport():
                 self._take_exit(report)
-            case ViewRefused(number, why):
-                self._take_refused_view(number, why)
+            case ViewRefused():
+                self._take_refused_view(report)
             case AllReported():
                 agent.has_reported = True
                 # Otherwise the deadline has passed, and the stop is decided.
@@ -697,11 +701,11 @@ class Coordinator:
         else:
             self._outcome = actions.JobOutcome(1, message)
 
-    def _take_refused_view(self, number: int, why: str) -> None:
-        if number == self.spec.view.number:
-            self._outcome = actions.JobOutcome(1, why)
-        elif number == self._view.number:
-            self._decide(job_events.ViewFailed(f"{self._view.reason}, but {why}"))
+    def _take_refused_view(self, refused: ViewRefused) -> None:
+        if refused.view == self.spec.view.number:
+            self._outcome = actions.JobOutcome(1, refused.reason)
+        else:
+            self._decide(ViewRefused(refused.view, f"{self._view.reason}, but {refused.reason}"))
 
     def _take_exit(self, exited: ExitReport) -> None:
         event, worker = exited.event, exited.event.worker

@@ -38,7 +38,7 @@ from lockstep.protocol.host import (
     HostFacts,
     HostOffer,
     HostReport,
-    HostRetiring,
+    HostRetires,
     HostStopped,
     Instruction,
     KeepAlive,
@@ -325,7 +325,8 @@ class AgentProcess:
                 loop.turn(contact.serve())
                 now = self.clock.now()
                 if self.engine is not None and self.engine.retires and not retires:
-                    retires = session.send(HostRetiring(self.engine.retires))
+                    reason = f"host {begin.here.name} retires: {self.engine.retires}"
+                    retires = session.send(HostRetires(begin.host, reason))
                 match self.command.receive():
                     case None:
                         pass

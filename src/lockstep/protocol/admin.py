@@ -1,4 +1,7 @@
-"""Requests of `lockstep list`, `scale`, `stop` and `top` to a job, and its replies: JSON, one per packet."""
+"""Requests of `lockstep list`, `scale`, `stop` and `top` to a job, and its replies: JSON, one per packet.
+
+The coordinator passes a `StackRequest` on to the agent of the worker, and a `ScaleRequest` to supervision.
+"""
 
 from typing import Annotated, Any, TypeVar
 

@@ -11,6 +11,7 @@ import msgspec
 
 from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.observability.events import LoadMeasured, WorkerExited
+from lockstep.protocol.admin import StackReply, StackRequest
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.protocol.worker import (
@@ -318,12 +319,6 @@ class DumpStack(msgspec.Struct, frozen=True, tag="dump stack"):
     worker: int
 
 
-class ShowStack(msgspec.Struct, frozen=True, tag="show stack"):
-    """Report the Python stack of a worker as `StackTaken`."""
-
-    worker: int
-
-
 class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
     """The sender lives; sent in both directions, every `ALIVE_EVERY` seconds, between hosts.
 
@@ -426,9 +421,10 @@ class WorkerArrived(msgspec.Struct, frozen=True, tag="arrived"):
     host: int = 0
 
 
-class HostRetiring(msgspec.Struct, frozen=True, tag="retiring"):
-    """The host will go soon, for `reason`."""
+class HostRetires(msgspec.Struct, frozen=True, tag="host retires"):
+    """A host will go soon, for `reason`; this may come twice, or for a lost host."""
 
+    host: int
     reason: str
 
 
@@ -506,24 +502,10 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
     load: LoadMeasured
 
 
-class StackTaken(msgspec.Struct, frozen=True, tag="stack taken"):
-    """The Python stack of a worker.
-
-    Attributes:
-        worker: its id.
-        frames: the innermost first.
-        problem: why there is no stack; empty if there is one.
-    """
-
-    worker: int
-    frames: tuple[str, ...]
-    problem: str = ""
-
-
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
-    """A view cannot begin on this host; the current one continues."""
+    """A view cannot begin on a host; there, the current one continues."""
 
-    number: int
+    view: int
     reason: str
 
 
@@ -568,7 +550,7 @@ Instruction = (
     | SignalWorker
     | KillWorker
     | DumpStack
-    | ShowStack
+    | StackRequest
     | AbortExchange
     | KeepAlive
     | PauseOutput
@@ -584,7 +566,7 @@ HostReport = (
     | StartFailed
     | StartCancelled
     | WorkerArrived
-    | HostRetiring
+    | HostRetires
     | HostStopped
     | WorkerSaid
     | StateGiven
@@ -596,7 +578,7 @@ HostReport = (
     | KeepAlive
     | OutputWritten
     | LoadReport
-    | StackTaken
+    | StackReply
     | AllReported
     | HostEnded
     | AgentStanding
@@ -606,14 +588,14 @@ UNNUMBERED = (
     KeepAlive,
     PauseOutput,
     ShowNote,
-    ShowStack,
+    StackRequest,
     ReportAll,
     EndHost,
     KeepRecord,
     TakeOver,
     RepeatReports,
     LoadReport,
-    StackTaken,
+    StackReply,
     AllReported,
     AgentStanding,
 )

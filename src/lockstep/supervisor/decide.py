@@ -36,9 +36,11 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
+from lockstep.protocol.admin import ScaleRequest
 from lockstep.protocol.host import (
     AskMembers,
     DumpStack,
+    HostRetires,
     KillWorker,
     PositionMissed,
     SendPosition,
@@ -47,6 +49,7 @@ from lockstep.protocol.host import (
     StartWorker,
     StateArrived,
     StateMoving,
+    ViewRefused,
     WorkerArrived,
 )
 from lockstep.protocol.worker import AbortExchange, FailureReport, Notice, StateGiven, ViewBroken
@@ -63,9 +66,6 @@ from lockstep.supervisor.events import (
     Event,
     HostJoined,
     HostLost,
-    HostRetires,
-    ScaleRequested,
-    ViewFailed,
 )
 from lockstep.supervisor.state import (
     JOINERS,
@@ -122,7 +122,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
             admission = replace(state.admission, arrivals=(*state.admission.arrivals, host))
             arrived = replace(state, size=size, admission=admission)
             decision = Decision(arrived, reason="a worker that was started by hand arrived")
-        case ScaleRequested():
+        case ScaleRequest():
             decision = _scale_requested(state, event, now)
         case WaitReported():
             decision = _wait_reported(state, event, now)
@@ -134,8 +134,10 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _host_lost(state, event, now)
         case HostJoined():
             decision = _host_joined(state, event)
-        case ViewFailed(reason):
-            decision = _end(state, JobOutcome(1, reason), now)
+        case ViewRefused(view, reason):
+            decision = Decision(state, reason=f"view {view} has already ended")
+            if view == state.view.number:
+                decision = _end(state, JobOutcome(1, reason), now)
         case StopRequested():
             decision = _stop_requested(state, event, now)
         case DeadlinePassed():
@@ -503,7 +505,7 @@ def _position_missed(state: State, event: PositionMissed, now: float) -> Decisio
     return _unreached(state, (event.worker,), event.failure, now)
 
 
-def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decision:
+def _scale_requested(state: State, event: ScaleRequest, now: float) -> Decision:
     """Aim for another number of workers, with a fresh budget of restarts."""
     size = replace(state.size, wanted=event.workers, restarts_left=state.size.max_restarts, closed=False)
     admission = replace(state.admission, young_losses=0, backoff_until=None)

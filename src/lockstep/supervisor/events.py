@@ -22,22 +22,16 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerExited,
 )
-from lockstep.protocol.host import PositionMissed, StateArrived, StateMoving, WorkerArrived
+from lockstep.protocol.admin import ScaleRequest
+from lockstep.protocol.host import (
+    HostRetires,
+    PositionMissed,
+    StateArrived,
+    StateMoving,
+    ViewRefused,
+    WorkerArrived,
+)
 from lockstep.protocol.worker import FailureReport, StateGiven, ViewBroken
-
-
-@dataclass(frozen=True)
-class ScaleRequested:
-    """A user requests this number of workers."""
-
-    workers: int
-
-
-@dataclass(frozen=True)
-class ViewFailed:
-    """This machine lacks the resources for the next view."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -53,14 +47,6 @@ class HostJoined:
     name: str
     workers: int
     cores: int
-
-
-@dataclass(frozen=True)
-class HostRetires:
-    """The host at index `host` will go soon, for `reason`; it may come twice, or for a lost host."""
-
-    host: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -93,13 +79,13 @@ Event = (
     | StateMoving
     | PositionMissed
     | WorkerArrived
-    | ScaleRequested
+    | ScaleRequest
     | WaitReported
     | ViewBroken
     | HostRetires
     | HostLost
     | HostJoined
-    | ViewFailed
+    | ViewRefused
     | StopRequested
     | DeadlinePassed
 )
