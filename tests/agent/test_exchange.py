@@ -16,7 +16,7 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import PeerLostError
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.worker import NewView, SharedMemoryEndpoint
+from lockstep.protocol.worker import EnterView, SharedMemoryEndpoint
 from lockstep.topology import View, place
 from lockstep.transport.packet_channel import PacketDecoder, encode
 
@@ -46,9 +46,9 @@ class FakeExchange:
 def enter_shared(exchange: HostExchange, view: View, position: int) -> Communicator:
     """Enter as a worker does, with an endpoint from a message."""
     attachments: list[Attachment] = []
-    packet = encode(NewView(1, view.hosts, SharedMemoryEndpoint(exchange.control)), attachments)
+    packet = encode(EnterView(1, view.hosts, SharedMemoryEndpoint(exchange.control)), attachments)
     own = [Attachment.copy_of(attachment.descriptor) for attachment in attachments]
-    decoder: PacketDecoder[NewView] = PacketDecoder(NewView)
+    decoder: PacketDecoder[EnterView] = PacketDecoder(EnterView)
     segment = ControlSegment.attach(decoder.decode(packet, own).endpoint.control.take())
     buffers = Buffers(SharedPool.attach(SharedPool.create().fd))
     return SharedCommunicator(segment, buffers, position, ReducePlan.of(view))

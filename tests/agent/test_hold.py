@@ -11,7 +11,7 @@ import pytest
 from lockstep.agent.agent import Agent
 from lockstep.agent.host_load import LoadMeter
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.host import BeginView, KeepAlive
+from lockstep.protocol.host import KeepAlive, StartView
 from lockstep.protocol.worker import HostMembers
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
@@ -83,8 +83,8 @@ def loop() -> Iterator[EventLoop]:
         yield made
 
 
-def view(number: int) -> BeginView:
-    return BeginView(number, (HostMembers(0, (0, 1), "node1", "10.0.0.1", 4000, 5),))
+def view(number: int) -> StartView:
+    return StartView(number, (HostMembers(0, (0, 1), "node1", "10.0.0.1", 4000, 5),))
 
 
 def test_the_time_counts_from_what_the_coordinator_has_answered(loop: EventLoop) -> None:

@@ -41,7 +41,6 @@ from lockstep.protocol.host import (
     UNNUMBERED,
     AskMembers,
     BeginJob,
-    BeginView,
     EndHost,
     HostEnded,
     HostFacts,
@@ -51,6 +50,7 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     SignalWorker,
+    StartView,
     StartWorker,
     StateArrived,
     WorkerSaid,
@@ -231,7 +231,7 @@ class SimulatedHost:
         self.name = f"host{number}"
         self.channel = CoordinatorEnd(job.loop, _FIRST_DESCRIPTOR + number, self._obey)
         self.address = PeerAddress(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 40000, number + 1)
-        self.view: BeginView | None = None
+        self.view: StartView | None = None
         self.worker: int | None = None
         self.alive = True
         self.silent = False
@@ -270,9 +270,9 @@ class SimulatedHost:
         match message:
             case Prepare():
                 self.tell(facts(self))
-            case BeginView():
+            case StartView():
                 self.tell(KeepAlive(self._received))
-                self._begin_view(message)
+                self._start_view(message)
             case StartWorker(worker, joins):
                 self.worker = worker
                 self.tell(EventReport(WorkerStarted(worker, 1)))
@@ -298,7 +298,7 @@ class SimulatedHost:
             case EndHost():
                 self.tell(HostEnded())
 
-    def _begin_view(self, view: BeginView) -> None:
+    def _start_view(self, view: StartView) -> None:
         self.view, self._notice, self._states = view, Notice.NOTHING, 0
         self._job.begun(self, view)
 
@@ -379,7 +379,7 @@ class ManyHosts:
 
         self.loop.after(seconds, connect)
 
-    def begun(self, host: SimulatedHost, view: BeginView) -> None:
+    def begun(self, host: SimulatedHost, view: StartView) -> None:
         """Note that a host has received a view."""
         self.views.setdefault(view.number, self.clock.now())
 

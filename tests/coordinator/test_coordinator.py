@@ -33,7 +33,6 @@ from lockstep.protocol.admin import (
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import (
     AllReported,
-    BeginView,
     EndHost,
     HostEnded,
     HostReport,
@@ -42,6 +41,7 @@ from lockstep.protocol.host import (
     ReportAll,
     SignalWorker,
     StartFailed,
+    StartView,
     StartWorker,
     Stop,
     ViewRefused,
@@ -164,7 +164,7 @@ def test_the_agent_receives_the_first_view_and_then_starts_its_members(
     made.reacts = react
     assert made.coordinator.run() == 0
     assert made.instructions == [
-        BeginView(1, (HostMembers(0, (0, 1)),)),
+        StartView(1, (HostMembers(0, (0, 1)),)),
         StartWorker(0),
         StartWorker(1),
         EndHost(0.5),
@@ -180,7 +180,7 @@ def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> No
             case StartWorker(1):
                 strategies = [WorkerSaid(worker, EventReport(StrategyInstalled("jax"))) for worker in (0, 1)]
                 return [*strategies, exited(1, -signal.SIGKILL)]
-            case BeginView(2):
+            case StartView(2):
                 return [script_ended(0), exited(0, 0)]
         return ends(instruction)
 
@@ -190,8 +190,8 @@ def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> No
     reason = str(view["reason"])
     assert reason.startswith("worker 1 was killed by SIGKILL; ")
     assert view == {"event": "view", "number": 2, "workers": [0], "reason": reason}
-    assert [one for one in made.instructions if isinstance(one, BeginView)][1:] == [
-        BeginView(2, (HostMembers(0, (0,)),), reason)
+    assert [one for one in made.instructions if isinstance(one, StartView)][1:] == [
+        StartView(2, (HostMembers(0, (0,)),), reason)
     ]
 
 
@@ -293,7 +293,7 @@ def test_workers_do_not_wait_for_a_slow_terminal_once_the_job_is_stopped(
 )
 def test_a_job_that_cannot_begin_ends(job: Callable[[State], Job], report: HostReport, message: str) -> None:
     made = job(new_state())
-    made.reacts = lambda instruction: [report] if isinstance(instruction, BeginView) else ends(instruction)
+    made.reacts = lambda instruction: [report] if isinstance(instruction, StartView) else ends(instruction)
     assert made.coordinator.run() == 1
     assert made.entries("finished")[0]["message"] == message
 
@@ -305,7 +305,7 @@ def test_a_later_view_that_cannot_begin_ends_the_job(job: Callable[[State], Job]
         match instruction:
             case StartWorker(1):
                 return [WorkerSaid(0, EventReport(StrategyInstalled("jax"))), exited(1, -9)]
-            case BeginView(2):
+            case StartView(2):
                 return [ViewRefused(2, "there is too little memory"), exited(0, 1)]
         return ends(instruction)
 
@@ -363,7 +363,7 @@ def test_lost_output_is_an_event_and_a_note(job: Callable[[State], Job]) -> None
     made.coordinator.console.sinks[0].write(b"output of a worker")
 
     def react(instruction: Instruction) -> list[HostReport]:
-        if isinstance(instruction, BeginView):
+        if isinstance(instruction, StartView):
             return [*(exited(worker, 0) for worker in (0, 1))]
         return ends(instruction)
 

@@ -8,11 +8,11 @@ from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
 from lockstep.observability.events import ScriptFailed
 from lockstep.observability.run_state import JobTotals
 from lockstep.protocol.host import (
-    BeginView,
     HostMembers,
     KeepRecord,
     PeerAddress,
     SignalWorker,
+    StartView,
     StartWorker,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
@@ -61,14 +61,14 @@ def later() -> State:
 
 def test_a_record_comes_back_as_it_was() -> None:
     members = HostMembers(0, (0, 1), "node1", "10.0.0.1", 4000, 2**63)
-    instructions = (BeginView(2, (members,), "lost"), StartWorker(4, True, (1,)), SignalWorker(1, 15))
+    instructions = (StartView(2, (members,), "lost"), StartWorker(4, True, (1,)), SignalWorker(1, 15))
     peer = PeerAddress("10.0.0.1", 4000, 2**63)
     first = HostRecord("node1", peer, received=5, sent=9, outbox=instructions)
     record = JobRecord(
         SPEC,
         later(),
         (first, HostRecord("node2", None, lost=True)),
-        BeginView(2, (members,), "lost", (1,), 3, 1),
+        StartView(2, (members,), "lost", (1,), 1, 3),
         JobTotals(lost=2, steps=7, digest="d"),
         "fit 1",
         ("log.csv",),

@@ -52,17 +52,17 @@ def test_many_hosts(tmp_path: Path) -> None:
     joins, traffic = found["joined"]
     assert {kind: traffic.sent[kind] for kind in _PER_HOST} == dict.fromkeys(_PER_HOST, HOSTS - 1)
     assert joins < HOSTS // 3
-    assert traffic.sent["BeginView"] < HOSTS * (joins + 1)
+    assert traffic.sent["StartView"] < HOSTS * (joins + 1)
     # The change of a notice is sent to all hosts: some times for each view.
     assert traffic.sent["AskMembers"] < 8 * HOSTS * (joins + 1)
     changes = [found[name] for name in ("lost", "silent")]
     assert [views for views, _ in changes] == [LOST, LOST]
     # Hosts that are lost together cost one view; silence is noticed one host after the other.
-    assert found["lost"][1].sent["BeginView"] <= HOSTS
-    assert found["silent"][1].sent["BeginView"] <= LOST * HOSTS
+    assert found["lost"][1].sent["StartView"] <= HOSTS
+    assert found["silent"][1].sent["StartView"] <= LOST * HOSTS
     for _, traffic in changes:
         assert traffic.sent["KeepAlive"] <= HOSTS * (SILENCE / ALIVE_EVERY + 1)
-        assert traffic.sent_bytes["BeginView"] <= traffic.sent["BeginView"] * 200 * HOSTS
+        assert traffic.sent_bytes["StartView"] <= traffic.sent["StartView"] * 200 * HOSTS
 
 
 def test_hosts_that_come_back_one_after_the_other(tmp_path: Path) -> None:

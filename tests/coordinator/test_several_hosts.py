@@ -27,7 +27,6 @@ from lockstep.observability.events import (
 from lockstep.protocol.host import (
     SILENCE,
     AllReported,
-    BeginView,
     EndHost,
     HostEnded,
     HostReport,
@@ -46,6 +45,7 @@ from lockstep.protocol.host import (
     SendState,
     ShowNote,
     SignalWorker,
+    StartView,
     StartWorker,
     StateArrived,
     Stop,
@@ -163,8 +163,8 @@ def make(tmp_path: Path) -> Iterator[Callable[[Reaction], Job]]:
 def test_each_host_starts_its_own_workers_in_one_view(make: Callable[[Reaction], Job]) -> None:
     job = make(well)
     assert job.coordinator.run() == 0
-    assert job.to(0) == [BeginView(1, FIRST), StartWorker(0), StartWorker(1), EndHost(0.5)]
-    assert job.to(1) == [BeginView(1, FIRST), StartWorker(2), EndHost(0.5)]
+    assert job.to(0) == [StartView(1, FIRST), StartWorker(0), StartWorker(1), EndHost(0.5)]
+    assert job.to(1) == [StartView(1, FIRST), StartWorker(2), EndHost(0.5)]
 
 
 def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:
@@ -230,14 +230,14 @@ def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -
         if instruction == StartWorker(2):
             job.loop.unwatch(job.ends[1].fileno())
             job.ends[1].close()
-        if isinstance(instruction, BeginView) and instruction.number == 2:
+        if isinstance(instruction, StartView) and instruction.number == 2:
             return FINISHING
         return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     job = make(react)
     assert job.coordinator.run() == 0
     assert "host node2 was lost: the connection to its agent is closed; lost worker 2" in job.notes()
-    views = [one.hosts for one in job.to(0) if isinstance(one, BeginView)]
+    views = [one.hosts for one in job.to(0) if isinstance(one, StartView)]
     assert views == [FIRST, FIRST[:1]]
 
 
@@ -245,7 +245,7 @@ def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartWorker(2):
             return [HostStopped(signal.SIGINT)]
-        if isinstance(instruction, BeginView) and instruction.number == 2:
+        if isinstance(instruction, StartView) and instruction.number == 2:
             return FINISHING
         return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
@@ -276,7 +276,7 @@ def test_a_silent_host_costs_its_workers(
     make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
-        if host == 0 and isinstance(instruction, BeginView) and instruction.number == 2:
+        if host == 0 and isinstance(instruction, StartView) and instruction.number == 2:
             return FINISHING
         return [] if isinstance(instruction, StartWorker) or host == 1 else well(host, instruction)
 
@@ -318,7 +318,7 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
                 return [said(JoinRequested(3, whole=False))]
             case SendPosition(3):
                 return [said(JoinRequested(3, whole=True))]
-            case BeginView(3):
+            case StartView(3):
                 return [
                     report
                     for worker in ((0, 1) if host == 0 else (3,))
@@ -337,9 +337,9 @@ def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[
     assert asking == [1]
     position, state = (StateSource(2, number, 1000 * number, 0, "10.0.0.1", 4001) for number in (1, 2))
     views = (FIRST, FIRST[:1], (FIRST[0], HostMembers(1, (3,), "node2", *PEERS[1])))
-    kinds = SendPosition | SendState | BeginView
+    kinds = SendPosition | SendState | StartView
     found = [one for one in job.to(1) if isinstance(one, kinds)]
-    assert [(one.number, one.hosts, one.state) for one in found if isinstance(one, BeginView)] == [
+    assert [(one.number, one.hosts, one.state) for one in found if isinstance(one, StartView)] == [
         (1, views[0], 0),
         (2, views[1], 0),
         (3, views[2], 2),
@@ -364,9 +364,9 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
                 return [said(JoinRequested(3, whole=True))]
             case SendState(source=source):
                 return [StateArrived(1, source.view)]
-            case BeginView(3) if host == 0:
+            case StartView(3) if host == 0:
                 return [exited(worker, 0) for worker in (0, 1)]
-            case BeginView(3):
+            case StartView(3):
                 resumed = EventReport(TrainingResumed("step 9 of fit 1", 9))
                 return [WorkerSaid(3, resumed), script_ended(3), exited(3, 0)]
         notice = getattr(instruction, "notice", None)
@@ -379,7 +379,7 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
     job, finished = make(react), list[object]()
     job.coordinator.events.subscribe(lambda published: finished.append(published.event), JobFinished)
     assert job.coordinator.run() == 0
-    views = [one.hosts for one in job.to(1) if isinstance(one, BeginView)]
+    views = [one.hosts for one in job.to(1) if isinstance(one, StartView)]
     assert views == [FIRST, FIRST[:1], (HostMembers(1, (3,), "node2", *PEERS[1]),)]
     assert [line for line in job.notes().splitlines() if "resumed" in line] == [
         "lockstep: training resumed after step 4 of fit 1"
@@ -478,7 +478,7 @@ def test_a_coordinator_that_takes_over_lets_all_workers_write(make: Callable[[Re
     taker = job.coordinator
     hosts = tuple(HostRecord(agent.name, agent.peer) for agent in taker.agents)
     outcome = JobOutcome(1, "worker 0 failed")
-    taker.record = JobRecord(taker.spec, taker.state, hosts, BeginView(1, FIRST), outcome=outcome)
+    taker.record = JobRecord(taker.spec, taker.state, hosts, StartView(1, FIRST), outcome=outcome)
     assert taker.run() == 1
     assert PauseOutput(()) in job.to(1)
 
@@ -517,7 +517,7 @@ def test_instructions_follow_the_record_that_they_follow_from(make: Callable[[Re
     first = next(one for one in kept if not isinstance(one, KeepAlive))
     assert isinstance(first, KeepRecord)
     record = decode_record(first.record)
-    assert record.hosts[1].outbox == (BeginView(1, FIRST), StartWorker(2))
+    assert record.hosts[1].outbox == (StartView(1, FIRST), StartWorker(2))
     assert (record.hosts[1].received, record.hosts[1].sent) == (0, 2)
     assert record.state.view.workers == (0, 1, 2)
     last = [one for one in kept if isinstance(one, KeepRecord)][-1]

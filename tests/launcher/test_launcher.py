@@ -16,7 +16,7 @@ from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.launcher import AgentChannel, Handle, Launch, Launcher, LocalLauncher
 from lockstep.observability.events import ScriptEnded, WorkerReady
 from lockstep.protocol.channel import Attachment, PeerGone
-from lockstep.protocol.worker import EventReport, NewView, SharedMemoryEndpoint, Welcome
+from lockstep.protocol.worker import EnterView, EventReport, SharedMemoryEndpoint, Welcome
 from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import adopt_orphans
@@ -64,7 +64,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         handles.append(handle)
         handle.channel.send(Welcome(Attachment(SharedPool.create().fd)))
         segment = ControlSegment.create(1)
-        handle.channel.send(NewView(1, ((0,),), SharedMemoryEndpoint(Attachment.copy_of(segment.fd))))
+        handle.channel.send(EnterView(1, ((0,),), SharedMemoryEndpoint(Attachment.copy_of(segment.fd))))
         segment.close()
         return handle
 

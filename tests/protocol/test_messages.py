@@ -72,7 +72,7 @@ sources = st.builds(
     StateSource, workers, workers, st.integers(0, 2**62), workers, texts, st.integers(0, 2**16)
 )
 instructions = st.one_of(
-    st.builds(host.BeginView, workers, st.lists(members, max_size=3).map(tuple), texts, groups),
+    st.builds(host.StartView, workers, st.lists(members, max_size=3).map(tuple), texts, groups),
     st.builds(host.SendState, workers, sources),
     st.builds(host.KeepAlive, workers, st.floats(0, 1e9)),
     st.builds(host.PauseOutput, groups),
@@ -202,4 +202,4 @@ def test_invalid_unicode_is_escaped() -> None:
 
 def test_a_message_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match=f"is more than {MAX_PACKET}"):
-        encode(host.BeginView(1, (HostMembers(0, tuple(range(200_000))),)))
+        encode(host.StartView(1, (HostMembers(0, tuple(range(200_000))),)))

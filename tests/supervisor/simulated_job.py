@@ -17,6 +17,7 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     SignalWorker,
+    StartView,
     StartWorker,
     StateArrived,
     WorkerArrived,
@@ -27,7 +28,6 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     ShowMessage,
-    StartView,
 )
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
@@ -211,8 +211,8 @@ class Job(Workers):
     def act(self, action: Action) -> None:
         """Perform an action."""
         match action:
-            case StartView(view, _):
-                self._renew(view)
+            case StartView():
+                self._renew(self.state.view)
             case AskMembers(notice):
                 self.posted = notice
             case SendPosition(worker):

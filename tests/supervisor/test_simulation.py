@@ -22,6 +22,7 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     SignalWorker,
+    StartView,
     StartWorker,
     StateArrived,
     WorkerArrived,
@@ -176,12 +177,12 @@ class CheckedJob(Job):
         if self._was in ENDING:
             assert not isinstance(
                 action,
-                actions.StartView | StartWorker | AskMembers | SendPosition | SendState,
+                StartView | StartWorker | AskMembers | SendPosition | SendState,
             ), f"{action} at the end"
             assert not isinstance(action, actions.ShowMessage) or "did not exit" in action.text, action
         match action:
-            case actions.StartView(view, _):
-                self._check_view(view)
+            case StartView():
+                self._check_view(state.view)
             case SendPosition(worker):
                 assert self.asks.pop(worker) is Notice.POSITION, "a position without a request"
                 assert self.holds is not None, "a position without a report of the chief"

@@ -39,6 +39,7 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     SignalWorker,
+    StartView,
     StartWorker,
     StateArrived,
     StateMoving,
@@ -52,7 +53,6 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     ShowMessage,
-    StartView,
 )
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
@@ -175,8 +175,8 @@ def render(action: Action) -> str:
     match action:
         case AbortExchange(reason):
             return f"abort: {reason}"
-        case StartView(view, _):
-            return f"view {view.number} of {name_workers(view.workers)}"
+        case StartView(number):
+            return f"view {number} of {name_workers(action.workers)}"
         case SendState(host):
             return f"send the state to host {host}"
         case StartWorker(worker):
@@ -503,7 +503,7 @@ def test_a_broken_view_is_followed_by_one_with_the_same_members() -> None:
     assert decision.state.view == place(4, (0, 1), 2)
     assert decision.state.size.restarts_left == 0
     text = "worker 1: lost the connection to node2; workers 0 and 1 continue (view 2)"
-    assert decision.actions[0] == StartView(decision.state.view, text)
+    assert decision.actions[0] == decision.state.start_view(text)
     again = decide(decision.state, ViewBroken(0, 1, "lost the connection to node1"), 5.1)
     assert (again.state, again.actions) == (decision.state, ())
     fatal = decide(decision.state, ViewBroken(0, 2, "node1 cannot reach node2", fatal=True), 6.0)
@@ -603,9 +603,9 @@ def check(before: State, actions: tuple[Action, ...], after: State) -> None:
             case StartWorker(worker):
                 assert worker not in before.workers
                 assert worker in after.running
-            case StartView(view, _):
-                assert view.number == before.view.number + 1
-                assert set(view.workers) <= after.present
+            case StartView(number):
+                assert number == before.view.number + 1
+                assert set(action.workers) <= after.present
             case FinishJob():
                 assert action is actions[-1]
     for worker, record in before.workers.items():
@@ -675,9 +675,7 @@ def test_a_job_with_parameter_servers_replaces_a_lost_worker() -> None:
     decision = decide(SERVED, WorkerExited(2, -9), 9.0)
     assert decision.state.stage is Stage.RUNNING
     assert [action.worker for action in decision.actions if isinstance(action, StartWorker)] == [5]
-    assert [action.view.workers for action in decision.actions if isinstance(action, StartView)] == [
-        (0, 1, 3, 4)
-    ]
+    assert [action.workers for action in decision.actions if isinstance(action, StartView)] == [(0, 1, 3, 4)]
 
 
 def test_a_job_with_parameter_servers_replaces_no_lost_server() -> None:

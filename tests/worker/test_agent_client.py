@@ -5,7 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.worker import AbortExchange, AgentMessage, NewView, SharedMemoryEndpoint, WorkerMessage
+from lockstep.protocol.worker import (
+    AbortExchange,
+    AgentMessage,
+    EnterView,
+    SharedMemoryEndpoint,
+    WorkerMessage,
+)
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.worker.agent_client import AgentClient
 
@@ -17,8 +23,8 @@ def ends() -> Iterator[tuple[LocalChannel[AgentMessage, WorkerMessage], AgentCli
     agent.close()
 
 
-def view(number: int, *workers: int) -> NewView:
-    return NewView(number, (workers,), SharedMemoryEndpoint(Attachment(-1)))
+def view(number: int, *workers: int) -> EnterView:
+    return EnterView(number, (workers,), SharedMemoryEndpoint(Attachment(-1)))
 
 
 def test_the_newest_view_is_known_before_it_is_received(

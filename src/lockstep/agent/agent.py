@@ -34,7 +34,6 @@ from lockstep.protocol.host import (
     LEFT_OUT,
     AllReported,
     AskMembers,
-    BeginView,
     DumpStack,
     EndHost,
     ExitReport,
@@ -53,6 +52,7 @@ from lockstep.protocol.host import (
     SignalWorker,
     StartCancelled,
     StartFailed,
+    StartView,
     StartWorker,
     StateArrived,
     StateMoving,
@@ -64,11 +64,11 @@ from lockstep.protocol.worker import (
     AbortExchange,
     AnswersAt,
     Endpoint,
+    EnterView,
     EventReport,
     FailureReport,
     Leave,
     NetworkEndpoint,
-    NewView,
     PeerConnected,
     Position,
     SharedMemoryEndpoint,
@@ -138,7 +138,7 @@ class Agent:
     _asked: dict[int, StartWorker] = field(default_factory=dict)
     _waits_at: int | None = None
     _broken_view: int = 0
-    _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
+    _view: StartView = field(default_factory=lambda: StartView(0, ()))
     _exchange: HostExchange | None = None
     _stacks: list[StackDump] = field(default_factory=list)
     _permitted: float = field(init=False)
@@ -193,8 +193,8 @@ class Agent:
     def _obey(self) -> None:
         while (instruction := self.coordinator.receive()) is not None:
             match instruction:
-                case BeginView():
-                    self._begin_view(instruction)
+                case StartView():
+                    self._start_view(instruction)
                 case StartWorker(worker):
                     self._asked[worker] = instruction
                 case SendState(source=source):
@@ -292,7 +292,7 @@ class Agent:
 
     # Views.
 
-    def _begin_view(self, view: BeginView) -> None:
+    def _start_view(self, view: StartView) -> None:
         here = next((host.workers for host in view.hosts if host.host == self.host), ())
         try:
             exchange = self.open_exchange(len(here)) if here else None
@@ -330,7 +330,7 @@ class Agent:
             here = next(at for at, host in enumerate(view.hosts) if host.host == self.host)
             endpoint = NetworkEndpoint(control, view.term, view.hosts, here)
         state = self._states.find(view.state) if joins else None
-        worker.channel.send(NewView(view.number, hosts, endpoint, state))
+        worker.channel.send(EnterView(view.number, hosts, endpoint, state))
         for receiver, connected in self._connected:
             if receiver == worker.worker:
                 worker.channel.send(connected)

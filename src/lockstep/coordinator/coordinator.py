@@ -45,7 +45,6 @@ from lockstep.protocol.host import (
     SILENCE,
     AllReported,
     AskMembers,
-    BeginView,
     DumpStack,
     EndHost,
     ExitReport,
@@ -68,6 +67,7 @@ from lockstep.protocol.host import (
     SignalWorker,
     StartCancelled,
     StartFailed,
+    StartView,
     StartWorker,
     StateArrived,
     StateMoving,
@@ -97,7 +97,6 @@ from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.exit_status import signal_name, unkillable
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count, name_workers, whose_lines
-from lockstep.topology import View
 from lockstep.worker.script import Script
 
 _LEAVE_GRACE = 0.5
@@ -177,7 +176,7 @@ class Coordinator:
     _admin: AdminSocket | None = None
     _stack_requests: dict[int, list[PendingReply]] = field(default_factory=dict)
     _admin_descriptor: int | None = None
-    _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
+    _view: StartView = field(default_factory=lambda: StartView(0, ()))
     _stops: deque[tuple[int, float]] = field(default_factory=deque)
     _outcome: actions.JobOutcome | None = None
     _doing: str = ""
@@ -280,7 +279,7 @@ class Coordinator:
         workers = tuple(range(self.spec.workers))
         if not self.state.size.by_hand:
             self._progress = Progress(self.console.say, self.console.shown, self._begun)
-        self._send_view(self.state.view)
+        self._send_view(self.state.start_view())
         for worker in workers:
             self._tell(worker, StartWorker(worker))
 
@@ -406,8 +405,8 @@ class Coordinator:
         match action:
             case AbortExchange() | AskMembers():
                 self._tell_all(action)
-            case actions.StartView(view, reason, state):
-                self._begin_view(view, reason, state)
+            case StartView():
+                self._start_view(action)
             case SendState(host):
                 self.agents[host].send(action)
             case StartWorker() | SendPosition() | SignalWorker() | DumpStack():
@@ -423,33 +422,33 @@ class Coordinator:
             case actions.FinishJob(outcome):
                 self._outcome = outcome
 
-    def _begin_view(self, view: View, reason: str, state: int) -> None:
-        before, leaving = set(self._view.workers), self.state.leaving
+    def _start_view(self, view: StartView) -> None:
+        before, leaving = set(self._view.workers), set(view.leaving)
         for worker in sorted(before.difference(view.workers)):
             leaves = worker in leaving
             happened = run_events.WorkerLeft if leaves else run_events.WorkerLost
-            self.events.publish(happened(worker, reason))
+            self.events.publish(happened(worker, view.reason))
         for worker in sorted(set(view.workers) - before):
-            self.events.publish(run_events.WorkerJoined(worker, reason))
-        self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
+            self.events.publish(run_events.WorkerJoined(worker, view.reason))
+        self.events.publish(run_events.ViewStarted(view.number, view.workers, view.reason))
         old = self._view.hosts[0]
-        self._send_view(view, reason, tuple(leaving), state)
+        self._send_view(view)
         self._tell_of_moved_files(old, self._view.hosts[0])
 
-    def _send_view(self, view: View, reason: str = "", leaving: tuple[int, ...] = (), state: int = 0) -> None:
-        members = []
-        for workers in view.hosts:
-            host = self.state.workers[workers[0]].host
-            agent = self.agents[host]
-            where = (agent.name, *agent.peer) if agent.peer is not None else ()
-            members.append(HostMembers(host, workers, *where))
+    def _send_view(self, view: StartView) -> None:
         if self._view.number > 1 and not self._view.state:
             # Hosts that are lost together cost one view, unless the last one had admitted joiners.
             for agent in self.agents:
                 agent.withdraw(self._view)
-        self._view = BeginView(view.number, tuple(members), reason, leaving, self.term, state)
-        self.console.chief = view.chief
+        hosts = tuple(self._addressed(members) for members in view.hosts)
+        self._view = msgspec.structs.replace(view, hosts=hosts, term=self.term)
+        self.console.chief = self.state.view.chief
         self._tell_all(self._view)
+
+    def _addressed(self, members: HostMembers) -> HostMembers:
+        agent = self.agents[members.host]
+        where = () if agent.peer is None else (agent.name, *agent.peer)
+        return HostMembers(members.host, members.workers, *where)
 
     def _drop_output(self) -> None:
         """Workers do not wait for a slow terminal once the user wants the job to end."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lockstep.observability.run_state import JobTotals
-from lockstep.protocol.host import BeginView, Instruction, KeepRecord, PeerAddress
+from lockstep.protocol.host import Instruction, KeepRecord, PeerAddress, StartView
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.actions import JobOutcome
 from lockstep.supervisor.state import State
@@ -65,7 +65,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     spec: JobSpec
     state: State
     hosts: tuple[HostRecord, ...]
-    view: BeginView = BeginView(0, ())
+    view: StartView = StartView(0, ())
     tally: JobTotals = JobTotals()
     doing: str = ""
     chief_writes: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ def encode_record(record: JobRecord) -> bytes:
     index = {identity: number for number, identity in enumerate(instructions)}
     outboxes = tuple(tuple(index[id(one)] for one in host.outbox) for host in record.hosts)
     hosts = tuple(replace(host, outbox=()) for host in record.hosts)
-    rest = replace(record, view=BeginView(0, ()), hosts=hosts)
+    rest = replace(record, view=StartView(0, ()), hosts=hosts)
     return msgspec.msgpack.encode(
         PackedRecord(rest, tuple(instructions.values()), outboxes), enc_hook=_encode_other
     )
@@ -122,7 +122,7 @@ def decode_record(data: bytes) -> JobRecord:
         view = packed.instructions[0]
     except (msgspec.DecodeError, IndexError, ValueError) as error:
         raise ValueError(f"no record of a job: {error}") from None
-    if not isinstance(view, BeginView):
+    if not isinstance(view, StartView):
         raise ValueError("no record of a job: it has no view")
     return replace(packed.record, view=view, hosts=hosts)
 

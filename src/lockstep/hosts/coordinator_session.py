@@ -9,13 +9,13 @@ from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     UNNUMBERED,
     AgentStanding,
-    BeginView,
     HostReport,
     Instruction,
     KeepAlive,
     KeepRecord,
     OutputWritten,
     RepeatReports,
+    StartView,
     TakeOver,
 )
 from lockstep.protocol.rendezvous import KeepWaiting, Rejected
@@ -129,7 +129,7 @@ class CoordinatorSession:
                     return message
                 case _:
                     self._received += 1
-                    if isinstance(message, BeginView):
+                    if isinstance(message, StartView):
                         # The record contains the large instructions that agents have not acknowledged.
                         self.keep_alive()
                     return message

@@ -230,27 +230,28 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 # From the coordinator to an agent.
 
 
-class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
+class StartView(msgspec.Struct, frozen=True, tag="start view"):
     """End the current view, if there is one, and begin another.
 
-    The agent tells the members how to reach the new exchange, when they start if they have not yet. Members
-    that are not in the current view also get a state that was given in it.
+    Supervision decides it; the coordinator adds its term, and the names and addresses of the hosts. The agent
+    tells the members how to reach the new exchange, when they start if they have not yet (`EnterView`).
+    Members that are not in the current view also get a state that was given in it.
 
     Attributes:
         number: of the view.
         hosts: its members, host by host.
         reason: why the current view ends.
         leaving: the members of the current view that must leave.
-        term: of the coordinator.
         state: the number of the state; 0 if no member needs one.
+        term: of the coordinator.
     """
 
     number: int
     hosts: tuple[HostMembers, ...]
     reason: str = ""
     leaving: tuple[int, ...] = ()
-    term: int = 1
     state: int = 0
+    term: int = 1
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -542,7 +543,7 @@ class HostEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 Instruction = (
-    BeginView
+    StartView
     | StartWorker
     | AskMembers
     | SendPosition

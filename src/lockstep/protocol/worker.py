@@ -206,8 +206,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     credentials: Credentials | None = None
 
 
-class NewView(msgspec.Struct, frozen=True, tag="view"):
-    """The first view, or the next one.
+class EnterView(msgspec.Struct, frozen=True, tag="enter view"):
+    """Enter the view that `StartView` begins: the first one, or the next one.
 
     Attributes:
         number: of the view.
@@ -256,4 +256,4 @@ RelayedMessage = EventReport | ViewBroken | FileOpened | FailureReport
 """The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateGiven | AnswersAt
-AgentMessage = Welcome | NewView | PeerConnected | Position | Leave | AbortExchange
+AgentMessage = Welcome | EnterView | PeerConnected | Position | Leave | AbortExchange

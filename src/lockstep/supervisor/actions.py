@@ -10,10 +10,10 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     SignalWorker,
+    StartView,
     StartWorker,
 )
 from lockstep.protocol.worker import AbortExchange
-from lockstep.topology import View
 
 
 class Evidence(Enum):
@@ -23,19 +23,6 @@ class Evidence(Enum):
     LOG = auto()
     LOG_NAME = auto()
     STACK = auto()
-
-
-@dataclass(frozen=True)
-class StartView:
-    """End the view, for `reason`, and begin `view`.
-
-    New members get the state with the number `state`, which the chief has given; running members of the last
-    view that are not in `view` must leave.
-    """
-
-    view: View
-    reason: str
-    state: int = 0
 
 
 @dataclass(frozen=True)

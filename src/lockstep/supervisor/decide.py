@@ -59,7 +59,6 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     ShowMessage,
-    StartView,
 )
 from lockstep.supervisor.events import (
     DeadlinePassed,
@@ -784,7 +783,7 @@ def _next_view(state: State, how: str, now: float) -> Decision:
     admission = replace(state.admission, posted=Notice.NOTHING, unreported="")
     shown = ShowMessage(reason, _logs(state))
     state = replace(state, view=view, view_since=now, admission=admission)
-    return Decision(state, (StartView(view, reason), shown), reason)
+    return Decision(state, (state.start_view(reason), shown), reason)
 
 
 def _admit(state: State, now: float, how: str) -> Decision:
@@ -812,15 +811,14 @@ def _admit(state: State, now: float, how: str) -> Decision:
         f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')}, view {view.number})"
     )
     reason = f"{why}; {what}" if why else what
-    given = state.admission.given
-    number = given.number if new and given is not None else 0
+    given = state.admission.given if new else None
     admission = replace(state.admission.without_state(), unreported="")
     shown = ShowMessage(reason, _logs(state))
     state = replace(state, view=view, view_since=now, admission=admission)
     state = state.with_phase(Phase.MEMBER, *new).with_phase(Phase.LEAVING, *old)
     for worker in new:
         state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
-    return Decision(state, (StartView(view, reason, number), shown), reason)
+    return Decision(state, (state.start_view(reason, given), shown), reason)
 
 
 def _waiting(state: State, now: float) -> State:

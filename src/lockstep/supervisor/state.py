@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from lockstep.protocol.host import StartView
 from lockstep.protocol.job_spec import GRACE
-from lockstep.protocol.worker import Notice, StateSource
+from lockstep.protocol.worker import HostMembers, Notice, StateSource
 from lockstep.supervisor.actions import Action, JobOutcome
 from lockstep.topology import View, place_on_hosts
 
@@ -434,6 +435,12 @@ class State:
             host = self.workers[worker].host
             hosts[host] = (*hosts.get(host, ()), worker)
         return place_on_hosts(self.view.replicas, tuple(hosts.values()), self.view.number + 1)
+
+    def start_view(self, reason: str = "", given: StateSource | None = None) -> StartView:
+        """Return the instruction to start the view, for `reason`; new members get the state `given`."""
+        hosts = tuple(HostMembers(self.workers[there[0]].host, there) for there in self.view.hosts)
+        number = 0 if given is None else given.number
+        return StartView(self.view.number, hosts, reason, tuple(sorted(self.leaving)), number)
 
     @property
     def hosts(self) -> tuple[int, ...]:

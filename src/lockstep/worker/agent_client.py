@@ -23,10 +23,10 @@ from lockstep.protocol.worker import (
     AbortExchange,
     AgentMessage,
     AnswersAt,
+    EnterView,
     EventReport,
     FailureReport,
     FileOpened,
-    NewView,
     PeerConnected,
     StateGiven,
     ViewBroken,
@@ -129,7 +129,7 @@ class AgentClient:
             The newest view, the end of the job, or a request to leave; None without a message in `seconds`.
         """
         newest = self.receive(seconds)
-        while isinstance(newest, NewView):
+        while isinstance(newest, EnterView):
             newer = self.receive(0.0)
             if newer is None:
                 break
@@ -148,15 +148,15 @@ class AgentClient:
             seconds = None if until is None else max(0.0, until - time.monotonic())
         return message
 
-    def newest_view(self) -> NewView | None:
+    def newest_view(self) -> EnterView | None:
         """Return the newest announced view, if any, and leave it to `receive`; for the main thread."""
         while not (self._kept and isinstance(self._kept[-1], AbortExchange)):
             if (message := self._take(0.0)) is None:
                 break
             self._kept.append(message)
-        return next((one for one in reversed(self._kept) if isinstance(one, NewView)), None)
+        return next((one for one in reversed(self._kept) if isinstance(one, EnterView)), None)
 
-    def put_back(self, view: NewView) -> None:
+    def put_back(self, view: EnterView) -> None:
         """Leave a view that was received to the next call of `receive`."""
         self._kept.appendleft(view)
 

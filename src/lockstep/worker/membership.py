@@ -27,9 +27,9 @@ from lockstep.protocol.worker import (
     AbortExchange,
     AgentMessage,
     Endpoint,
+    EnterView,
     Leave,
     NetworkEndpoint,
-    NewView,
     Notice,
     Position,
     StateGiven,
@@ -166,7 +166,7 @@ class AgentMembership:
             return self._view.number, Notice(self._segment.posted)
         return newest.number, Notice(self._peeked(newest).posted)
 
-    def _peeked(self, announced: NewView) -> ControlSegment:
+    def _peeked(self, announced: EnterView) -> ControlSegment:
         """Return the control segment of a view that this worker has not entered."""
         number, segment = self._peeked_segment or (0, None)
         if segment is None or number != announced.number:
@@ -199,7 +199,7 @@ class AgentMembership:
         self._client.request_to_join(whole=True)
         message = self._receive()
         admitted = self._enter_announced(message)
-        if not isinstance(message, NewView) or message.state is None:
+        if not isinstance(message, EnterView) or message.state is None:
             raise InternalError("the agent admitted a worker without the state")
         return self._states.fetch(message.state), admitted
 
@@ -208,7 +208,7 @@ class AgentMembership:
         self._buffers.map_allocated()
         self._client.request_to_join(whole=True)
         message = self._receive()
-        if not isinstance(message, NewView) or message.state is None:
+        if not isinstance(message, EnterView) or message.state is None:
             self._enter_announced(message)
             raise InternalError("the agent admitted a worker without the state")
         contents = self._states.fetch(message.state)
@@ -250,7 +250,7 @@ class AgentMembership:
 
     def _enter_announced(self, message: AgentMessage) -> Place:
         match message:
-            case NewView(number, hosts, endpoint):
+            case EnterView(number, hosts, endpoint):
                 return self._enter(place_on_hosts(self._config.replicas, hosts, number), endpoint)
             case Leave():
                 _end(0)
