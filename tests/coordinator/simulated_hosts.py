@@ -352,7 +352,12 @@ class ManyHosts:
         bus = Bus(self.clock)
         log = EventLog.open(RunPaths(folder).events, print)
         bus.subscribe(log.append, *RUN_EVENTS)
-        state = State.of(spec.view, TimeLimits(), JobSize.of(members, 1, count))
+        state = State.of(
+            spec.view,
+            TimeLimits(),
+            JobSize.of(members, 1, count),
+            names=tuple(host.name for host in self.hosts),
+        )
         # As if the hosts that are not there had been lost.
         state = replace(state, size=JobSize.of(count, 1, count))
         self.coordinator = Coordinator(

@@ -21,8 +21,8 @@ from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.supervisor.decide import decide
 from lockstep.supervisor.events import (
     Event,
+    HostGone,
     HostJoined,
-    HostLost,
     StrategyInstalled,
     WorkerExited,
 )
@@ -49,7 +49,7 @@ def later() -> State:
     state = State.of(SPEC.view, TimeLimits(), JobSize.of(4, 1, 3), keeps=True, cores=(2, 4))
     events: tuple[Event, ...] = (
         StrategyInstalled("jax"),
-        HostLost(1, "host node2 was lost"),
+        HostGone(1, "was lost"),
         HostJoined("node3", 2, 8),
         WorkerExited(1, -9),
         FailureReport(ScriptFailed(0, "KeyError: 'x'", "Traceback"), 1, False),

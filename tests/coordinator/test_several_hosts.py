@@ -106,7 +106,7 @@ class Job:
             Console(Sink(self.out.fileno()), Sink(self.err.fileno()), "all", 0),
             Bus(self.clock, complain=pytest.fail),
             self.clock,
-            State.of(spec.view, limits, JobSize.of(3, 1, 5)),
+            State.of(spec.view, limits, JobSize.of(3, 1, 5), names=("node1", "node2")),
         )
 
     def _receive(self, host: int) -> None:
@@ -244,7 +244,7 @@ def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -
 def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartWorker(2):
-            return [HostStopped(signal.SIGINT)]
+            return [HostStopped(1, signal.SIGINT)]
         if isinstance(instruction, StartView) and instruction.number == 2:
             return FINISHING
         return [] if isinstance(instruction, StartWorker) else well(host, instruction)

@@ -131,7 +131,7 @@ reports = st.one_of(
     st.builds(host.StartCancelled, workers, st.integers(1, 64)),
     st.builds(host.WorkerArrived, workers),
     st.builds(host.HostRetires, workers, texts),
-    st.builds(host.HostStopped, st.integers(1, 64)),
+    st.builds(host.HostStopped, workers, st.integers(1, 64)),
     st.builds(host.WorkerSaid, workers, relayed),
     st.builds(StateGiven, workers, st.booleans(), texts, source=st.none() | sources),
     st.builds(host.StateArrived, workers, workers, texts),

@@ -33,8 +33,8 @@ from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
+    HostGone,
     HostJoined,
-    HostLost,
 )
 from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
 from lockstep.topology import View, place_on_hosts
@@ -139,7 +139,7 @@ class Job(Workers):
             if record.host == host and one is not None and one.alive:
                 self.seen["lost with its host"] += 1
                 self.vanish(one)
-        self.after(self.dice.choice((0.1, 5.0)), lambda: self.decide(HostLost(host, f"host {host} was lost")))
+        self.after(self.dice.choice((0.1, 5.0)), lambda: self.decide(HostGone(host, "was lost")))
         if self.dice.random() < 0.6:
             self.after(12.0, lambda: self._return_host(self.state.slots[host]))
 

@@ -99,7 +99,7 @@ class CheckedJob(Job):
             | FailureReport
             | WorkerArrived
             | ScaleRequest
-            | events.HostLost
+            | events.HostGone
             | HostRetires
             | events.HostJoined
             | StopRequested,
@@ -124,7 +124,7 @@ class CheckedJob(Job):
                 self.stop = number
             case HostRetires(host) if state.stage in ACTIVE and host not in state.retiring:
                 self.budget += sum(record.host == host for record in state.workers.values())
-            case events.HostLost(host) if state.stage in ACTIVE:
+            case events.HostGone(host) if state.stage in ACTIVE:
                 gone = [w for w in state.running - state.leaving if state.workers[w].host == host]
                 self.early = self.early or not state.elastic
                 self.lost += gone

@@ -34,6 +34,7 @@ from lockstep.protocol.host import (
     AskMembers,
     DumpStack,
     HostRetires,
+    HostStopped,
     KillWorker,
     PositionMissed,
     SendPosition,
@@ -58,8 +59,9 @@ from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
+    HostGone,
     HostJoined,
-    HostLost,
+    HostsHeard,
 )
 from lockstep.supervisor.state import (
     Admission,
@@ -125,7 +127,9 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     ),
     (r"a worker is started by hand", WorkerArrived),
     (r"host (?P<host>\d+) retires", lambda host: HostRetires(host, f"host {host} retires")),
-    (r"host (?P<host>\d+) is lost", lambda host: HostLost(host, f"host {host} was lost")),
+    (r"host (?P<host>\d+) is lost", partial(HostGone, how="was lost")),
+    (r"hosts were heard at (?P<at>[\d. ]+)", HostsHeard),
+    (r"host (?P<host>\d+) is stopped by (?P<signal>\d+)", HostStopped),
     (r"the state reaches host (?P<host>\d+) in view (?P<view>\d+)", StateArrived),
     (
         r"the chief of view (?P<view>\d+) on host (?P<host>\d+) gives the (?P<whole>state|position)",
@@ -144,6 +148,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     (r"time passes", DeadlinePassed),
 ]
 CONVERT: dict[str, Callable[[str], Any]] = {
+    "at": lambda text: dict(enumerate(map(float, text.split()))),
     "worker": int,
     "workers": int,
     "waits_for": lambda text: tuple(map(int, text.split())),
@@ -559,7 +564,9 @@ changes = st.one_of(
     st.builds(failure, others, st.just(1), st.just("E"), st.just(False)),
     st.builds(ViewRefused, st.integers(1, 6), st.just("no memory")),
     st.builds(HostRetires, st.integers(0, 3), st.just("host b retires")),
-    st.builds(HostLost, st.integers(0, 3), st.just("host b was lost")),
+    st.builds(HostGone, st.integers(0, 3), st.just("was lost")),
+    st.builds(HostStopped, st.integers(0, 3), st.just(2)),
+    st.builds(HostsHeard, st.dictionaries(st.integers(0, 3), st.floats(0, 200))),
     st.builds(HostJoined, st.just("c"), st.integers(1, 3), st.integers(1, 4)),
 )
 states = st.builds(
@@ -577,9 +584,11 @@ def is_possible(state: State, event: Event) -> bool:
         return event.worker in state.running
     if isinstance(event, PositionMissed):
         return event.worker in state.workers
-    if isinstance(event, HostLost | HostRetires):
+    if isinstance(event, HostGone | HostStopped | HostRetires):
         known = event.host < len(state.slots)
         return known and (event.host not in state.lost_hosts or isinstance(event, HostRetires))
+    if isinstance(event, HostsHeard):
+        return set(event.at) <= set(range(len(state.slots))) - state.lost_hosts
     if isinstance(event, ViewRefused):
         return state.stage is Stage.RUNNING
     return not isinstance(event, ScaleRequest) or not refusal(state, event.workers)
@@ -718,15 +727,16 @@ def test_the_processes_of_a_job_with_parameter_servers_stay_on_a_host_that_retir
 
 def test_a_job_with_parameter_servers_continues_without_a_host_of_workers_only() -> None:
     hosts = place_on_hosts(5, ((0, 1), (2,), (3, 4)))
-    state = State.of(hosts, TimeLimits(), JobSize.of(5, 1, 3), vital=frozenset({0, 3, 4}))
+    names = ("a", "b", "c")
+    state = State.of(hosts, TimeLimits(), JobSize.of(5, 1, 3), names=names, vital=frozenset({0, 3, 4}))
     state = replace(state, elastic=True)
-    decision = decide(state, HostLost(1, "host b has been silent for 5 s"), 9.0)
+    decision = decide(state, HostGone(1, "has been silent for 5 s"), 9.0)
     assert decision.state.stage is Stage.RUNNING
     assert [action for action in decision.actions if isinstance(action, StartWorker)] == []
     assert "others start when a host joins" in decision.reason
     joined = decide(decision.state, HostJoined("d", 1, 2), 9.5)
     assert [action.worker for action in joined.actions if isinstance(action, StartWorker)] == [5]
-    decision = decide(state, HostLost(2, "host c has been silent for 5 s"), 9.0)
+    decision = decide(state, HostGone(2, "has been silent for 5 s"), 9.0)
     assert decision.state.stage is Stage.ENDING
     assert decision.state.shutdown.outcome is not None
     assert decision.state.shutdown.outcome.message == (

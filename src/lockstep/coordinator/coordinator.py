@@ -42,7 +42,6 @@ from lockstep.protocol.admin import (
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
-    SILENCE,
     AllReported,
     AskMembers,
     DumpStack,
@@ -94,7 +93,7 @@ from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
 from lockstep.system.environment import is_checking
 from lockstep.system.event_loop import EventLoop, wait_for
-from lockstep.system.exit_status import signal_name, unkillable
+from lockstep.system.exit_status import unkillable
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count, name_workers, whose_lines
 from lockstep.worker.script import Script
@@ -193,7 +192,6 @@ class Coordinator:
     _call_times: CallTimes = field(default_factory=CallTimes)
     _begun: float = 0.0
     _since: float = 0.0
-    _cut_off: bool = False
     _too_large: bool = False
     _stopped: bool = False
     _stops_taken: int = 0
@@ -387,12 +385,14 @@ class Coordinator:
     # Decisions.
 
     def _decide(self, event: job_events.Event) -> None:
-        self._changed = True
         now, was_elastic = self.clock.now(), self.state.elastic
         decision = decide(self.state, event, now)
         if decision.actions:
             actions = tuple(type(action).__name__ for action in decision.actions)
             self.events.publish(run_events.DecisionMade(decision.reason, actions))
+        for host in sorted(decision.state.lost_hosts - self.state.lost_hosts):
+            self._give_up(host)
+        self._changed = self._changed or decision.state != self.state
         self.state = decision.state
         if self.state.elastic and not was_elastic and self._alive_due is not None:
             # From now on the job survives the loss of this host: agents get the record without delay.
@@ -474,7 +474,7 @@ class Coordinator:
     def _keep_hosts(self) -> None:
         """Tell the agents of other hosts that this process lives, and give up those that are silent."""
         now, live = self.clock.now(), self._live_remote()
-        if self._alive_due is not None and now - self._alive_due > SILENCE / 2:
+        if self._alive_due is not None and now - self._alive_due > self.state.limits.silence / 2:
             # This process was stopped, and has not read what has arrived since then.
             for agent in live:
                 agent.heard = now
@@ -485,41 +485,34 @@ class Coordinator:
                 self._keep_record()
             for agent in live:
                 agent.acknowledge(now)
-        silent = [agent for agent in live if now >= agent.heard + SILENCE]
-        lost_at = [due for agent in live if (due := agent.heard + SILENCE) > now]
+        lost_at = [due for agent in live if (due := agent.heard + self.state.limits.silence) > now]
         self._alive_due = min((self._send_due, *lost_at))
-        if silent and not self._is_cut_off(silent, now):
-            for host, agent in enumerate(self.agents):
-                if agent in silent:
-                    self._lose_host(host, f"has been silent for {SILENCE:g} s")
+        before: State | None = None
+        # One decision for each lost host, as if they were lost one after the other.
+        while self.state != before and self.state.silent(heard := self._heard(), now):
+            before = self.state
+            self._decide(job_events.HostsHeard(heard))
 
-    def _is_cut_off(self, silent: Sequence[HostAgent], now: float) -> bool:
-        """Whether to wait for the hosts: all are silent, or were until now, so this host is cut off."""
-        if len(silent) < sum(agent.ended is None for agent in self.agents) or not self.state.active:
-            was_cut_off, self._cut_off = self._cut_off, False
-            # They do not come back at the same moment.
-            for agent in silent if was_cut_off else ():
-                agent.heard = now
-            return was_cut_off
-        waited = now - max(agent.heard for agent in silent)
-        if not self._cut_off:
-            self._cut_off = True
-            trains = "continues there while no worker is lost" if self.spec.hold is None else "pauses there"
-            self.console.say(
-                f"no host has been heard for {SILENCE:g} s; training {trains}, and the job ends after "
-                f"{self.spec.timeout:g} s of silence"
-            )
-        return waited <= self.spec.timeout
+    def _heard(self) -> dict[int, float]:
+        return {
+            host: agent.heard
+            for host, agent in enumerate(self.agents)
+            if agent.remote and agent.ended is None
+        }
 
-    def _lose_host(self, host: int, how: str) -> None:
+    def _see_gone(self, host: int, how: str) -> None:
+        if self.agents[host].remote:
+            self._decide(job_events.HostGone(host, how))
+        else:
+            self._give_up(host)
+            self._outcome = self._outcome or actions.JobOutcome(1, "the agent of this host has ended")
+
+    def _give_up(self, host: int) -> None:
+        """Close the connection to the agent of a lost host."""
         agent = self.agents[host]
         self.loop.unwatch(agent.channel.fileno())
         agent.channel.close()
         agent.ended, agent.has_reported = HostEnded(), True
-        if agent.remote:
-            self._decide(job_events.HostLost(host, f"host {agent.name} {how}"))
-        else:
-            self._outcome = self._outcome or actions.JobOutcome(1, "the agent of this host has ended")
         self.when_lost(host)
 
     @property
@@ -567,6 +560,7 @@ class Coordinator:
     def _stop(self) -> None:
         number, _ = self._stops.popleft()
         self._stops_taken += 1
+        self._changed = True
         requested = run_events.StopRequested(number)
         self.events.publish(requested)
         self._decide(requested)
@@ -672,6 +666,7 @@ class Coordinator:
                 | StateMoving()
                 | PositionMissed()
                 | HostRetires()
+                | HostStopped()
             ):
                 self._decide(report)
             case ExitReport():
@@ -686,11 +681,9 @@ class Coordinator:
             case HostEnded():
                 agent.ended = report
             case Unreadable(error):
-                self._lose_host(host, f"sent an invalid message: {error}")
-            case HostStopped(number):
-                self._lose_host(host, f"was stopped there by {signal_name(number)}")
+                self._see_gone(host, f"sent an invalid message: {error}")
             case PeerGone():
-                self._lose_host(host, "was lost: the connection to its agent is closed")
+                self._see_gone(host, "was lost: the connection to its agent is closed")
 
     def _take_failed_start(self, worker: int, joins: bool, why: str) -> None:
         message = f"cannot start worker {worker}: {why}"

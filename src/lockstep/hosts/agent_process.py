@@ -338,7 +338,7 @@ class AgentProcess:
                         leaves = now
                 if now >= leaves:
                     if stop:
-                        session.send(HostStopped(stop))
+                        session.send(HostStopped(begin.host, stop))
                     raise CoordinatorGone("this agent was stopped")
             if self.engine is not None and agent.status != LEFT_OUT:
                 self.engine.tell_end(agent.status)

@@ -276,10 +276,11 @@ class JobOnHosts:
         size = JobSize.of(spec.workers, spec.min_workers, spec.max_restarts)
         state = State.of(
             spec.view,
-            TimeLimits(timeout=spec.timeout, save=spec.grace),
+            TimeLimits(timeout=spec.timeout, save=spec.grace, cut_off=spec.timeout, hold=spec.hold),
             JobSize(spec.workers, by_hand=True) if self.by_hand is not None else size,
             keeps=spec.checkpoints is not None,
             cores=tuple(one.cores for one in _in_order(spec, facts)),
+            names=tuple(host.name for host in spec.hosts),
             vital=spec.vital,
             servers=spec.servers,
         )

@@ -430,8 +430,9 @@ class HostRetires(msgspec.Struct, frozen=True, tag="host retires"):
 
 
 class HostStopped(msgspec.Struct, frozen=True, tag="host stopped"):
-    """A user has stopped the agent of the host, which ends, with a signal."""
+    """A user has stopped the agent of a host, which ends, with a signal."""
 
+    host: int
     signal: int
 
 

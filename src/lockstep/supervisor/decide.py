@@ -41,6 +41,7 @@ from lockstep.protocol.host import (
     AskMembers,
     DumpStack,
     HostRetires,
+    HostStopped,
     KillWorker,
     PositionMissed,
     SendPosition,
@@ -63,8 +64,9 @@ from lockstep.supervisor.actions import (
 from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
+    HostGone,
     HostJoined,
-    HostLost,
+    HostsHeard,
 )
 from lockstep.supervisor.state import (
     JOINERS,
@@ -83,7 +85,7 @@ from lockstep.system.prose import count, name_workers, transferred, whose_lines
 
 def decide(state: State, event: Event, now: float) -> Decision:
     """Return the decision on `event` at time `now`."""
-    if state.stage is Stage.FINISHED:
+    if state.stage is Stage.FINISHED and not isinstance(event, HostGone | HostStopped | HostsHeard):
         return Decision(state, reason="the job has ended")
     match event:
         case WorkerExited():
@@ -129,8 +131,12 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _view_broken(state, event, now)
         case HostRetires():
             decision = _host_retires(state, event, now)
-        case HostLost():
-            decision = _host_lost(state, event, now)
+        case HostGone(host, how):
+            decision = _host_lost(state, host, how, now)
+        case HostStopped(host, number):
+            decision = _host_lost(state, host, f"was stopped there by {signal_name(number)}", now)
+        case HostsHeard():
+            decision = _hosts_heard(state, event, now)
         case HostJoined():
             decision = _host_joined(state, event)
         case ViewRefused(view, reason):
@@ -297,19 +303,43 @@ def _host_retires(state: State, event: HostRetires, now: float) -> Decision:
     return (_admit(state, now, reason) if state.admission.given else reported).after(*kills)
 
 
-def _host_lost(state: State, event: HostLost, now: float) -> Decision:
+def _hosts_heard(state: State, event: HostsHeard, now: float) -> Decision:
+    """Lose the first host that is silent for too long, unless all are, as if this host was cut off."""
+    silent, limits = state.silent(event.at, now), state.limits
+    if not silent:
+        return Decision(state, reason="all hosts were heard")
+    if state.active and len(silent) == len(state.slots) - len(state.lost_hosts):
+        trains = "continues there while no worker is lost" if limits.hold is None else "pauses there"
+        text = (
+            f"no host has been heard for {limits.silence:g} s; training {trains}, and the job ends after "
+            f"{limits.cut_off:g} s of silence"
+        )
+        if not state.cut_off:
+            return Decision(replace(state, cut_off=True), (ShowMessage(text),), text)
+        if now - max(event.at.values()) <= limits.cut_off:
+            return Decision(state, reason=text)
+    elif state.cut_off:
+        # They do not come back at the same moment.
+        return Decision(replace(state, cut_off=False, heard_from=now), reason="hosts were heard again")
+    return _host_lost(state, silent[0], f"has been silent for {limits.silence:g} s", now)
+
+
+def _host_lost(state: State, host: int, how: str, now: float) -> Decision:
     """Continue without the workers of a host, which are not replaced until a host has room."""
-    gone = tuple(sorted(worker for worker in state.running if state.workers[worker].host == event.host))
-    how = f"{event.reason}; lost {name_workers(gone)}" if gone else event.reason
-    if event.host in state.retiring and state.leaving.issuperset(gone):
-        how = f"{event.reason}, as announced; its workers had left"
+    if state.stage is Stage.FINISHED:
+        return Decision(replace(state, lost_hosts=state.lost_hosts | {host}), reason="the job has ended")
+    gone = tuple(sorted(worker for worker in state.running if state.workers[worker].host == host))
+    reason = f"host {state.names[host]} {how}"
+    how = f"{reason}; lost {name_workers(gone)}" if gone else reason
+    if host in state.retiring and state.leaving.issuperset(gone):
+        how = f"{reason}, as announced; its workers had left"
     saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.given is not None
     members = state.present.intersection(gone)
-    state = replace(state, lost_hosts=state.lost_hosts | {event.host})
+    state = replace(state, lost_hosts=state.lost_hosts | {host})
     state = state.with_phase(Phase.LOST, *gone).with_phase(Phase.LEFT, *leaving.intersection(gone))
     if servers := state.servers.intersection(gone):
         state = _without_servers(state, len(servers))
-    state = _with_missing(state, event.host)
+    state = _with_missing(state, host)
     if not state.running or (state.active and not state.present):
         succeeded = state.active and bool(state.finished)
         how += "; the others had succeeded" if succeeded else "; no workers remain"
@@ -349,7 +379,8 @@ def _with_missing(state: State, lost: int) -> State:
 
 def _host_joined(state: State, event: HostJoined) -> Decision:
     """Note a host that has room for workers."""
-    state = replace(state, slots=(*state.slots, event.workers), cores=(*state.cores, event.cores))
+    slots, cores = (*state.slots, event.workers), (*state.cores, event.cores)
+    state = replace(state, slots=slots, cores=cores, names=(*state.names, event.name))
     reason = f"host {event.name} has joined, with room for {count(event.workers, 'worker')}"
     return Decision(state, (ShowMessage(reason),) if state.active else (), reason)
 

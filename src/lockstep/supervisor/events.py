@@ -6,6 +6,7 @@ failure, something else. A message that causes an event has the noun of its name
 `JoinRequested`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.observability.events import (
@@ -25,6 +26,7 @@ from lockstep.observability.events import (
 from lockstep.protocol.admin import ScaleRequest
 from lockstep.protocol.host import (
     HostRetires,
+    HostStopped,
     PositionMissed,
     StateArrived,
     StateMoving,
@@ -50,11 +52,21 @@ class HostJoined:
 
 
 @dataclass(frozen=True)
-class HostLost:
-    """The agent of a host, the one at index `host`, has ended or is silent, for `reason`."""
+class HostGone:
+    """The agent of a host has ended, or sends what cannot be read; `how` continues "host node2 "."""
 
     host: int
-    reason: str
+    how: str
+
+
+@dataclass(frozen=True)
+class HostsHeard:
+    """When something last arrived from the agents of other hosts, by the index of the host.
+
+    All those are there that are not lost.
+    """
+
+    at: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,9 @@ Event = (
     | WaitReported
     | ViewBroken
     | HostRetires
-    | HostLost
+    | HostStopped
+    | HostGone
+    | HostsHeard
     | HostJoined
     | ViewRefused
     | StopRequested

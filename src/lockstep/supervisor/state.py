@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from lockstep.protocol.host import StartView
+from lockstep.protocol.host import SILENCE, StartView
 from lockstep.protocol.job_spec import GRACE
 from lockstep.protocol.worker import HostMembers, Notice, StateSource
 from lockstep.supervisor.actions import Action, JobOutcome
@@ -109,6 +109,9 @@ class TimeLimits:
         young: from the start of a worker, while its loss delays its replacement.
         pause: before the replacement of a young worker starts; doubles with each such loss in a row.
         longest_pause: the upper limit of that.
+        silence: without a message of a host, until it counts as lost.
+        cut_off: without a message of any host, until they all count as lost.
+        hold: without an answer of the coordinator, until a host pauses training; None if it does not.
     """
 
     timeout: float = 600.0
@@ -124,6 +127,9 @@ class TimeLimits:
     young: float = 60.0
     pause: float = 1.0
     longest_pause: float = 60.0
+    silence: float = SILENCE
+    cut_off: float = 600.0
+    hold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -263,11 +269,14 @@ class State:
         view: which worker computes which replica.
         slots: for each host, the number of workers that it should have.
         cores: for each host, the number of its cores; only their ratios matter.
+        names: for each host, its name.
         lost_hosts: the indices of hosts that are lost for good; a host that comes back has a new index.
         retiring: the indices of hosts that will go, or have gone, as announced; they get no more workers.
         vital: the workers without which the job cannot continue; of a job with parameter servers, which keeps
             its number of workers.
         servers: the parameter servers, which are not replaced.
+        cut_off: whether no host was heard for so long that this host seems to be cut off from them.
+        heard_from: hosts count as heard at this time, if they were not heard later.
         workers: every worker that was ever started, by id.
         limits: the time limits.
         size: how many workers there should be.
@@ -299,6 +308,9 @@ class State:
     retiring: frozenset[int] = frozenset()
     vital: frozenset[int] = frozenset()
     servers: frozenset[int] = frozenset()
+    names: tuple[str, ...] = ()
+    cut_off: bool = False
+    heard_from: float = 0.0
 
     @classmethod
     def of(
@@ -309,18 +321,20 @@ class State:
         *,
         keeps: bool = False,
         cores: tuple[int, ...] = (),
+        names: tuple[str, ...] = (),
         vital: frozenset[int] = frozenset(),
         servers: frozenset[int] = frozenset(),
     ) -> "State":
         """Return the state of a new job that begins with `view`, of which each host has workers.
 
-        Without `cores`, all hosts are alike.
+        Without `cores`, all hosts are alike; without `names`, they have numbers.
         """
+        names = names or tuple(map(str, range(len(view.hosts))))
         cores = cores or (1,) * len(view.hosts)
         hosts = enumerate(view.hosts)
         workers = {worker: WorkerRecord(host=host) for host, there in hosts for worker in there}
         first = cls(view, tuple(map(len, view.hosts)), cores, workers, limits, size, keeps=keeps)
-        return replace(first, vital=vital, servers=servers).with_slots(size.wanted)
+        return replace(first, names=names, vital=vital, servers=servers).with_slots(size.wanted)
 
     @property
     def stage(self) -> Stage:
@@ -447,6 +461,11 @@ class State:
         """The hosts that take workers: they are not lost, and do not retire."""
         gone = self.lost_hosts | self.retiring
         return tuple(host for host in range(len(self.slots)) if host not in gone)
+
+    def silent(self, heard: Mapping[int, float], now: float) -> tuple[int, ...]:
+        """Return the hosts that are silent for too long, of those that were last heard at these times."""
+        silence = self.limits.silence
+        return tuple(host for host, at in heard.items() if now >= max(at, self.heard_from) + silence)
 
     def roomiest_host(self) -> int | None:
         """Return the host that lacks most workers, the first of several; None if none lacks any."""
