@@ -174,7 +174,7 @@ def prepare(faults: Faults) -> None:
     around(Buffers, "map", before="growing the memory")
     around(communicator.SharedCommunicator, "gather", before="in a gather")
     around(barrier.Barrier, "_receive", before="in a gather")
-    around(AgentMembership, "next_place", before="before the next view", after="in the next view")
+    around(AgentMembership, "next_view", before="before the next view", after="in the next view")
     around(AgentMembership, "hand_over", before="reporting the state", after="state reported")
     around(MemoryTransport, "publish", after="halfway through reporting")
     around(AgentMembership, "position", before="asking for the position", after="after the position")

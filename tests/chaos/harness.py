@@ -120,7 +120,7 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
         view = place(config.replicas, (config.worker,))
         communicator = by_itself(view)
     else:
-        view, communicator = membership.first_place()
+        view, communicator = membership.first_view()
     context = JobContext(config.worker, config.seed, 1, events, began_with=config.workers)
     entered: Job
     checkpoints = open_checkpoints(config, events, lambda: entered.is_chief)

@@ -29,7 +29,7 @@ from stepping_job import SteppingJob
 
 POINTS = (
     *("before publishing", "after apply", "before+connect", "after+connect", "before+_accept", "after+_dial"),
-    *("before+next_place", "after+next_place", "before+hand_over", "after+hand_over"),
+    *("before+next_view", "after+next_view", "before+hand_over", "after+hand_over"),
     *("before+_meet", "after+_meet", "before+_announce", "after+_announce", "after+_receive_places"),
     *("before+_exchange_lane", "after+_exchange_lane", "before+_share", "after+_share", "before+_complete"),
     *(

@@ -108,11 +108,11 @@ def agent(host: Host) -> int:
 
 
 @pytest.mark.parametrize(
-    "point", ["before publishing", "after+_announce", "before+_complete", "before+next_place"]
+    "point", ["before publishing", "after+_announce", "before+_complete", "before+next_view"]
 )
 def test_a_host_lost_at_a_point(hosts: Sequence[Host], point: str) -> None:
     """With a part of a call, or of the way into the next view: the bits stay."""
-    faults = ("2:2:after apply:SIGKILL",) if "next_place" in point else ()
+    faults = ("2:2:after apply:SIGKILL",) if "next_view" in point else ()
     job = SteppingJob(hosts, "--hosts node1,node2,node3 --max-restarts 0", 12, f"1:2:{point}:host", *faults)
     assert set(job.finish()) >= {0}
     assert "host node2 was lost: the connection to its agent is closed; lost worker 1" in job.running.err

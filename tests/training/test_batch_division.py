@@ -36,7 +36,7 @@ from lockstep.observability.bus import Bus
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
-from lockstep.worker.job import Alone, Job, JobContext, Place, by_itself
+from lockstep.worker.job import Alone, EnteredView, Job, JobContext, by_itself
 
 SEED = 5
 PASSES = 2
@@ -130,7 +130,7 @@ class World:
         self.change(tuple(w for w in self.view.workers if w != worker), f"worker {worker} is lost")
         raise KilledError
 
-    def place_of(self, worker: int, after: int = 0) -> Place:
+    def place_of(self, worker: int, after: int = 0) -> EnteredView:
         """Wait for a view of this worker with a higher number."""
         with self._changed:
             assert self._changed.wait_for(
@@ -146,11 +146,11 @@ class ViewOfWorld(Alone):
         self._world, self._worker, self._faults = world, worker, faults
         self.number = 1
 
-    def entered(self, found: Place) -> Place:
+    def entered(self, found: EnteredView) -> EnteredView:
         self.number = found[0].number
         return found[0], self._faults.around(found[1])
 
-    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         return self.entered(self._world.place_of(self._worker, self.number))
 
     def hand_over(self, contents: Any, *, whole: bool) -> None:
@@ -213,7 +213,7 @@ class Worker:
         membership = ViewOfWorld(world, self.worker, self.faults)
         if joins:
             view = place(world.replicas, (self.worker,))
-            found: Place = view, by_itself(view)
+            found: EnteredView = view, by_itself(view)
         else:
             found = membership.entered(world.place_of(self.worker))
         context = JobContext(self.worker, 0, 1, Bus(SystemClock(), self.worker))

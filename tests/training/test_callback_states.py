@@ -16,7 +16,7 @@ from lockstep.keras.fit.callbacks import different_paths, paths_of, writing_once
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, set_callback_states
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Alone, Job, JobContext, Place, by_itself
+from lockstep.worker.job import Alone, EnteredView, Job, JobContext, by_itself
 
 callbacks = keras.callbacks
 
@@ -137,7 +137,7 @@ def test_paths_that_differ_between_workers_are_described_once_for_each_callback(
 class Survivor(Alone):
     """The membership of worker 1, which continues alone."""
 
-    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         view = place(2, (1,), 2)
         return view, by_itself(view)
 

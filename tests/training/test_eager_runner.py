@@ -31,10 +31,10 @@ def batch(strategy: lockstep.Strategy) -> Any:
 def job_of_two_workers(job_of_one_worker: Job) -> Iterator[Job]:
     """This process owns the first two replicas; no process computes the third."""
     job = job_of_one_worker
-    before = job._place
-    job._place = place(3, (0, 1)), job.communicator
+    before = job._entered
+    job._entered = place(3, (0, 1)), job.communicator
     yield job
-    job._place = before
+    job._entered = before
 
 
 def variable(value: Any = 0.0, **options: Any) -> keras.Variable:
@@ -382,7 +382,7 @@ def test_results_of_a_lost_worker_are_computed_again(
     found = strategy.run(lambda x: x * 2, args=(batch,))
     assert len(found.values) < 3
     view = place(3, (0,))
-    job_of_two_workers._place = view, by_itself(view)
+    job_of_two_workers._entered = view, by_itself(view)
     np.testing.assert_array_equal(strategy.gather(found, axis=0), 2 * X)
 
 
@@ -391,7 +391,7 @@ def test_results_of_a_lost_worker_are_lost_after_a_change(
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
     view = place(3, (0,))
-    job_of_two_workers._place = view, by_itself(view)
+    job_of_two_workers._entered = view, by_itself(view)
     counter.assign(1)
     with pytest.raises(DataError, match="the value of replica 2 was on the lost worker"):
         strategy.gather(found, axis=0)

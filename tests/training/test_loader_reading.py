@@ -68,7 +68,7 @@ class Worker:
         self.reader = ReadingWorker(self.job, 77)
 
     def enter(self, view: View) -> None:
-        self.job._place = view, self.job.communicator
+        self.job._entered = view, self.job.communicator
 
     def reading(self, loader: Any) -> LoaderReading:
         found = loader_reading(loader, self.reader)

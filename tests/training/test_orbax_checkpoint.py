@@ -59,7 +59,7 @@ def test_one_worker_writes_and_all_count(
     if worker == 1:
         # The chief had completed the first one before it was lost.
         (tmp_path / "2").mkdir()
-        own._place = place(2, (1,)), own.communicator
+        own._entered = place(2, (1,)), own.communicator
         due = [act for applies, act in own._undone if applies()]
         for act in due:
             act()

@@ -29,7 +29,7 @@ from lockstep.keras.synchronization import (
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
-from lockstep.worker.job import Alone, Job, JobContext, Place
+from lockstep.worker.job import Alone, EnteredView, Job, JobContext
 
 REPLICAS = 5
 Make = Callable[[int], list[Synchronization]]
@@ -319,10 +319,10 @@ def test_each_round_has_the_layout_of_its_own_arrays() -> None:
 class NextPlace(Alone):
     """A membership with a prepared next view."""
 
-    def __init__(self, following: Place) -> None:
+    def __init__(self, following: EnteredView) -> None:
         self._following = following
 
-    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         return self._following
 
 

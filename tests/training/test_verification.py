@@ -30,7 +30,7 @@ from lockstep.keras.verification import (
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
-from lockstep.worker.job import Alone, Job, JobContext, Place
+from lockstep.worker.job import Alone, EnteredView, Job, JobContext
 
 Launch = Callable[..., Any]
 REPLICAS = 4
@@ -69,10 +69,10 @@ def test_each_other_worker_checks_in_its_turn(workers: int, replica: int) -> Non
 class NextPlace(Alone):
     """A membership with a prepared next view."""
 
-    def __init__(self, following: Place) -> None:
+    def __init__(self, following: EnteredView) -> None:
         self._following = following
 
-    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         return self._following
 
 

@@ -14,7 +14,7 @@ from lockstep.observability.events import WORKER_EVENTS, DistributionBegan, Even
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker import job as worker_job
-from lockstep.worker.job import Alone, Job, JobContext, Place, become_alone, by_itself
+from lockstep.worker.job import Alone, EnteredView, Job, JobContext, become_alone, by_itself
 
 
 class Ended(BaseException):
@@ -27,7 +27,7 @@ class Agent(Alone):
 
     calls: list[object] = field(default_factory=list)
 
-    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         self.calls.append(str(lost))
         view = place(4, (0,), 2)
         return view, by_itself(view)

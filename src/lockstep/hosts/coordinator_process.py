@@ -33,7 +33,7 @@ from lockstep.protocol.coordinator import (
     CoordinatorCommand,
     CoordinatorReport,
     HostChannel,
-    HostDropped,
+    HostLost,
     JobEnded,
     JobEnds,
     RecordMade,
@@ -239,7 +239,7 @@ class CoordinatorProcess:
         self.keeper.send(RecordMade(kept, Attachment.holding(made.record)), _PATIENCE)
 
     def _drop(self, host: int) -> None:
-        self.keeper.send(HostDropped(host))
+        self.keeper.send(HostLost(host))
 
     def _hear(self, coordinator: Coordinator, user: Channel[Stop, Stop]) -> None:
         while (message := self.keeper.receive()) is not None:

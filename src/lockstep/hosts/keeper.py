@@ -27,7 +27,7 @@ from lockstep.protocol.coordinator import (
     CoordinatorCommand,
     CoordinatorReport,
     HostChannel,
-    HostDropped,
+    HostLost,
     JobEnded,
     JobEnds,
     RecordMade,
@@ -273,7 +273,7 @@ class Keeper:
                     return
                 case RecordMade(kept, record) if not record.is_missing:
                     self.kept = msgspec.structs.replace(kept, record=record.content())
-                case HostDropped(host):
+                case HostLost(host):
                     self._drop(host)
                 case JobEnds():
                     self.is_over = True

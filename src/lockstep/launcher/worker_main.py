@@ -161,7 +161,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
         view = place(config.replicas, (config.worker,))
         communicator = job.by_itself(view)
     else:
-        view, communicator = membership.first_place()
+        view, communicator = membership.first_view()
     context = job.JobContext(
         config.worker,
         config.seed,

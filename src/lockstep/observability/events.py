@@ -1,6 +1,6 @@
 """The events that a run publishes: one frozen class each, whose tag is the name of the event on disk.
 
-A fact has one class: supervision decides on these classes too, and adds only events that no run publishes
+A fact has one class: workers and agents report these classes, and supervision decides on them
 (`lockstep.supervisor.events`). Times are in seconds. The tag and the fields of a class are a row of
 docs/run-folder.md, which a test compares.
 """

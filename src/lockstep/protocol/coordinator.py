@@ -70,7 +70,7 @@ class RecordMade(msgspec.Struct, frozen=True, tag="record"):
     record: Attachment
 
 
-class HostDropped(msgspec.Struct, frozen=True, tag="dropped"):
+class HostLost(msgspec.Struct, frozen=True, tag="dropped"):
     """A host is lost: its connection can be closed."""
 
     host: int
@@ -92,4 +92,4 @@ class JobEnded(msgspec.Struct, frozen=True, tag="ended"):
     error: str = ""
 
 
-CoordinatorReport = RecordMade | HostDropped | KeepAlive | JobEnds | JobEnded
+CoordinatorReport = RecordMade | HostLost | KeepAlive | JobEnds | JobEnded

@@ -1,4 +1,8 @@
-"""What supervision decides to do: actions, which the coordinator carries out, and the outcome of a job."""
+"""What supervision decides to do: actions, and the outcome of a job.
+
+Most actions are instructions of `lockstep.protocol.host`, which the coordinator sends to the agents that they
+concern. The classes here are what it carries out itself.
+"""
 
 from dataclasses import dataclass
 from enum import Enum, auto

@@ -1,9 +1,8 @@
 """The events that supervision decides on.
 
-A fact that a run publishes has one class, in `lockstep.observability.events`; supervision takes it as it is.
-The classes of events here are only of supervision: either the run publishes nothing of them, or, as with a
-failure, something else. A message that causes an event has the noun of its name (`JoinRequest`, then
-`JoinRequested`).
+A fact has one class. One that a run publishes is an event of `lockstep.observability.events`. What workers
+and agents report besides is a message of `lockstep.protocol`, which supervision takes as it arrives. Only
+what the coordinator itself finds has its class here.
 """
 
 from collections.abc import Mapping

@@ -36,14 +36,14 @@ _ADVICE_ON_JOINING = (
 _POSITION_EVERY = 1.0
 """Seconds between two answers to a request for the position, which stays posted for a moment."""
 
-Place = tuple[View, Communicator]
+EnteredView = tuple[View, Communicator]
 """A view, and this worker's end of its exchange."""
 
 
 class Membership(Protocol):
     """How a worker gets from view to view, as the coordinator decides."""
 
-    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         """Wait for the view after the one that ended with `lost`, and enter it.
 
         Args:
@@ -90,7 +90,7 @@ class Membership(Protocol):
             PeerLostError: the job is over.
         """
 
-    def join(self) -> tuple[Contents, Place]:
+    def join(self) -> tuple[Contents, EnteredView]:
         """Wait for the state, and for the view that admits this worker; for a joining worker.
 
         Raises:
@@ -98,7 +98,7 @@ class Membership(Protocol):
         """
 
     def join_later(self) -> tuple[Contents, tuple[int, ...]]:
-        """Wait for the state, and for the view that admits this worker; leave the view to `next_place`.
+        """Wait for the state, and for the view that admits this worker; leave the view to `next_view`.
 
         Returns:
             The state, and the workers of the view.
@@ -134,7 +134,7 @@ class Membership(Protocol):
 class Alone:
     """The `Membership` of a process without an agent."""
 
-    def next_place(self, lost: PeerLostError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         """Raise `lost`: no view follows."""
         raise lost
 
@@ -159,7 +159,7 @@ class Alone:
         """Raise InternalError: there is no job to join."""
         raise InternalError("a process on its own has no job to join")
 
-    def join(self) -> tuple[Contents, Place]:
+    def join(self) -> tuple[Contents, EnteredView]:
         """Raise InternalError: there is no job to join."""
         raise InternalError("a process on its own has no job to join")
 
@@ -239,14 +239,14 @@ class JobContext:
 
 
 class Job:
-    """One worker in its job: what it knows of the job, and its place in the current view.
+    """One worker in its job: what it knows of the job, and the view that it has entered.
 
-    Only the commands of this class change the place: `exchange` and `between_steps` enter the next view,
+    Only the commands of this class change the view: `exchange` and `between_steps` enter the next view,
     `join` enters a joining worker's first one, and `detached` leaves the view for a block.
 
     Args:
         context: what does not change.
-        place: the first view, and this worker's end of its exchange.
+        entered: the first view, and this worker's end of its exchange.
         membership: gets the next view.
         checkpoints: of this worker.
         policy: how this worker waits for others.
@@ -270,7 +270,7 @@ class Job:
     def __init__(
         self,
         context: JobContext,
-        place: Place,
+        entered: EnteredView,
         membership: Membership | None = None,
         checkpoints: WorkerCheckpoints | None = None,
         policy: WaitPolicy | None = None,
@@ -287,7 +287,7 @@ class Job:
         self.replacements: dict[int, int] = {}
         self.timer = StepTimer(context.events, lambda: self.waited)
         self._context = context
-        self._place = place
+        self._entered = entered
         self._joins = joins
         self._waited_before = 0.0
         self._drives = False
@@ -326,7 +326,7 @@ class Job:
 
         Of a worker that has joined with `join_apart`, it has the workers of the view that it enters next.
         """
-        return self._place[0] if self._pending is None or self._is_apart else self._pending
+        return self._entered[0] if self._pending is None or self._is_apart else self._pending
 
     @property
     def replicas_in_sync(self) -> int:
@@ -345,7 +345,7 @@ class Job:
     @property
     def communicator(self) -> Communicator:
         """This worker's end of the view's exchange."""
-        return self._place[1]
+        return self._entered[1]
 
     @property
     def waited(self) -> float:
@@ -467,12 +467,12 @@ class Job:
             )
         begun: float | None = None
         if not self._is_apart:
-            while self._next_after is not None and self._place[0].number <= self._next_after:
-                self._enter_next_place(PeerLostError("the workers change"), expected=True)
+            while self._next_after is not None and self._entered[0].number <= self._next_after:
+                self._enter_next_view(PeerLostError("the workers change"), expected=True)
             self._next_after = None
         while True:
             try:
-                result = act(*self._place)
+                result = act(*self._entered)
             except DisagreementError as differs:
                 if not self._have_joined(differs.workers):
                     raise
@@ -517,7 +517,7 @@ class Job:
                     self.communicator.barrier(what="the change of workers")
             except PeerLostError as over:
                 lost, expected = over, False
-            self._enter_next_place(lost, expected=expected)
+            self._enter_next_view(lost, expected=expected)
             self._tell_of_pause(begun)
 
     def admit(self, take: Callable[[bool], Contents]) -> int | None:
@@ -567,15 +567,15 @@ class Job:
     @contextmanager
     def detached(self) -> Iterator[None]:
         """Let this worker compute all replicas alone within the block, without the other workers."""
-        before = self._place, self._joins, self._waited_before
+        before = self._entered, self._joins, self._waited_before
         self._waited_before = self.waited
         view = place(self.view.replicas, (self.worker,))
-        self._place, self._joins = (view, by_itself(view)), True
+        self._entered, self._joins = (view, by_itself(view)), True
         try:
             yield
         finally:
             self.communicator.close()
-            self._place, self._joins, self._waited_before = before
+            self._entered, self._joins, self._waited_before = before
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -584,16 +584,16 @@ class Job:
         All processes of the job are in such a block, and communicate in other ways. With the next exchange,
         they enter the next view if workers have joined.
         """
-        before = self._place, self._waited_before
+        before = self._entered, self._waited_before
         view = place(1, (self.worker,), self.view.number)
-        self._waited_before, self._place = self.waited, (view, by_itself(view))
+        self._waited_before, self._entered = self.waited, (view, by_itself(view))
         self._is_apart = True
         try:
             yield
         finally:
             self._is_apart = False
             self.communicator.close()
-            self._place, self._waited_before = before
+            self._entered, self._waited_before = before
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -630,7 +630,7 @@ class Job:
         contents, self.joined_with = self.membership.join_later()
         self._joins = False
         self._undone.clear()
-        alone, _ = self._place
+        alone, _ = self._entered
         self._next_after, self._pending = alone.number, place(alone.replicas, self.joined_with, alone.number)
         return contents
 
@@ -646,7 +646,7 @@ class Job:
     def _enter_next(
         self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._enter_next_place(lost)
+        self._enter_next_view(lost)
         due = [act for applies, act in self._undone if applies()]
         self._undone = [(applies, act) for applies, act in self._undone if not applies()]
         if due:
@@ -654,15 +654,15 @@ class Job:
                 for act in due:
                     act()
 
-    def _enter_next_place(self, lost: PeerLostError, *, expected: bool = False) -> None:
+    def _enter_next_view(self, lost: PeerLostError, *, expected: bool = False) -> None:
         begun = time.monotonic()
-        self._enter(self.membership.next_place(lost, expected=expected))
+        self._enter(self.membership.next_view(lost, expected=expected))
         self._waited_before += time.monotonic() - begun
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, entered: EnteredView) -> None:
         self._waited_before = self.waited
         self.communicator.close()
-        self._place, self._pending, self.joined_with = place, None, ()
+        self._entered, self._pending, self.joined_with = entered, None, ()
 
     def _leads_host(self) -> bool:
         return any(host[0] == self.worker for host in self.view.hosts)

@@ -39,7 +39,7 @@ from lockstep.system.environment import WorkerConfig
 from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
-from lockstep.worker.job import GRACE_FOR_AGENT, Place
+from lockstep.worker.job import GRACE_FOR_AGENT, EnteredView
 from lockstep.worker.script import summarize_own
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class AgentMembership:
         """Whether the job has several hosts."""
         return self._credentials is not None
 
-    def first_place(self) -> Place:
+    def first_view(self) -> EnteredView:
         """Enter the view with which the job begins.
 
         Raises:
@@ -108,7 +108,7 @@ class AgentMembership:
         """
         return self._enter_announced(self._receive())
 
-    def next_place(self, lost: LockstepError, *, expected: bool = False) -> Place:
+    def next_view(self, lost: LockstepError, *, expected: bool = False) -> EnteredView:
         """Wait for the view after the one that ended with `lost`, and enter it; see `Membership`.
 
         If this worker is no longer needed, its process ends here.
@@ -123,7 +123,7 @@ class AgentMembership:
             self._client.broken(self._view.number, str(lost), fatal=False)
         return self._await_next(lost)
 
-    def _await_next(self, lost: LockstepError) -> Place:
+    def _await_next(self, lost: LockstepError) -> EnteredView:
         patience = self._policy.timeout
         answer = self._client.next_view(patience)
         if answer is None:
@@ -189,7 +189,7 @@ class AgentMembership:
         self._enter_announced(message)
         raise InternalError("the agent admitted a worker that had not asked to join")
 
-    def join(self) -> tuple[Contents, Place]:
+    def join(self) -> tuple[Contents, EnteredView]:
         """Wait until this worker is admitted, after a step, without a time limit.
 
         Raises:
@@ -204,7 +204,7 @@ class AgentMembership:
         return self._states.fetch(message.state), admitted
 
     def join_later(self) -> tuple[Contents, tuple[int, ...]]:
-        """Wait until this worker is admitted; leave the view to `next_place`; see `Membership`."""
+        """Wait until this worker is admitted; leave the view to `next_view`; see `Membership`."""
         self._buffers.map_allocated()
         self._client.request_to_join(whole=True)
         message = self._receive()
@@ -248,7 +248,7 @@ class AgentMembership:
         assert message is not None
         return message
 
-    def _enter_announced(self, message: AgentMessage) -> Place:
+    def _enter_announced(self, message: AgentMessage) -> EnteredView:
         match message:
             case EnterView(number, hosts, endpoint):
                 return self._enter(place_on_hosts(self._config.replicas, hosts, number), endpoint)
@@ -258,7 +258,7 @@ class AgentMembership:
                 raise PeerLostError(reason)
         raise _unexpected(message)
 
-    def _enter(self, view: View, endpoint: Endpoint) -> Place:
+    def _enter(self, view: View, endpoint: Endpoint) -> EnteredView:
         """Enter the exchange of `view`, or of a later one if that begins meanwhile."""
         if self._communicator is not None:
             self._communicator.close()
@@ -276,14 +276,14 @@ class AgentMembership:
         )
         return view, self._communicator
 
-    def _enter_network(self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment) -> Place:
+    def _enter_network(self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment) -> EnteredView:
         try:
             entered = self._network_entrance().enter(view, endpoint, segment, self._observe)
         except UnreachableError as error:
             self._client.broken(view.number, str(error), fatal=True)
             return self._await_next(error)
         except NetworkError as error:
-            return self.next_place(error)
+            return self.next_view(error)
         if isinstance(entered, AgentMessage):
             return self._enter_announced(entered)
         self._communicator = entered
