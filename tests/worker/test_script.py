@@ -106,10 +106,33 @@ the innermost cause
 0 derived errors ignored. [Op:__inference_step_1]"""
 
 
+OF_A_LAYER = """Exception encountered when calling Widen.call().
+
+\x1b[1mthe shapes
+do not fit\x1b[0m
+
+Arguments received by Widen.call():
+  • x=Tensor(shape=(3, 4))"""
+
+CONVERTED = """in user code:
+
+    File "train.py", line 3, in prepare  *
+        return widen(x)
+
+    ValueError: Exception encountered when calling Widen.call().
+
+    \x1b[1mno tensor\x1b[0m
+
+    Arguments received by Widen.call():
+"""
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
         (broken(), "ValueError: no good"),
+        (TypeError(OF_A_LAYER), "TypeError: Exception encountered when calling Widen.call(). the shapes"),
+        (ValueError(CONVERTED), "ValueError: Exception encountered when calling Widen.call(). no tensor"),
         (KeyError("k"), "KeyError: 'k'"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (ConfigError("x"), "lockstep.errors.ConfigError: x"),

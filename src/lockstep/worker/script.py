@@ -20,6 +20,9 @@ from lockstep.worker.program_sources import is_program
 _IN_A_GRAPH = "Graph execution error:"
 _AROUND = ("in user code:", "Exception encountered when calling ")
 """How errors begin that TensorFlow and Keras raise again with their own text around the original one."""
+_RAISED = re.compile(r"\s*[\w.]+: ")
+_HIGHLIGHTED = re.compile("\x1b\\[1m(.+?)(\x1b\\[0m)?$")
+"""A line with an error in a text of TensorFlow, and one in a text of Keras."""
 _CONVERTED = re.compile(r'File "([^"]+)", line (\d+), in .*  \*$', re.MULTILINE)
 _NO_CAUSES = ("[[", "File ", "Detected at node", "0 successful operations", "0 derived errors")
 """How lines of TensorFlow's errors begin that name the place of a failure, not the cause."""
@@ -184,10 +187,15 @@ def summarize(error: BaseException) -> str:
     """Describe an error in one line, without the code of a SyntaxError, notes and further lines.
 
     If TensorFlow reports only that executing a graph failed, and how the graph was built, the line ends with
-    the failure in the graph.
+    the failure in the graph. If Keras or TensorFlow have put text around an error, it is that of the error.
     """
     texts = [text for text in traceback.format_exception_only(error) if not text.startswith(" ")]
     first, *others = texts[0].strip().split("\n")
+    if first.endswith(_AROUND[0]):
+        first = next((line.strip() for line in others if _RAISED.match(line)), first)
+    if _AROUND[1] in first:
+        cause = next((match[1] for line in others if (match := _HIGHLIGHTED.search(line))), "")
+        return f"{first} {cause}".strip()
     if not first.endswith(_IN_A_GRAPH):
         return first
     causes = [line for line in others if line.strip() and not line.lstrip().startswith(_NO_CAUSES)]

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.errors import LockstepError
 from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.contract import Backend, Kind, Total
 from lockstep.keras.backends.losses import divided
@@ -33,6 +34,7 @@ from lockstep.keras.randomness import random_numbers
 from lockstep.keras.variables import assign, flat_metrics, optimizers_of, step_state
 from lockstep.observability.events import Difference, StepCompared
 from lockstep.worker.job import Job
+from lockstep.worker.script import summarize, summarize_own
 
 Array = npt.NDArray[Any]
 _GRADIENT = "lockstep gradient"
@@ -98,9 +100,11 @@ class Witness:
             result = StepCompared(
                 call=call, model=model.name, kind=kind, equal=tuple(equal), differences=tuple(differences)
             )
+        except _NotComparable as cause:
+            result = StepCompared(call=call, model=model.name, kind=kind, reason=str(cause))
         except Exception as error:
-            reason = str(error) if isinstance(error, _NotComparable) else f"{type(error).__name__}: {error}"
-            result = StepCompared(call=call, model=model.name, kind=kind, reason=reason.splitlines()[0])
+            reason = summarize_own(error) if isinstance(error, LockstepError) else summarize(error)
+            result = StepCompared(call=call, model=model.name, kind=kind, reason=reason)
         self.job.events.publish(result)
 
     def _compared(
