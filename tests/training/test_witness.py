@@ -119,6 +119,9 @@ EQUAL: dict[str, Callable[[], None]] = {
         )
     ),
     "a compiled step": lambda: fit(built(hidden(), metrics=["mae"])),
+    "several steps at a time": lambda: fit(
+        built(hidden(), steps_per_execution=3), batch_size=8, validation_data=(X, Y)
+    ),
     "sample weights": lambda: fit(built(hidden(), weighted_metrics=["mae"]), sample_weight=WEIGHTS),
     "sums and state": lambda: fit(built(hidden(), Squares(), loss=summed, optimizer="sgd")),
     "regularizers": lambda: fit(
