@@ -27,7 +27,10 @@ class Centered(keras.layers.Layer):
 
 
 class WithOptimizer(keras.Model):
-    """Has a step with an optimizer that creates its variables in its first update."""
+    """Has a step with an optimizer that creates its variables in its first update.
+
+    Afterwards, the step clears its gradients where they are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +41,12 @@ class WithOptimizer(keras.Model):
         return self.dense(x)
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        self.zero_grad()
         loss = keras.ops.mean(keras.ops.square(self(data[0]) - data[1]))
         loss.backward()
-        self.inner.apply([weight.value.grad for weight in self.trainable_weights], self.trainable_weights)
+        gradients = [weight.value.grad for weight in self.trainable_weights]
+        self.inner.apply(gradients, self.trainable_weights)
+        for gradient in gradients:
+            gradient.zero_()
         return {"error": loss}
 
 

@@ -514,6 +514,25 @@ def test_a_sum_of_losses_in_a_custom_step_is_that_of_the_whole_batch() -> None:
     np.testing.assert_allclose(model.get_weights()[0], 0.2 * X.T @ Y, rtol=1e-4)
 
 
+@here
+def test_a_plain_step_leaves_gradients_as_they_were() -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            loss = keras.ops.mean(keras.ops.square(self(data[0]) - data[1]))
+            loss.backward()
+            return {"gradient": self.trainable_weights[0].value.grad.sum()}
+
+    model = layers(cls=Own)
+    program(model)
+    backend = TorchBackend()
+    first, second = (
+        backend.plain_step(model, "train", lambda batches: model.train_step(*batches), (X, Y))[0]
+        for _ in range(2)
+    )
+    assert first == second
+    assert [variable.value.grad for variable in model.trainable_variables] == [None, None]
+
+
 def states_now() -> list[Any]:
     """Return everything that random numbers depend on, as copies."""
     generator = randomness.global_generator()

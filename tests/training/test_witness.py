@@ -17,7 +17,9 @@ from lockstep.data.batch import GlobalBatch
 from lockstep.keras.backends.jax import JaxProgram
 from lockstep.keras.fit import global_step, outputs
 from lockstep.keras.fit.deviations import deviation
+from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.random_rows import equal_draws
+from lockstep.keras.fit.trials import Trial
 from lockstep.keras.fit.witness import explaining
 from lockstep.keras.synchronization import AllReduce
 from lockstep.observability.events import Event, StepCompared
@@ -517,6 +519,53 @@ def test_a_fault_of_the_combination_is_seen(
     found = [part for step in steps for part in step.differences]
     assert any(part.part.startswith(fault.part) for part in found), found
     assert not any(part.named for part in found)
+
+
+def test_a_fault_is_seen_whatever_metrics_have_counted_before(
+    compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_partial("metric/", only(2))(monkeypatch)
+    model = eager(hidden())
+    for variable in model.metrics_variables:
+        variable.assign(1e4)
+    model.evaluate(X, Y, batch_size=29, verbose=0)
+    assert "loss" in differing(compared())
+
+
+def test_what_a_trial_leaves_behind_is_seen(
+    compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Trial.measure
+
+    def leaving(self: Trial, kinds: Any) -> None:
+        measure(self, kinds)
+        model.layers[-1].bias.assign([0.1])
+
+    monkeypatch.setattr(Trial, "measure", leaving)
+    model = eager(hidden())
+    model.evaluate(X, Y, batch_size=29, verbose=0)
+    assert "loss" in differing(compared())
+
+
+def test_what_an_earlier_call_has_learned_is_seen(
+    compared: Callable[[], list[StepCompared]], job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = replace(job_of_one_worker.context, checks="every-fit")
+    monkeypatch.setattr(job_of_one_worker, "_context", every)
+    once, known = GlobalStep.compute_once, dict[int, Any]()
+
+    def learning(self: GlobalStep, batch: GlobalBatch) -> Any:
+        return known.setdefault(id(self), once(self, batch))
+
+    monkeypatch.setattr(GlobalStep, "compute_once", learning)
+    model = eager(hidden())
+    model.predict(X, verbose=0)
+    assert differing(compared()) == {}
+    model.predict(2 * X, verbose=0)
+    assert differing(compared()).keys() == {"outputs"}
+    model.compile(run_eagerly=True)
+    model.predict(3 * X, verbose=0)
+    assert differing(compared()) == {}
 
 
 # Rounding.

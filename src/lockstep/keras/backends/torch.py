@@ -91,7 +91,14 @@ class TorchBackend:
 
     def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function; see `Backend`."""
-        return function([keras.tree.map_structure(copied, batch)]), None
+        tensors = [variable.value for variable in model.trainable_variables]
+        before = [None if tensor.grad is None else tensor.grad.clone() for tensor in tensors]
+        try:
+            return function([keras.tree.map_structure(copied, batch)]), None
+        finally:
+            # A step that does not clear them would add to those of this one.
+            for tensor, gradient in zip(tensors, before, strict=True):
+                tensor.grad = gradient
 
     def training_state(self, model: Any) -> "TorchState":
         """Return the state of the training steps of `model`."""

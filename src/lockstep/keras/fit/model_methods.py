@@ -168,7 +168,8 @@ class ModelMethods:
         self._told_parts: set[str] = set()
         self._named: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self._witnessed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
-        self._witness = Witness(job, backend, self._new_step, self._by_itself, self._step_context)
+        self._compared_steps: tuple[Any, dict[Kind, GlobalStep]] = (None, {})
+        self._witness = Witness(job, backend, self._compared_step, self._by_itself, self._step_context)
         self._plain_steps = 0
         self._trained_by_batch: tuple[Any, int] | None = None
         self._told_paths: set[str] = set()
@@ -431,7 +432,8 @@ class ModelMethods:
                 lambda: self._recorded_settings(model, given),
             )
             if isinstance(validation, GlobalInput):
-                self._check(call, model, "test", validation.peek)
+                with self._checked(call, model, "test", validation.peek):
+                    pass
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
                 note_different_paths(self._job, callbacks, call.name, self._told_paths)
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
@@ -663,8 +665,8 @@ class ModelMethods:
                 # While some layer is not built, Keras first calls the model on a batch of its own.
                 data.plain_first = not all(layer.built for layer in layers_of(model))
             if not self._alone:
-                self._introduce(call, model, "predict", data.peek)
-                self._check(call, model, "predict", data.peek)
+                with self._checked(call, model, "predict", data.peek):
+                    self._introduce(call, model, "predict", data.peek)
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
             with rows_read_together(self._job):
@@ -708,12 +710,12 @@ class ModelMethods:
         if kind != "predict" and (not self._alone or self._models.awaits(model)):
             self._models.build(model, kind, batch)
             if not self._alone:
-                self._introduce(call, model, kind, batch)
-                self._check(call, model, kind, batch)
+                with self._checked(call, model, kind, batch):
+                    self._introduce(call, model, kind, batch)
         self._models.load_waiting(model)
         if kind == "predict" and not self._alone and self._models.is_built(model):
-            self._introduce(call, model, kind, batch)
-            self._check(call, model, kind, batch)
+            with self._checked(call, model, kind, batch):
+                self._introduce(call, model, kind, batch)
         if self._models.is_built(model):
             first = self._calls.outermost == 1
             self._compare(
@@ -881,19 +883,33 @@ class ModelMethods:
         self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model, kind)))
         if self._alone:
             return
-        self._introduce(call, model, kind, data.peek)
-        self._check(call, model, kind, data.peek)
+        with self._checked(call, model, kind, data.peek):
+            self._introduce(call, model, kind, data.peek)
         self._compare(call, model, facts, settings)
 
-    def _check(self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]) -> None:
-        """In a job that checks the script, compare a step with that of one process."""
+    def _checked(
+        self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which to try a model; a job that checks the script compares a step there."""
         checks = self._job.context.checks
-        if not checks:
-            return
         witnessed = self._witnessed.setdefault(model, set())
-        if checks == "every-fit" or kind not in witnessed:
-            witnessed.add(kind)
-            self._witness.compare(call.name, model, kind, read(), self._named.get(model, ()))
+        if not checks or (checks != "every-fit" and kind in witnessed):
+            return nullcontext()
+        witnessed.add(kind)
+        return self._witness.compared(call.name, model, kind, read(), lambda: self._named.get(model, ()))
+
+    def _compared_step(self, model: Any, kind: Kind) -> GlobalStep:
+        """Return the step of a model to compare, which lasts as long as the step of Keras's loops.
+
+        The two differ, because the compared one draws constants. Both may have learned in an earlier call
+        what is wrong in this one.
+        """
+        compared, steps = self._compared_steps
+        if compared is not model:
+            _, steps = self._compared_steps = (model, {})
+        if kind not in steps or getattr(model, f"{kind}_function") is None:
+            steps[kind] = self._new_step(model, kind)
+        return steps[kind]
 
     def _new_step(self, model: Any, kind: Kind) -> GlobalStep:
         context = self._step_context(model) if kind == "train" else nullcontext

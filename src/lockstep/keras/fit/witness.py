@@ -82,32 +82,50 @@ class Witness:
         self.plainly = plainly
         self.context = context
 
-    def compare(self, call: str, model: Any, kind: Kind, batch: Any, names: Sequence[str]) -> None:
+    @contextmanager
+    def compared(
+        self, call: str, model: Any, kind: Kind, batch: Any, names: Callable[[], Sequence[str]]
+    ) -> Iterator[None]:
         """Compare a step, and publish the result; the model and the random states stay as they are.
+
+        Plain Keras takes the step before the block, in which the program is tried, and replicas afterwards.
+        So what the block leaves behind is a difference, too.
 
         Args:
             call: names the call of the script.
             model: built and compiled.
             kind: of the step.
             batch: the whole batch, in the form in which the program's step gets it.
-            names: the parts of the program that a note has named.
+            names: returns, after the block, the parts of the program that a note has named.
         """
-        result = StepCompared(call=call, model=model.name, kind=kind)
+        comparison, reason = None, ""
+        equal: list[str] = []
+        differences: list[Difference] = []
         try:
             with replaced(model, "steps_per_execution", 1):
-                equal, differences = self._compared(model, kind, batch, names)
-            result = StepCompared(
-                call=call, model=model.name, kind=kind, equal=tuple(equal), differences=tuple(differences)
-            )
+                comparison = _Comparison(self, model, kind, batch)
         except Exception as error:
-            reason = summarize_own(error) if isinstance(error, LockstepError) else summarize(error)
-            result = StepCompared(call=call, model=model.name, kind=kind, reason=reason)
-        self.job.events.publish(result)
+            reason = _reason(error)
+        yield
+        try:
+            if comparison is not None:
+                with replaced(model, "steps_per_execution", 1):
+                    equal, differences = self._results(comparison, names())
+        except Exception as error:
+            reason = _reason(error)
+        self.job.events.publish(
+            StepCompared(
+                call=call,
+                model=model.name,
+                kind=kind,
+                equal=tuple(equal),
+                differences=tuple(differences),
+                reason=reason,
+            )
+        )
 
-    def _compared(
-        self, model: Any, kind: Kind, batch: Any, names: Sequence[str]
-    ) -> tuple[list[str], list[Difference]]:
-        comparison = _Comparison(self, model, kind, batch)
+    @staticmethod
+    def _results(comparison: "_Comparison", names: Sequence[str]) -> tuple[list[str], list[Difference]]:
         deviations = comparison.deviations()
         equal = [part for part, found in deviations.items() if found is None]
         differing = {part: found for part, found in deviations.items() if found is not None}
@@ -116,6 +134,11 @@ class Witness:
             Difference(part, str(found), begins, ", ".join(explaining(part, names)))
             for part, found in differing.items()
         ]
+
+
+def _reason(error: Exception) -> str:
+    """Return why a step was not compared."""
+    return summarize_own(error) if isinstance(error, LockstepError) else summarize(error)
 
 
 def explaining(part: str, names: Sequence[str]) -> list[str]:
@@ -139,7 +162,10 @@ def explaining(part: str, names: Sequence[str]) -> list[str]:
 
 
 class _Comparison:
-    """One comparison: the two computations, and where they begin to differ."""
+    """One comparison: the two computations, and where they begin to differ.
+
+    The first one, of plain Keras, is made at once.
+    """
 
     def __init__(self, witness: Witness, model: Any, kind: Kind, batch: Any) -> None:
         self._witness = witness
@@ -151,16 +177,20 @@ class _Comparison:
         self._global = whole_batch(self._batch)
         self._function: Any = None
         self._gradients_in_logs = _GradientsInLogs(model)
+        self._program = self._backend.program(model, kind)
+        with neutral(model, lambda name: None, constant=True), self._empty_metrics():
+            self._before = self._state(None)
+            self._reference = self._plain()
 
     def deviations(self) -> dict[str, Deviation | None]:
         """Return what the step computes, by names of its parts, with how replicas deviate."""
-        with neutral(self._model, lambda name: None, constant=True):
-            step = self._witness.step(self._model, self._kind)
-            self._program = step.program
-            self._before = self._state(None)
-            reference = self._plain()
-            others = [self._rounded(number) for number in range(_ROUNDINGS)]
+        reference, step = self._reference, self._witness.step(self._model, self._kind)
+        self._program = step.program
+        with neutral(self._model, lambda name: None, constant=True), self._empty_metrics():
+            # A trial may have created variables.
+            self._before = {**self._state(None), **self._before}
             replicas = self._of_replicas(step)
+            others = [self._rounded(number) for number in range(_ROUNDINGS)]
             expected = self._updated(replicas)
         figures = self._figures(reference, replicas, others)
         rest = self._rest(expected, reference, replicas, others)
@@ -398,6 +428,17 @@ class _Comparison:
         return array if array is None else np.asarray(self._backend.to_numpy(array))
 
     @contextmanager
+    def _empty_metrics(self) -> Iterator[None]:
+        """Within the block, metrics have seen no batch, so that they show what one step adds to them."""
+        before = [(one, np.array(self._host(one.value))) for one in self._model.metrics_variables]
+        self._model.reset_metrics()
+        try:
+            yield
+        finally:
+            for variable, value in before:
+                variable.assign(value)
+
+    @contextmanager
     def _undone(self) -> Iterator[None]:
         """Within the block a step may be taken; afterwards, the variables have their values from before.
 
@@ -461,7 +502,8 @@ class _GradientsInLogs:
 
     def _dense(self, gradient: Any) -> Any:
         if type(gradient).__name__ != "IndexedSlices":
-            return gradient
+            # The step may change it afterwards, as PyTorch's zero_grad does.
+            return gradient if self._jax else keras.ops.copy(gradient)
         import tensorflow as tf
 
         self.has_occurrences = True
