@@ -607,3 +607,26 @@ def test_a_step_that_adds_to_the_gradients_of_the_step_before_is_refused(clears:
         if number == 1 and clears in ("never", "sometimes"):
             return
         prepared.apply(None, [as_total(partials[0])])
+
+
+class Metered(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = keras.metrics.Mean()
+
+    def call(self, x: Any) -> Any:
+        self.meter.update_state(x)
+        return x
+
+
+@here
+def test_predictions_update_the_metrics_of_layers() -> None:
+    metered = Metered()
+    computed = program(layers(metered), "predict")
+    partials = [computed.compute(None, share(replica), ()) for replica in range(2)]
+    assert [sorted(partial) for partial in partials] == [["metric/4", "metric/5"]] * 2
+    assert float(metered.meter.count) == 0
+    total = {name: sum(partial[name] for partial in partials) for name in partials[0]}
+    computed.apply(None, [total])
+    np.testing.assert_allclose(float(metered.meter.result()), X[:4].mean(), rtol=1e-6)
+    assert float(metered.meter.count) == 8

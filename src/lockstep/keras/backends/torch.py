@@ -32,7 +32,13 @@ from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Tot
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
-from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
+from lockstep.keras.backends.losses import (
+    by_density,
+    divided,
+    replica_step,
+    weighted_gradients,
+    weighted_means,
+)
 from lockstep.keras.backends.multi_update import (
     EndOfRound,
     StepForm,
@@ -311,6 +317,14 @@ class TorchProgram(TorchState):
         self._seeds = {i for i, one in enumerate(self._state) if one.is_seed}
         self._trainable = [variable.value for variable in model.trainable_variables]
         self._metrics = [variable.value for variable in model.metrics_variables]
+        of_layers = {
+            id(variable.value)
+            for layer in layers_of(model)
+            if layer is not model
+            for variable in layer.metrics_variables
+        }
+        # Predictions update no others.
+        self._metrics_of_layers = [i for i, metric in enumerate(self._metrics) if id(metric) in of_layers]
         self._positions = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         self._known: set[int] | None = None
         self._unseen: set[int] = set()
@@ -364,6 +378,9 @@ class TorchProgram(TorchState):
                 tensor, name = self._tensors[i], self._state[i].name(i)
                 change = borrowed(last[name], tensor.device)
                 tensor.copy_(change) if name.startswith(EQUAL) else tensor.add_(change)
+            if self._kind == "predict":
+                for i in self._metrics_of_layers:
+                    self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
             if self._log_template is None:
                 return None, None
             for i, metric in enumerate(self._metrics):
@@ -427,9 +444,9 @@ class TorchProgram(TorchState):
         if self._kind != "train":
             self._form.show(number)
         if self._kind == "predict":
-            with torch.no_grad():
+            with torch.no_grad(), weighted_means(weight):
                 self._outputs.append((share.replica, model.predict_step(data)))
-            return {}
+                return {f"metric/{i}": self._metrics[i].detach().clone() for i in self._metrics_of_layers}
         with replica_step(model, self._kind, weight) as (densities, results):
             if self._kind == "test":
                 with torch.no_grad():
