@@ -3,8 +3,10 @@
 import msgspec
 import pytest
 
-from lockstep.observability.events import STEP_PARTS, LoadMeasured, StepsMeasured, WorkerLoad
-from lockstep.observability.step_parts import CallTimes, WorkerTimes, advise, describe, scores
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import STEP_PARTS, CallEnded, LoadMeasured, StepsMeasured, WorkerLoad
+from lockstep.observability.run_state import RunState
+from lockstep.observability.step_parts import WorkerTimes, advise, describe, scores
 
 
 def measured(
@@ -27,8 +29,27 @@ def measured(
 def times(*several: StepsMeasured) -> WorkerTimes:
     sums = WorkerTimes()
     for one in several:
-        sums.add(one)
+        sums = sums.plus(one)
     return sums
+
+
+class CallTimes:
+    """The state of a run that takes measurements, and the lines about its calls."""
+
+    def __init__(self) -> None:
+        self.state = RunState(keeps_history=False)
+
+    def measured(self, worker: int, measured: StepsMeasured) -> None:
+        self.state = self.state.after(PublishedEvent(0.0, worker, measured))
+
+    def loaded(self, load: LoadMeasured) -> None:
+        self.state = self.state.after(PublishedEvent(0.0, None, load))
+
+    def ended(self, call: str, worker: int, members: tuple[int, ...]) -> str:
+        before = msgspec.structs.replace(self.state, members=members)
+        self.state = before.after(PublishedEvent(0.0, worker, CallEnded(call)))
+        ended = self.state.ended_call
+        return "" if ended is None or ended is before.ended_call else ended.line(members)
 
 
 def test_a_line_is_due_when_all_members_have_ended_the_call() -> None:

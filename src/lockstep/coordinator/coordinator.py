@@ -27,7 +27,6 @@ from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.console import Console
 from lockstep.observability.run_state import JobTotals, RunState
-from lockstep.observability.step_parts import CallTimes
 from lockstep.protocol.admin import (
     AdminRequest,
     Refused,
@@ -189,7 +188,6 @@ class Coordinator:
     _chief_writes: tuple[str, ...] = ()
     _kept_step: int = 0
     _run: RunState = field(init=False)
-    _call_times: CallTimes = field(default_factory=CallTimes)
     _begun: float = 0.0
     _since: float = 0.0
     _too_large: bool = False
@@ -209,10 +207,14 @@ class Coordinator:
             members=self.state.view.workers,
             totals=JobTotals() if self.record is None else self.record.tally,
         )
-        self.events.subscribe(self._note_event, *run_events.RUN_EVENTS, run_events.StepsMeasured)
+        kinds = (*run_events.RUN_EVENTS, run_events.StepsMeasured, run_events.LoadMeasured)
+        self.events.subscribe(self._note_event, *kinds)
 
     def _note_event(self, published: PublishedEvent) -> None:
-        self._run = self._run.after(published)
+        before, self._run = self._run.ended_call, self._run.after(published)
+        ended = self._run.ended_call
+        if ended is not None and ended is not before and (line := ended.line(self._run.members)):
+            self.console.say(line)
 
     def _take_in(self, agent: HostAgent) -> None:
         agent.queue = self._queue
@@ -641,7 +643,6 @@ class Coordinator:
                 pass
             case LoadReport(load):
                 self.events.publish(load)
-                self._call_times.loaded(load)
             case StackReply(worker):
                 for pending in self._stack_requests.pop(worker, ()):
                     pending.send(report)
@@ -719,10 +720,8 @@ class Coordinator:
                     self._take_fact(event)
                     return
                 self.events.publish(event, worker)
-                if isinstance(event, run_events.StepsMeasured):
-                    self._call_times.measured(worker, event)
-                elif not isinstance(
-                    event, run_events.MetricsRecorded | run_events.WorkerDigest | run_events.OrderRecorded
+                if not isinstance(
+                    event, run_events.WorkerMeasurement | run_events.WorkerDigest | run_events.OrderRecorded
                 ):
                     self._take_event(worker, event)
             case ViewBroken():
@@ -761,9 +760,6 @@ class Coordinator:
                 self._tell_of_skipped_steps(worker, skipped)
             case run_events.CallStarted(name):
                 self._doing = name
-            case run_events.CallEnded(name):
-                if line := self._call_times.ended(name, worker, self.state.members):
-                    self.console.say(line)
             case run_events.ChiefWrites(paths):
                 self._chief_writes = tuple(dict.fromkeys((*self._chief_writes, *paths)))
             case run_events.SourceChanged(path, what):

@@ -247,20 +247,20 @@ def _times(run: RunState, info: WorkerInfo, since: float) -> WorkerTimes:
 
     First steps, which compile, do not count.
     """
-    steps, times = info.steps, WorkerTimes()
+    steps = info.steps
     if not len(steps):
-        return times
+        return WorkerTimes()
     counts, numbers = steps.column("count"), steps.column("number")
     chosen = _recent(run, info, since) & ~((counts == 1) & (numbers == 1))
-    times.steps = int(counts[chosen].sum())
-    times.examples = int(steps.column("examples")[chosen].sum())
-    times.compiled = int(steps.column("compiled")[chosen].sum())
-    times.compiling = float(steps.column("compiling")[chosen].sum())
-    times.replicas = int((steps.column("replicas") * counts)[chosen].sum())
-    times.calls = dict(info.nested)
-    for part in STEP_PARTS:
-        times.parts[part] = float(steps.column(part)[chosen].sum())
-    return times
+    return WorkerTimes(
+        steps=int(counts[chosen].sum()),
+        examples=int(steps.column("examples")[chosen].sum()),
+        replicas=int((steps.column("replicas") * counts)[chosen].sum()),
+        parts={part: float(steps.column(part)[chosen].sum()) for part in STEP_PARTS},
+        calls=info.nested,
+        compiled=int(steps.column("compiled")[chosen].sum()),
+        compiling=float(steps.column("compiling")[chosen].sum()),
+    )
 
 
 def _recent(run: RunState, info: WorkerInfo, since: float) -> npt.NDArray[np.bool_]:

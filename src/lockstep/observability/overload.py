@@ -1,7 +1,8 @@
 """Whether other programs overload a host of the job, in words. Pure."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from lockstep.observability.events import LoadMeasured
 
@@ -37,8 +38,7 @@ def tell_of_overload(host: str, cores: int, busy: float, used: float, delays: It
     )
 
 
-@dataclass
-class _WorkerSums:
+class _WorkerSums(msgspec.Struct, frozen=True):
     """Sums over measurements of a worker."""
 
     count: int = 0
@@ -46,27 +46,25 @@ class _WorkerSums:
     delayed: float = 0.0
 
 
-@dataclass
-class HostLoads:
+class HostLoads(msgspec.Struct, frozen=True):
     """Sums over the measurements of a host, without the first one, which covers an earlier time, too."""
 
     cores: int = 0
     _count: int = -1
     _busy: float = 0.0
-    _workers: dict[int, _WorkerSums] = field(default_factory=dict)
+    _workers: Mapping[int, _WorkerSums] = {}
 
-    def add(self, load: LoadMeasured) -> None:
-        """Add a measurement."""
-        self.cores = load.cores
-        self._count += 1
-        if not self._count:
-            return
-        self._busy += load.busy
+    def plus(self, load: LoadMeasured) -> "HostLoads":
+        """Return the sums with another measurement."""
+        if self._count < 0:
+            return HostLoads(load.cores, 0)
+        workers = {**self._workers}
         for one in load.workers:
-            sums = self._workers.setdefault(one.worker, _WorkerSums())
-            sums.count += 1
-            sums.cores += one.cores
-            sums.delayed += one.delayed
+            sums = workers.get(one.worker) or _WorkerSums()
+            workers[one.worker] = _WorkerSums(
+                sums.count + 1, sums.cores + one.cores, sums.delayed + one.delayed
+            )
+        return HostLoads(load.cores, self._count + 1, self._busy + load.busy, workers)
 
     def overload(self, host: str) -> str:
         """Return the line about the host on average; see `tell_of_overload`."""

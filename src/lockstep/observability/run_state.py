@@ -18,6 +18,7 @@ from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import STEP_PARTS, LoadMeasured, MetricsRecorded, StepsMeasured
 from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numbering
 from lockstep.observability.run_lines import Happening, as_happening
+from lockstep.observability.step_parts import CallTimes
 from lockstep.observability.step_recorder import serves, trains
 
 _MOST_EVENTS = 20_000
@@ -235,6 +236,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         hosts: by name.
         totals: what the job has done.
         stepped: whether a worker has completed a first step.
+        call_times: of the last call that trains, until all members have ended it.
+        ended_call: the times of the last such call that all members have ended; None before.
         left: number of workers that were asked to leave.
         trained: training steps that workers have measured, or from which they have resumed; None before.
         examples: in measured training steps.
@@ -263,6 +266,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Mapping[str, HostInfo] = {}
     totals: JobTotals = JobTotals()
     stepped: bool = False
+    call_times: CallTimes = CallTimes()
+    ended_call: CallTimes | None = None
     left: int = 0
     trained: int | None = None
     examples: ExampleCount = ExampleCount()
@@ -330,6 +335,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             workers=self.workers.plus(worker, info),
             waits=_without(self.waits, worker),
             totals=_reached(self.totals, steps.trained),
+            call_times=self.call_times.measured(worker, steps),
             trained=trained,
             examples=examples,
             taken=taken,
@@ -384,7 +390,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
                 )
             host = replace(host, load=rows, gpu_load=gpu_load)
         hosts = {**self.hosts, measured.host: host}
-        return replace(self, last=max(self.last, time), workers=workers, hosts=hosts)
+        call_times = self.call_times.loaded(measured)
+        return replace(self, last=max(self.last, time), workers=workers, hosts=hosts, call_times=call_times)
 
     # Events.
 
@@ -442,6 +449,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             waits={},
             totals=JobTotals(),
             stepped=False,
+            call_times=CallTimes(),
+            ended_call=None,
             left=0,
             trained=None,
             examples=ExampleCount(),
@@ -525,6 +534,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
                 if call.name == name or call.name.endswith(f" within {name}"):
                     calls = calls.replaced(index, replace(call, ended=happening.time))
             state = replace(state, calls=calls)
+        if name == self.call_times.call and happening.worker is not None:
+            times = self.call_times.after_end(name, happening.worker)
+            if times.ended.issuperset(self.members):
+                state = replace(state, call_times=CallTimes(), ended_call=times)
+            else:
+                state = replace(state, call_times=times)
         return state._with_phase(happening, "running the script")
 
     def _waits(self, happening: Happening) -> "RunState":

@@ -1,9 +1,13 @@
 """Where the time of steps goes: sums over the workers of a call, and one line about them. Pure."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from operator import add, attrgetter
+
+import msgspec
+from msgspec.structs import replace
 
 from lockstep.observability.events import STEP_PARTS, LoadMeasured, StepsMeasured
+from lockstep.observability.growth import GrowingMap
 from lockstep.observability.overload import HostLoads
 from lockstep.system.prose import count
 
@@ -40,8 +44,10 @@ _ADVICE = {
 }
 
 
-@dataclass
-class WorkerTimes:
+_parts_of = attrgetter(*STEP_PARTS)
+
+
+class WorkerTimes(msgspec.Struct, frozen=True):
     """Sums over steps of one worker in one call, without its first step, which compiles.
 
     Attributes:
@@ -57,22 +63,25 @@ class WorkerTimes:
     steps: int = 0
     examples: int = 0
     replicas: int = 0
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
-    calls: dict[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+    calls: Mapping[str, float] = {}
     compiled: int = 0
     compiling: float = 0.0
 
-    def add(self, measured: StepsMeasured) -> None:
-        """Add a measurement."""
-        self.steps += measured.count
-        self.examples += measured.examples
-        self.replicas += measured.replicas * measured.count
-        self.compiled += measured.compiled
-        self.compiling += measured.compiling
-        for part in STEP_PARTS:
-            self.parts[part] += getattr(measured, part)
+    def plus(self, measured: StepsMeasured) -> "WorkerTimes":
+        """Return the sums with another measurement."""
+        calls = self.calls
         for method, seconds in measured.calls.items():
-            self.calls[method] = self.calls.get(method, 0.0) + seconds
+            calls = {**calls, method: calls.get(method, 0.0) + seconds}
+        return WorkerTimes(
+            steps=self.steps + measured.count,
+            examples=self.examples + measured.examples,
+            replicas=self.replicas + measured.replicas * measured.count,
+            parts=dict(zip(STEP_PARTS, map(add, self.parts.values(), _parts_of(measured)), strict=True)),
+            calls=calls,
+            compiled=self.compiled + measured.compiled,
+            compiling=self.compiling + measured.compiling,
+        )
 
     @property
     def seconds(self) -> float:
@@ -107,45 +116,50 @@ def scores(workers: Mapping[int, WorkerTimes]) -> dict[int, float]:
     return {worker: min(paces.values()) / pace for worker, pace in paces.items()}
 
 
-@dataclass
-class CallTimes:
-    """The times of the call in progress, on all workers, and the load of their hosts meanwhile.
+class CallTimes(msgspec.Struct, frozen=True):
+    """The times of a call, on all workers, and the load of their hosts meanwhile.
 
-    A line about a call is due when all members have ended it.
+    A line about the call is due when all members have ended it.
+
+    Attributes:
+        call: its name; empty before the first call.
+        workers: the times of each worker.
+        ended: the workers that have ended the call.
+        hosts: the load of each host, by its name.
     """
 
-    _call: str = ""
-    _workers: dict[int, WorkerTimes] = field(default_factory=dict)
-    _ended: set[int] = field(default_factory=set)
-    _hosts: dict[str, HostLoads] = field(default_factory=dict)
+    call: str = ""
+    workers: GrowingMap[WorkerTimes] = GrowingMap()
+    ended: frozenset[int] = frozenset()
+    hosts: Mapping[str, HostLoads] = {}
 
-    def measured(self, worker: int, measured: StepsMeasured) -> None:
-        """Add a measurement of a worker."""
-        if measured.call.startswith(("fit", "steps", "functions")):
-            self._begin(measured.call)
-            if not is_first(measured):
-                self._workers.setdefault(worker, WorkerTimes()).add(measured)
+    def measured(self, worker: int, measured: StepsMeasured) -> "CallTimes":
+        """Return the times with a measurement of a worker, which may begin another call."""
+        if not measured.call.startswith(("fit", "steps", "functions")):
+            return self
+        times = self if measured.call == self.call else CallTimes(measured.call)
+        if is_first(measured):
+            return times
+        sums = (times.workers.find(worker) or WorkerTimes()).plus(measured)
+        return replace(times, workers=times.workers.plus(worker, sums))
 
-    def loaded(self, load: LoadMeasured) -> None:
-        """Add a measurement of a host."""
-        if self._call:
-            self._hosts.setdefault(load.host, HostLoads()).add(load)
+    def loaded(self, load: LoadMeasured) -> "CallTimes":
+        """Return the times with a measurement of a host."""
+        if not self.call:
+            return self
+        loads = (self.hosts.get(load.host) or HostLoads()).plus(load)
+        return replace(self, hosts={**self.hosts, load.host: loads})
 
-    def ended(self, call: str, worker: int, members: Iterable[int]) -> str:
-        """Note that a worker has ended a call; return the line about it if it is due, or an empty text."""
-        if call != self._call:
-            return ""
-        self._ended.add(worker)
-        if not self._ended.issuperset(members):
-            return ""
-        line = describe(call, {one: self._workers[one] for one in members if one in self._workers})
-        overloaded = [text for name, one in self._hosts.items() if line and (text := one.overload(name))]
-        self._begin("")
+    def after_end(self, call: str, worker: int) -> "CallTimes":
+        """Return the times after a worker has ended a call."""
+        return replace(self, ended=self.ended | {worker}) if call == self.call else self
+
+    def line(self, members: Collection[int]) -> str:
+        """Return the line about the call; empty if it was short."""
+        found = {one: times for one in members if (times := self.workers.find(one)) is not None}
+        line = describe(self.call, found)
+        overloaded = [text for name, one in self.hosts.items() if line and (text := one.overload(name))]
         return "; ".join([line, *overloaded])
-
-    def _begin(self, call: str) -> None:
-        if call != self._call:
-            self._call, self._workers, self._ended, self._hosts = call, {}, set(), {}
 
 
 def slow_workers(workers: Mapping[int, WorkerTimes]) -> dict[int, str]:
