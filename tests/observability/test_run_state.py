@@ -80,7 +80,7 @@ ENTRIES = [JOB, *(PublishedEvent(1.0 + at, *what) for at, what in enumerate(HAPP
 
 
 def test_what_a_job_has_done() -> None:
-    state = RunState()
+    state = RunState(keeps_history=False)
     for entry in ENTRIES:
         state = state.after(entry)
     totals = JobTotals(lost=1, joined=1, checkpoints=1, verified=9, before=100, reached=111)
@@ -103,9 +103,12 @@ def read(folder: Path) -> list[PublishedEvent | Happening]:
     return sorted((one for one in (*events, *measured) if one is not None), key=lambda one: one.time)
 
 
+@pytest.mark.parametrize("keeps_history", [True, False])
 @pytest.mark.parametrize("entries", [ENTRIES, read(GOLDEN)], ids=["made", "recorded"])
-def test_a_state_stays_what_it_is_when_events_follow(entries: list[PublishedEvent | Happening]) -> None:
-    states = [RunState()]
+def test_a_state_stays_what_it_is_when_events_follow(
+    entries: list[PublishedEvent | Happening], keeps_history: bool
+) -> None:
+    states = [RunState(keeps_history=keeps_history)]
     for entry in entries:
         states.append(states[-1].after(entry))
     before = [plain(state) for state in states]

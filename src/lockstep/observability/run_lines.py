@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import Measurement
+from lockstep.observability.events import LoadMeasured, MetricsRecorded, StepsMeasured
 
 _CHUNK = 4 * 1024 * 1024
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -33,15 +33,27 @@ class Happening(msgspec.Struct, frozen=True):
     fields: Mapping[str, Any]
 
 
-class _Origin(msgspec.Struct):
-    """What every line of `measurements.jsonl` says beside its measurement."""
+# What every line of `measurements.jsonl` says beside its measurement: so a line is decoded once.
 
+
+class _StepsLine(StepsMeasured, frozen=True, kw_only=True, tag="steps"):
     time: float
     worker: int | None = None
 
 
-_origins: msgspec.json.Decoder[_Origin] = msgspec.json.Decoder(_Origin)
-_measurements: msgspec.json.Decoder[Measurement] = msgspec.json.Decoder(Measurement)
+class _MetricsLine(MetricsRecorded, frozen=True, kw_only=True, tag="metrics"):
+    time: float
+    worker: int | None = None
+
+
+class _LoadLine(LoadMeasured, frozen=True, kw_only=True, tag="load"):
+    time: float
+    worker: int | None = None
+
+
+_measurements: msgspec.json.Decoder[_StepsLine | _MetricsLine | _LoadLine] = msgspec.json.Decoder(
+    _StepsLine | _MetricsLine | _LoadLine
+)
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
@@ -89,10 +101,10 @@ def as_happening(published: PublishedEvent) -> Happening:
 def measurement(line: bytes) -> PublishedEvent | None:
     """Return the measurement in a line of `measurements.jsonl`; None if there is no measurement."""
     try:
-        origin = _origins.decode(line)
-        return PublishedEvent(origin.time, origin.worker, _measurements.decode(line))
+        found = _measurements.decode(line)
     except _UNREADABLE:
         return None
+    return PublishedEvent(found.time, found.worker, found)
 
 
 class GrowingFile:

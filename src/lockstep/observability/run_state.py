@@ -226,8 +226,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     Steps, load, metrics, calls, checkpoints and events of earlier runs in the folder remain.
 
     Attributes:
-        keeps_history: whether the state has every measurement and event; otherwise its size is bounded, and
-            it has no columns, events, checkpoints, views and calls.
+        keeps_history: whether the state has every measurement and event: columns, events, checkpoints, views
+            and calls. Otherwise its size is bounded, and it has sums instead: examples, taken, served and
+            call_times.
         job: the fields of the event `job`; empty before it.
         began: when the run started, in seconds since 1970; 0 before that is known.
         last: when something was last published.
@@ -320,27 +321,31 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             state, call = self._with_call(steps.call, steps.began)
             rows = rows.plus(time, call, *(math.nan if value is None else value for value in _sums_of(steps)))
         info = replace(info, phase=phase, call=steps.call, nested=nested, steps=rows)
-        trained, examples, taken, served = self.trained, self.examples, self.taken, self.served
+        trained = self.trained
         if trains(steps.call):
             trained = steps.trained if trained is None else max(trained, steps.trained)
+        state = replace(
+            state,
+            last=max(self.last, time),
+            workers=self.workers.plus(worker, info),
+            waits=_without(self.waits, worker),
+            totals=_reached(self.totals, steps.trained),
+            trained=trained,
+        )
+        return state if self.keeps_history else state._with_sums(worker, steps)
+
+    def _with_sums(self, worker: int, steps: StepsMeasured) -> "RunState":
+        """Return the state with a measurement in its sums, which a state with history can do without."""
+        examples, taken, served = self.examples, self.taken, self.served
+        if trains(steps.call):
             taken = taken.plus(worker, (taken.find(worker) or StepSums()).plus(steps))
             if steps.staleness is None or steps.largest_staleness is None:
                 # The chief of a job with parameter servers takes all steps.
                 examples = examples.plus(worker, steps)
         elif serves(steps.call):
             served = served.plus(worker, (served.find(worker) or StepSums()).plus(steps))
-        return replace(
-            state,
-            last=max(self.last, time),
-            workers=self.workers.plus(worker, info),
-            waits=_without(self.waits, worker),
-            totals=_reached(self.totals, steps.trained),
-            call_times=self.call_times.measured(worker, steps),
-            trained=trained,
-            examples=examples,
-            taken=taken,
-            served=served,
-        )
+        call_times = self.call_times.measured(worker, steps)
+        return replace(self, examples=examples, taken=taken, served=served, call_times=call_times)
 
     def _after_metrics(self, time: float, metrics: MetricsRecorded) -> "RunState":
         trained, epoch = metrics.trained, metrics.epoch
