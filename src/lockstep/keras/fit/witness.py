@@ -422,15 +422,16 @@ class _Comparison:
         return float(np.finfo("float16").eps) if "float16" in policies else float(np.finfo("float32").eps)
 
     def _state(self, state: Any) -> dict[str, Array]:
-        return {name: np.array(self._host(a)) for name, a in self._program.named_state(state).items()}
+        return {name: self._host(array) for name, array in self._program.named_state(state).items()}
 
     def _host(self, array: Any) -> Any:
-        return array if array is None else np.asarray(self._backend.to_numpy(array))
+        # A copy: the figure of a metric may be its variable, which will be restored.
+        return array if array is None else np.array(self._backend.to_numpy(array))
 
     @contextmanager
     def _empty_metrics(self) -> Iterator[None]:
         """Within the block, metrics have seen no batch, so that they show what one step adds to them."""
-        before = [(one, np.array(self._host(one.value))) for one in self._model.metrics_variables]
+        before = [(one, self._host(one.value)) for one in self._model.metrics_variables]
         self._model.reset_metrics()
         try:
             yield
