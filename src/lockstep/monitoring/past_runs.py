@@ -103,9 +103,9 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
         now: seconds since 1970; None if no process uses the folder.
     """
     name = printable(name)
-    state, last = RunState(keeps_history=False), None
+    state, newest = RunState(keeps_history=False), 0.0
     for event in happenings(events):
-        state, last = state.after(event), _number(event.time)
+        state, newest = state.after(event), event.time
     job, done = state.job, state.finished or {}
     began, written = _number(state.began) if job else None, job.get("format")
     if isinstance(written, int) and written > FORMAT:
@@ -113,7 +113,7 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
     for line in measurements.split(b"\n") if not done.get("steps") else ():
         if (measured := measurement(line)) is not None and measured.time >= (began or 0.0):
             state = state.after(measured)
-    ended = now if now is not None and state.finished is None else last
+    ended = now if now is not None and state.finished is None else _number(newest)
     took = None if began is None or ended is None else ended - began
     servers = _integer(job.get("parameter_servers")) or 0
     # One process with all tasks of a job with servers may repeat a run.
@@ -163,6 +163,6 @@ def _integer(value: Any) -> int | None:
 
 
 def _number(value: Any, otherwise: float | None = None) -> float | None:
-    """Return a time; what is no number, or no time that a calendar has, is left out."""
+    """Return a time; what is not a number, or not a time that a calendar has, is left out."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END_OF_TIME
     return float(value) if known else otherwise

@@ -74,10 +74,11 @@ def json_objects(text: bytes) -> Iterator[dict[str, Any]]:
 def happening(line: bytes) -> Happening | None:
     """Return the event in a line of `events.jsonl`; None if there is no event."""
     fields = json_object(line)
+    if fields is None:
+        return None
     try:
-        assert fields is not None
         time, event, worker = float(fields.pop("time")), fields.pop("event"), fields.pop("worker", None)
-    except (AssertionError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None
     if not isinstance(event, str) or not (worker is None or isinstance(worker, int)):
         return None
