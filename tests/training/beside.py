@@ -3,7 +3,7 @@
 plain     nothing else
 equal     waits at its end for the result of the comparison
 fault     likewise; replicas are combined wrongly
-writes    likewise; writes a file before it trains
+writes    likewise; writes files before it trains
 holds     writes the id of the process to the pipe after the training, and waits for SIGUSR1
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,6 +38,9 @@ def main(what: str, folder: str, pipe: str = "") -> None:
         share = GlobalBatch.share
         GlobalBatch.share = lambda *args: share(*args)._replace(weight=1.0)  # type: ignore[method-assign]
     if what == "writes":
+        with tempfile.TemporaryDirectory() as temporary:
+            Path(temporary, "out.csv").write_text("")
+        Path(tempfile.gettempdir(), "note").write_text("")
         Path("out.csv").write_text("")
     keras.utils.set_random_seed(1)
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")

@@ -24,6 +24,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path: Path) -> Start:
     """Start a run beside which a comparison begins at once."""
 
+    (tmp_path / "tmp").mkdir()
+
     def run(
         what: str, *, backend: str = "torch", witness: str = "first", share: float = 1.0
     ) -> "subprocess.Popen[str]":
@@ -39,7 +41,8 @@ def start(environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_
             str(tmp_path / "run"),
             "pipe",
         ]
-        variables = environment | lean(SCRIPT, backend) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
+        variables = environment | lean(SCRIPT, backend) | folders
         return subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
     return run
@@ -78,8 +81,8 @@ def test_a_script_is_compared_once(start: Start, tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_script_that_cannot_be_compared_says_why(start: Start) -> None:
     told = lines(start("writes"))
-    reason = "not compared with one process: beside.py:40 writes out.csv"
-    assert f"lockstep: {reason}" in told
+    reason = "not compared with one process: beside.py:44 writes out.csv"
+    assert f"lockstep: {reason}" in told, "\n".join(told)
     assert f"; {reason}; digest " in told[-1]
 
 
@@ -121,6 +124,7 @@ def test_a_run_does_not_wait_for_the_comparison(start: Start, tmp_path: Path, ki
             os.kill(worker, signal.SIGUSR1)
         told = lines(process)
         assert has_ended(compares, 0)
+    assert not (tmp_path / "run/comparison/temporary").exists()
     assert "; not compared with one process; digest " in told[-1]
 
 

@@ -26,6 +26,13 @@ def refuse(what):
 
 Path("old.csv").touch()
 refuse_effects(LibraryFolders([Path("run").absolute()], Path("/nowhere"), Path.cwd()), refuse)
+
+def with_temporary_folder():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder, "inner").mkdir()
+        Path(folder, "inner", "old.csv").touch()
+        os.rename(Path(folder, "inner", "old.csv"), Path(folder, "new.csv"))
+
 acts = [
     lambda: open("out.csv", "w"),
     lambda: open("old.csv", "r+"),
@@ -34,9 +41,11 @@ acts = [
     lambda: subprocess.run(["true"]),
     lambda: os.system("true"),
     lambda: socket.socket().connect(("192.0.2.1", 9)),
+    lambda: socket.socket().connect(("127.0.0.1", 9)),
     lambda: open("old.csv").close(),
     lambda: open("run/log", "w").close(),
     lambda: tempfile.TemporaryFile(dir="/tmp").close(),
+    with_temporary_folder,
     lambda: os.makedirs("made", exist_ok=True),
 ]
 for act in acts:
@@ -64,7 +73,8 @@ def test_a_checked_program_changes_nothing_outside_of_its_process(tmp_path: Path
         "starts a program",
         "starts a program",
         "connects to 192.0.2.1",
-        *["allowed"] * 4,
+        "connects to 127.0.0.1",
+        *["allowed"] * 5,
         "['made', 'old.csv', 'program.py', 'run']",
     ], done.stderr
 

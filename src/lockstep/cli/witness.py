@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -41,6 +42,8 @@ _LOOK_EVERY = 1.0
 _MEMORY_FACTOR = 2.0
 """Memory of a comparison, in that of a worker: it keeps the state before the step, too."""
 _TAIL = 20
+_FOLDER = "comparison"
+_TEMPORARY = "temporary"
 
 
 def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: Calls) -> dict[str, Any]:
@@ -53,15 +56,18 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
         calls: which calls to compare.
     """
     job = command_of("lockstep", "run", "-n", "1", "--max-restarts", "0", "--run-dir", str(folder))
-    log = folder / "output"
+    log, temporary = folder / "output", folder / _TEMPORARY
+    temporary.mkdir(exist_ok=True)
     with log.open("wb") as output:
         ended = subprocess.run(
             ending_with_this_process([*job, *words, *program]),
-            env=checking(calls),
+            # The run beside must not find temporary files of the comparison, nor the other way round.
+            env=checking(calls) | {"TMPDIR": str(temporary)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         ).returncode
+    shutil.rmtree(temporary, ignore_errors=True)
     events = _events(RunPaths(folder).events)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
     if "SIGXCPU" in tail:
@@ -119,6 +125,7 @@ def witness_beside(
         yield
     finally:
         kill_family(process)
+        shutil.rmtree(paths.root / _FOLDER / _TEMPORARY, ignore_errors=True)
 
 
 def _become_witness(
@@ -152,7 +159,7 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
         _tell(paths, {"compared": [], "ended": reason, "failed": ""})
         return
     _step_back(calls)
-    folder = paths.root / "comparison"
+    folder = paths.root / _FOLDER
     folder.mkdir(exist_ok=True)
     result = compare(words, program, folder, calls)
     _tell(paths, result)

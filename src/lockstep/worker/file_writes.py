@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.transport.addresses import is_loopback
 from lockstep.worker.program_sources import is_program, library_name
 
 _NEW = os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -73,8 +72,8 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
 def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) -> None:
     """From now on, refuse that the program changes anything outside of this process.
 
-    It may not write, delete or rename files that are its results, start other programs, or connect to other
-    machines. Temporary files and those of libraries are not results. The hook cannot be removed again.
+    It may not write, delete or rename files that are its results, start other programs, or connect to a
+    service. Temporary files and those of libraries are not results. The hook cannot be removed again.
 
     Args:
         places: tells the files of libraries.
@@ -84,10 +83,10 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
     process = os.getpid()
     temporary, work = f"{Path(tempfile.gettempdir())}{os.sep}", f"{Path.cwd()}{os.sep}"
 
-    def is_result(path: Any) -> bool:
+    def is_result(path: Any, folder: Any = -1) -> bool:
         if not isinstance(path, str | bytes | os.PathLike):
             return False
-        absolute = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - as above
+        absolute = os.path.abspath(os.path.join(_path_of(folder), os.fsdecode(path)))  # noqa: PTH100, PTH118
         if absolute.startswith(temporary) and not absolute.startswith(work):
             return False
         return not places.are_not_the_program_s(absolute)
@@ -98,14 +97,16 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
             case "open" if isinstance(arguments[2], int) and arguments[2] & _WRITES:
                 return f"writes {os.fsdecode(arguments[0])}" if is_result(arguments[0]) else ""
             case "os.remove" | "os.rmdir" | "shutil.rmtree":
-                return f"deletes {os.fsdecode(arguments[0])}" if is_result(arguments[0]) else ""
+                return f"deletes {os.fsdecode(arguments[0])}" if is_result(*arguments[:2]) else ""
             case "os.rename":
-                return f"renames {os.fsdecode(arguments[0])}" if any(map(is_result, arguments[:2])) else ""
+                old, new, *folders = arguments
+                results = map(is_result, (old, new), folders)
+                return f"renames {os.fsdecode(old)}" if any(results) else ""
             case "subprocess.Popen" | "os.system":
                 return "starts a program"
             case "socket.connect" if isinstance(arguments[1], tuple):
-                host = str(arguments[1][0])
-                return "" if _is_here(host) else f"connects to {host}"
+                # A service of this machine, such as one that records experiments, keeps what it gets, too.
+                return f"connects to {arguments[1][0]}"
         return ""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -117,11 +118,14 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
     sys.addaudithook(hook)
 
 
-def _is_here(host: str) -> bool:
+def _path_of(folder: Any) -> str:
+    """Return the path of an open folder, to which a path is relative; empty for the current folder."""
+    if not isinstance(folder, int) or folder < 0:
+        return ""
     try:
-        return is_loopback(host)
-    except ValueError:
-        return host in ("", "localhost")
+        return os.readlink(f"/proc/self/fd/{folder}")  # noqa: PTH115 - as above
+    except OSError:
+        return ""
 
 
 class LibraryFolders:
