@@ -26,16 +26,23 @@ class Centered(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0, keepdims=True)
 
 
+class Squaring(keras.optimizers.SGD):
+    """Squares gradients, so that those of replicas must be added up before."""
+
+    def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+        return super().apply_gradients([(gradient**2, weight) for gradient, weight in grads_and_vars])
+
+
 class WithOptimizer(keras.Model):
     """Has a step with an optimizer that creates its variables in its first update.
 
     Afterwards, the step clears its gradients where they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Any) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(1)
-        self.inner = keras.optimizers.Adagrad(0.1)
+        self.inner = optimizer
 
     def call(self, x: Any) -> Any:
         return self.dense(x)
@@ -44,7 +51,7 @@ class WithOptimizer(keras.Model):
         loss = keras.ops.mean(keras.ops.square(self(data[0]) - data[1]))
         loss.backward()
         gradients = [weight.value.grad for weight in self.trainable_weights]
-        self.inner.apply(gradients, self.trainable_weights)
+        self.inner.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
         for gradient in gradients:
             gradient.zero_()
         return {"error": loss}
@@ -82,9 +89,10 @@ def main() -> None:
         model.compile(loss=["mse", "mae"], metrics=[["mae"], [keras.metrics.FalseNegatives(0.0)]])
         model.evaluate(x, [y, y], verbose=0)
         if keras.backend.backend() == "torch":
-            model = WithOptimizer()
-            model.compile()
-            model.fit(x, y, batch_size=8, verbose=0)
+            for optimizer in (keras.optimizers.Adagrad(0.1), Squaring(0.1)):
+                model = WithOptimizer(optimizer)
+                model.compile()
+                model.fit(x, y, batch_size=8, verbose=0)
         Path("out.csv").write_text("1")
         model.predict(x, verbose=0)
 

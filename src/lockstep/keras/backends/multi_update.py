@@ -291,7 +291,7 @@ class UpdateRecorder:
             for optimizer in found:
                 own = vars(optimizer).get("apply")
                 stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer, call=own)))
-                if _overrides_apply_gradients(optimizer):
+                if overrides_apply_gradients(optimizer):
                     replacement = partial(self._apply_gradients, optimizer, optimizer.apply_gradients)
                     stack.enter_context(replaced(optimizer, "apply_gradients", replacement))
             yield
@@ -315,7 +315,8 @@ class UpdateRecorder:
         return optimizer.iterations
 
 
-def _overrides_apply_gradients(optimizer: Any) -> bool:
+def overrides_apply_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer has an `apply_gradients` of the program's own."""
     plain = keras.optimizers.Optimizer.apply_gradients
     return (
         "apply_gradients" in vars(optimizer)

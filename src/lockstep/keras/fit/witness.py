@@ -22,7 +22,7 @@ from lockstep.errors import LockstepError
 from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.contract import Backend, Kind, Total
 from lockstep.keras.backends.losses import divided
-from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
 from lockstep.keras.fit.deviations import Deviation, deviation
 from lockstep.keras.fit.exactness import OCCURRENCES
 from lockstep.keras.fit.global_step import GlobalStep
@@ -485,6 +485,8 @@ class _GradientsInLogs:
                 self._replacements.append((optimizer, "stateless_apply", replacement))
             else:
                 self._replacements.append((optimizer, "apply", self._stateful(optimizer)))
+                if overrides_apply_gradients(optimizer):
+                    self._replacements.append((optimizer, "apply_gradients", self._overridden(optimizer)))
 
     @contextmanager
     def added(self) -> Iterator[None]:
@@ -529,6 +531,18 @@ class _GradientsInLogs:
             return original(grads, trainable_variables)
 
         return apply
+
+    def _overridden(self, optimizer: Any) -> Callable[..., Any]:
+        """Return an `apply_gradients` of the program's own, whose gradients count before it changes them."""
+        apply, original = optimizer.apply, optimizer.apply_gradients
+
+        def apply_gradients(grads_and_vars: Any, **options: Any) -> Any:
+            pairs = list(grads_and_vars)
+            self._note(optimizer, *zip(*pairs, strict=True))
+            with replaced(optimizer, "apply", apply):
+                return original(pairs, **options)
+
+        return apply_gradients
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(*args: Any) -> Any:
