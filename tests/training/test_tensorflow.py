@@ -263,8 +263,13 @@ def test_variables_of_tensorflow_are_state_of_a_step(eager: bool) -> None:
         (keras.optimizers.SGD(0.1, momentum=0.9), []),
         (keras.optimizers.Adagrad(0.1), ["Adagrad with repeated ids of an Embedding"]),
         (keras.optimizers.Adam(0.1), ["Adam with repeated ids of an Embedding"]),
+        (
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1, epsilon=0.01)),
+            ["LossScaleOptimizer with repeated ids of an Embedding"],
+        ),
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), []),
     ],
-    ids=["sgd", "adagrad", "adam"],
+    ids=["sgd", "adagrad", "adam", "a scaled loss", "a scaled loss, sgd"],
 )
 def test_optimizers_for_which_repeated_ids_are_not_their_sum_are_named(
     optimizer: Any, named: list[str]
