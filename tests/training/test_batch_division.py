@@ -4,6 +4,7 @@ Every replica gets the rows of plain iteration, in any view, at any loss and joi
 same calls of the exchange.
 """
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -529,6 +530,27 @@ def test_keras_threads_read_batches_that_draw_nothing() -> None:
         batch.read(nullcontext)
     assert threading.main_thread() not in threads
     assert drawn(Batches(workers=2)) == drawn(Batches())
+
+
+def test_a_pass_that_is_open_when_the_process_ends_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    enqueuers = []
+
+    class Enqueuer(batch_division.OrderedEnqueuer):  # type: ignore[misc, name-defined]
+        def start(self) -> None:
+            enqueuers.append(self)
+            super().start()
+
+    monkeypatch.setattr(batch_division, "OrderedEnqueuer", Enqueuer)
+    dataset = Batches(workers=2, max_queue_size=2)
+    source = division(ReorderedDataset(dataset, False, None), lambda batch: batch, reader_in(place(2, (0,))))
+    batches: Any = source.begin()
+    next(batches).read(nullcontext)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "is_finalizing", lambda: True)
+        patch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread begins"))
+        batches.close()
+    (enqueuer,) = enqueuers
+    enqueuer.stop()
 
 
 # How rows travel.

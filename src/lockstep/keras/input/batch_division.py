@@ -10,6 +10,7 @@ it.
 """
 
 import copy
+import sys
 import threading
 import time
 from collections import deque
@@ -555,6 +556,9 @@ class _KerasWorkers:
 
     def stop(self, *, wait: bool = False) -> None:
         """Stop; `wait` until no batch is being read any more."""
+        if sys.is_finalizing():
+            # A pass that was not read to its end is collected last. A thread that starts now never runs.
+            return
 
         def stop() -> None:
             with suppress(Exception):
