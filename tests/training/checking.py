@@ -33,6 +33,18 @@ class Squaring(keras.optimizers.SGD):
         return super().apply_gradients([(gradient**2, weight) for gradient, weight in grads_and_vars])
 
 
+class Watched(keras.layers.Layer):
+    """Keeps a mean over the examples in a metric, which plain Keras allows on TensorFlow and PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = keras.metrics.Mean(name="level")
+
+    def call(self, x: Any) -> Any:
+        self.level.update_state(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
 class WithOptimizer(keras.Model):
     """Has a step with an optimizer that creates its variables in its first update.
 
@@ -93,6 +105,9 @@ def main() -> None:
                 model = WithOptimizer(optimizer)
                 model.compile()
                 model.fit(x, y, batch_size=8, verbose=0)
+            model = keras.Sequential([Watched(), keras.layers.Dense(1)], name="watched")
+            model.compile("sgd", "mse")
+            model.evaluate(x, y, verbose=0)
         Path("out.csv").write_text("1")
         model.predict(x, verbose=0)
 

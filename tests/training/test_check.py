@@ -43,7 +43,11 @@ def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend:
     assert lines[2].startswith("  loss: ")
     assert lines[2].endswith(", from layer centered on [named: the layer centered]")
     others = lines[3:-1]
-    models = ["forked"] if quicker_backend != "torch" else ["forked", "with_optimizer", "with_optimizer_1"]
+    models = (
+        ["forked"]
+        if quicker_backend != "torch"
+        else ["forked", "with_optimizer", "with_optimizer_1", "watched"]
+    )
     assert [line.partition(" step of ")[2].partition(":")[0] for line in others] == models
     assert all(line.endswith(" parts equal") for line in others)
     assert lines[-1].startswith("the check ends here: checking.py:")

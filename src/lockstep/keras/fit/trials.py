@@ -365,20 +365,28 @@ class Trial:
     # Steps.
 
     def _step(self, kind: Kind) -> None:
-        """Measure the gradients, metrics and figures of a step of the program's own."""
+        """Measure the gradients, metrics and figures of a step of the program's own.
+
+        Of a step of Keras's, these are only the metrics that layers update.
+        """
         model = self._model
         methods = [name for name in (f"{kind}_step", "compute_loss") if has_own(model, name)]
-        if not methods:
+        layers = layers_of(model, include_self=False)
+        of_layers = {id(metric): metric for layer in layers for metric in flat_metrics(layer.metrics)}
+        if not (methods or of_layers):
             return
         # As by `tf.distribute`, which divides Keras's losses by the number of replicas and adds gradients up.
         follows = self._context is not nullcontext and self._job.context.tf_distribute
-        summed = follows and methods[0] == "train_step"
+        summed = follows and "train_step" in methods
         names = [f"{name} of {type(model).__name__}" for name in methods]
+        names = names or [f"the metric {metric.name}" for metric in of_layers.values()]
         rounds = self._tried(names, lambda: self._rounds(kind, summed))
         measured = dict(self.growths.steps.get(kind, {}))
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
         for number, arrays in enumerate(rounds):
             for group in _groups(arrays[0]):
+                if not methods and id(self._owner(group[0], owners)) not in of_layers:
+                    continue
                 values = [np.concatenate([one[name].ravel() for name in group]) for one in arrays]
                 value = self._growth(values, _HALVES)
                 if summed and group[0].startswith("gradient/"):
@@ -387,7 +395,7 @@ class Trial:
                         self._name(f"{names[0]}, whose gradients are added up as by tf.distribute")
                     continue
                 if value is None:
-                    self._name_array(group[0], owners, methods[0])
+                    self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step")
                     # A step is rather a sum if it is nearly one.
                     value = nearest_growth(values[0], values[1:], _HALVES)
                 if value is not _NOTHING and value != MEAN:
@@ -507,16 +515,20 @@ class Trial:
     def _name_array(self, name: str, owners: Mapping[int, Any], step: str) -> None:
         """Name the part of the program to which an array of a partial belongs."""
         kind, _, rest = name.partition("/")
-        model = self._model
         if kind == "metric":
-            owner = owners.get(id(model.metrics_variables[int(rest)]))
+            owner = self._owner(name, owners)
             self._name(f"the metric {owner.name if owner is not None else rest}")
         elif kind == "log":
             figure = f"the figure {rest.replace('//', '/')} of"
             if f"{figure} compute_metrics" not in self.names:
                 self._name(f"{figure} {step}")
         else:
-            self._name(f"{step} of {type(model).__name__}")
+            self._name(f"{step} of {type(self._model).__name__}")
+
+    def _owner(self, name: str, owners: Mapping[int, Any]) -> Any:
+        """Return the metric to which an array of a partial belongs; None if it belongs to none."""
+        kind, _, rest = name.partition("/")
+        return owners.get(id(self._model.metrics_variables[int(rest)])) if kind == "metric" else None
 
 
 _HALVES = (0.5, 0.5)
