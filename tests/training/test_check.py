@@ -71,11 +71,13 @@ def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
 def test_the_job_ends_with_the_command(
     environment: dict[str, str], tmp_path: Path, number: int, status: int
 ) -> None:
-    pipe, folder = tmp_path / "pipe", tmp_path / "temporary"
-    os.mkfifo(pipe)
+    # A check may write to the cache.
+    pipe, folder = tmp_path / "cache/pipe", tmp_path / "temporary"
     folder.mkdir()
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
     command = [sys.executable, "-m", "lockstep", "check", "--backend", "jax", str(SCRIPT), "waits", str(pipe)]
-    variables = environment | {"TMPDIR": str(folder)}
+    variables = environment | {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(pipe.parent)}
     with subprocess.Popen(command, env=variables, cwd=tmp_path) as process:
         worker = os.pidfd_open(int(pipe.read_text()))
         process.send_signal(number)

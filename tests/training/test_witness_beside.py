@@ -25,6 +25,7 @@ def start(environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_
     """Start a run beside which a comparison begins at once."""
 
     (tmp_path / "tmp").mkdir()
+    (tmp_path / "cache").mkdir()
 
     def run(
         what: str, *, backend: str = "torch", witness: str = "first", share: float = 1.0
@@ -39,7 +40,7 @@ def start(environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_
             str(SCRIPT),
             what,
             str(tmp_path / "run"),
-            "pipe",
+            "cache/pipe",
         ]
         folders = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
         variables = environment | lean(SCRIPT, backend) | folders
@@ -95,10 +96,11 @@ def test_the_processor_time_is_limited(start: Start) -> None:
 @contextmanager
 def held(start: Start, folder: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int], int]]:
     """Yield a run, its workers, and a descriptor of the process that compares; all of them wait."""
-    os.mkfifo(folder / "pipe")
+    # A comparison may write to the cache.
+    os.mkfifo(folder / "cache/pipe")
     with start("holds") as process:
         # Open for writing, too: the pipe does not end when a worker closes it.
-        with os.fdopen(os.open(folder / "pipe", os.O_RDWR), buffering=1) as pipe:
+        with os.fdopen(os.open(folder / "cache/pipe", os.O_RDWR), buffering=1) as pipe:
             pids = [int(pipe.readline()) for _ in range(3)]
         compares = os.pidfd_open(pids[2])
         yield process, pids, compares
@@ -136,7 +138,6 @@ def test_nothing_is_left_if_the_command_is_killed(start: Start, tmp_path: Path) 
 
 
 def test_nothing_is_said_if_nothing_is_wanted(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "pipe").touch()
     with start("plain", witness="off") as process:
         _, text = process.communicate(timeout=PATIENCE)
     assert "one process" not in text

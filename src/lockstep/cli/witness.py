@@ -22,6 +22,7 @@ from lockstep.system.child_process import command_of, ending_with_this_process
 from lockstep.system.descendants import kill_family
 from lockstep.system.environment import cache_folder, checking, usable_cores
 from lockstep.system.files import replace
+from lockstep.system.landlock import can_restrict
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import die_with
@@ -155,7 +156,7 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
     if result := read_fields(saved):
         _tell(paths, result)
         return
-    if reason := _lack_of_memory(paths, begun):
+    if reason := _lack_of_protection() or _lack_of_memory(paths, begun):
         _tell(paths, {"compared": [], "ended": reason, "failed": ""})
         return
     _step_back(calls)
@@ -180,6 +181,13 @@ def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any
                 {name: value for name, value in first[event].items() if name not in ("time", "worker")}
                 for event in ("program", "settings")
             ]
+
+
+def _lack_of_protection() -> str:
+    """Return why a comparison could harm files of the run; empty if it cannot."""
+    if can_restrict():
+        return ""
+    return "the kernel, or the container, has no Landlock to protect the files of the script"
 
 
 def _lack_of_memory(paths: RunPaths, begun: float) -> str:

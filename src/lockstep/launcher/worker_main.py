@@ -4,10 +4,12 @@ The fork server starts it, or a process that the user started by hand. Most modu
 this process must first be bound to the life of the agent.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
@@ -37,6 +39,7 @@ from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
+from lockstep.system.landlock import write_only_below
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import die_with
@@ -119,8 +122,17 @@ def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
         places = LibraryFolders(folders, home_folder(), Path.cwd())
         if config.checks:
             refuse_effects(places, _end_check)
+            _write_only_here(folders)
         else:
             watch_writes(places, client.file_opened)
+
+
+def _write_only_here(folders: Sequence[Path]) -> None:
+    """Let the libraries of a script, which may be written in C, write no files of the script."""
+    hidden = [folder for folder in home_folder().glob(".*") if folder.is_dir()]
+    system = [Path("/dev"), Path("/proc"), Path(tempfile.gettempdir())]
+    with contextlib.suppress(OSError):
+        write_only_below([*folders, cache_folder().parent, *hidden, *system])
 
 
 def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
