@@ -941,3 +941,30 @@ def test_replica_0_writes_the_summaries_of_a_step_once(eager: bool, tmp_path: Pa
         for value in event.summary.value
     ]
     assert written == [(5, "highest", 1.0), (5, "highest", 5.0)]
+
+
+class Metered(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = keras.metrics.Mean()
+
+    def call(self, x: Any) -> Any:
+        self.meter.update_state(x)
+        return x
+
+
+class ListsTwice(keras.Sequential):
+    @property
+    def metrics(self) -> list[Any]:
+        return [*super().metrics, *super().metrics[-1:]]
+
+
+@here
+@pytest.mark.parametrize("kind", ["train", "test"])
+def test_a_metric_that_a_program_lists_twice_counts_once(kind: str) -> None:
+    metered = Metered()
+    model = ListsTwice([keras.layers.Input((6,)), metered, keras.layers.Dense(1)])
+    steps = program(model, kind)
+    total = as_total(steps.compute(None, share(weight=1.0), []))
+    steps.apply(None, [total])
+    assert float(metered.meter.count) == 4

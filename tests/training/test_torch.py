@@ -630,3 +630,18 @@ def test_predictions_update_the_metrics_of_layers() -> None:
     computed.apply(None, [total])
     np.testing.assert_allclose(float(metered.meter.result()), X[:4].mean(), rtol=1e-6)
     assert float(metered.meter.count) == 8
+
+
+class ListsTwice(keras.Sequential):
+    @property
+    def metrics(self) -> list[Any]:
+        return [*super().metrics, *super().metrics[-1:]]
+
+
+@here
+@pytest.mark.parametrize("kind", ["train", "test"])
+def test_a_metric_that_a_program_lists_twice_counts_once(kind: str) -> None:
+    metered = Metered()
+    steps = program(layers(metered, cls=ListsTwice), kind)
+    steps.apply(None, [steps.compute(None, share(weight=1.0), ())])
+    assert float(metered.meter.count) == 4

@@ -252,8 +252,16 @@ class AssignedVariables:
 
     @property
     def named(self) -> dict[str, tf.Variable]:
-        """The variables whose changes are in a partial, by their names in it, which begin with the kind."""
-        return {self._name(kind, i): one for kind, some in self.state.items() for i, one in enumerate(some)}
+        """The variables whose changes are in a partial, by their names in it, which begin with the kind.
+
+        A program may list a metric twice; it has one name here, so that a total is added to it once.
+        """
+        names = {
+            id(variable): (self._name(kind, i), variable)
+            for kind, variables in self.state.items()
+            for i, variable in enumerate(variables)
+        }
+        return dict(names.values())
 
     def _name(self, kind: StateKind, position: int) -> str:
         return f"{EQUAL}{position}/{self.paths[position]}" if kind == "equal" else f"{kind}/{position}"

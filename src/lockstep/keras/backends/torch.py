@@ -323,8 +323,10 @@ class TorchProgram(TorchState):
             if layer is not model
             for variable in layer.metrics_variables
         }
+        # A program may list a metric twice; a total is added to it once.
+        self._distinct_metrics = list({id(metric): i for i, metric in enumerate(self._metrics)}.values())
         # Predictions update no others.
-        self._metrics_of_layers = [i for i, metric in enumerate(self._metrics) if id(metric) in of_layers]
+        self._metrics_of_layers = [i for i in self._distinct_metrics if id(self._metrics[i]) in of_layers]
         self._positions = {id(tensor): i for i, tensor in enumerate(self._tensors)}
         self._known: set[int] | None = None
         self._unseen: set[int] = set()
@@ -383,8 +385,8 @@ class TorchProgram(TorchState):
                     self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
             if self._log_template is None:
                 return None, None
-            for i, metric in enumerate(self._metrics):
-                metric.add_(borrowed(last[f"metric/{i}"], metric.device))
+            for i in self._distinct_metrics:
+                self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
             return mapped(log_value, self._log_template.assembled(last)), None
 
     def outputs(self) -> list[tuple[int, Any]]:
@@ -432,8 +434,8 @@ class TorchProgram(TorchState):
         with torch.no_grad():
             if self._log_template is None:
                 return {}, None
-            for i, metric in enumerate(self._metrics):
-                metric.add_(borrowed(total[f"metric/{i}"], metric.device))
+            for i in self._distinct_metrics:
+                self._metrics[i].add_(borrowed(total[f"metric/{i}"], self._metrics[i].device))
             return mapped(log_value, self._log_template.assembled(total)), None
 
     def _run(
