@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.system.landlock import can_restrict
+
+pytestmark = pytest.mark.skipif(not can_restrict(), reason="nothing is compared without Landlock")
 SCRIPT = Path(__file__).with_name("beside.py")
 PATIENCE = 600.0
 AT_ONCE = "from lockstep.cli import main, witness; witness.DELAY = 0.0; witness.SHARE = {share}; main.main()"
