@@ -137,6 +137,8 @@ written = 0
 while written < 2**25 and select.select([], [1], [], 0.5)[1]:
     written += os.write(1, b"x" * 65536)
 announce(written)
+# Until the output is read, which begins when the process is known.
+select.select([], [1], [])
 """
     running = lockstep.start("-n", "1", lockstep.script(text))
     ((written, (pidfd,)),) = running.announced(1).items()
