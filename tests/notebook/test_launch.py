@@ -45,8 +45,11 @@ def cell(source: str) -> Any:
 
 
 def test_launch_returns_the_chiefs_result_and_shows_its_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A function cannot run once more beside its job.
+    monkeypatch.setenv("LOCKSTEP_WITNESS", "first")
+
     def train(array: Any, *, times: int) -> Any:
         import os
 
@@ -58,6 +61,7 @@ def test_launch_returns_the_chiefs_result_and_shows_its_output(
     result, *others = lockstep.launch(train, (array,), {"times": 3}, replicas=4, seed=7, input="joint")
     shown = capsys.readouterr()
     (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "comparison.json").exists()
     assert result.tobytes() == (array * 3).tobytes()
     assert others == [0, 4, [], tmp_path]
     assert shown.out == "out 0\n"

@@ -126,7 +126,8 @@ def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
     """Run the command, show its output, and return its exit status."""
     descriptors = (call_file, box.descriptor)
     inherited = [str(descriptor) for descriptor in descriptors]
-    words = ["run", *options, "-m", WORKER, *inherited]
+    # The function exists only in this job, so nothing can run it once more beside it.
+    words = ["run", *options, "--witness", "off", "-m", WORKER, *inherited]
     arguments = [str(os.getpid()), ",".join(inherited), str(box.descriptor), *words]
     process = subprocess.Popen(
         command_of("lockstep.notebook.command", *arguments),

@@ -173,7 +173,7 @@ def fit(
     sent = SentFunction(_packed(function, config), folder)
     if not ray.is_initialized():
         connect(_NAME, "ray", "start one with ray start --head, or call ray.init() before")
-    words = ("run", "--on", "ray", *options, "-m", "--", WORKER)
+    words = ("run", "--on", "ray", *options, "--witness", "off", "-m", "--", WORKER)
     actor = submit(name, words, workers, needs, function=sent)
     follower = Follower(actor, CallerStreams().write)
     try:
