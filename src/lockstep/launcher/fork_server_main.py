@@ -19,7 +19,7 @@ from lockstep.launcher import worker_main
 from lockstep.protocol.fork import MAX_REQUEST, READY, ForkRequest, ForkServerSetup, decode_fork
 from lockstep.system.child_process import command_of
 from lockstep.system.environment import parent_told, put_control, take_environment
-from lockstep.system.prctl import die_with
+from lockstep.system.prctl import die_with, keep_priority
 from lockstep.worker.downloads import patch_get_file
 
 _LONGEST_IMPORT = 300
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     """Fork the workers that run the script of `arguments`; return only in the workers."""
     setup = ForkServerSetup.read(parent_told())
     die_with(setup.agent)
+    keep_priority()
     connection = socket.socket(fileno=setup.connection)
     connection.set_inheritable(False)
     whole = _prepare(setup)
@@ -169,6 +170,7 @@ def _exec_worker(forked: Forked, arguments: Sequence[str]) -> None:
 def _take_over(forked: Forked) -> None:
     """Start a session, with the descriptors and the environment of the worker."""
     os.setsid()
+    keep_priority()
     stdout, stderr, control = forked.descriptors
     for descriptor, standard in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, standard)

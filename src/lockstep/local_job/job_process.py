@@ -19,7 +19,7 @@ from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.event_loop import wait_for
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
 from lockstep.system.notes import note
-from lockstep.system.prctl import adopt_orphans, die_with
+from lockstep.system.prctl import adopt_orphans, die_with, keep_priority
 from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.packet_channel import PacketChannel
 
@@ -72,6 +72,7 @@ def _become_job_process(command: Channel[Stop, Stop], serve: Serve) -> None:
     status = 1
     try:
         os.setsid()
+        keep_priority()
         adopt_orphans()
         for number in _SIGNALS:
             # The command forwards signals. Not SIG_IGN, which the workers would inherit.
