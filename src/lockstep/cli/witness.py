@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from lockstep.coordinator.comparison import NOT_COMPARED, read_fields, save_verdict, unnamed, verdict
+from lockstep.observability.run_lines import GrowingFile, json_object
 from lockstep.system.child_process import command_of, ending_with_this_process
 from lockstep.system.descendants import kill_family
 from lockstep.system.environment import cache_folder, checking, usable_cores
@@ -25,7 +26,7 @@ from lockstep.system.files import replace
 from lockstep.system.landlock import can_restrict
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
-from lockstep.system.prctl import die_with
+from lockstep.system.prctl import die_with, keep_priority
 from lockstep.system.prose import count
 
 Calls = Literal["off", "first", "every-fit"]
@@ -38,6 +39,8 @@ SHARE = 0.015
 
 Two processes use most of it: one imports the framework, the other runs the script.
 """
+NICE = 19
+"""The nice value of the comparison: it gets about a hundredth of the time of busy processors."""
 _TEN_MINUTES = 600.0
 _LOOK_EVERY = 1.0
 _MEMORY_FACTOR = 2.0
@@ -53,7 +56,7 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
     Args:
         words: options of `lockstep run`.
         program: the words that name the script and its arguments.
-        folder: for the run; exists.
+        folder: the folder for its run; exists.
         calls: which calls to compare.
     """
     job = command_of("lockstep", "run", "-n", "1", "--max-restarts", "0", "--run-dir", str(folder))
@@ -69,7 +72,7 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
             stderr=subprocess.STDOUT,
         ).returncode
     shutil.rmtree(temporary, ignore_errors=True)
-    events = _events(RunPaths(folder).events)
+    events = _events(RunPaths(folder).events, 0.0)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
     if "SIGXCPU" in tail:
         tail = f"it takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of processor time"
@@ -86,15 +89,10 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
     }
 
 
-def _events(path: Path, since: float = 0.0) -> list[Mapping[str, Any]]:
-    """Return the events of a log, which may be growing, from a time on: earlier ones are of earlier runs."""
-    try:
-        if path.stat().st_mtime < since:
-            return []
-        lines = path.read_text().split("\n")[:-1]
-    except OSError:
-        return []
-    return [event for event in map(json.loads, lines) if event.get("time", 0.0) >= since]
+def _events(path: Path, since: float) -> list[Mapping[str, Any]]:
+    """Return the events of a log from a time on; earlier ones belong to earlier runs."""
+    events = map(json_object, GrowingFile(path).lines())
+    return [event for event in events if event is not None and event.get("time", 0.0) >= since]
 
 
 @contextlib.contextmanager
@@ -107,7 +105,7 @@ def witness_beside(
     compared.
 
     Args:
-        folder: of the run, which has not begun.
+        folder: the folder of the run; the run has not begun.
         words: options of `lockstep run`.
         program: the words that name the script and its arguments.
         calls: which calls to compare.
@@ -136,8 +134,7 @@ def _become_witness(
         die_with(parent)
         # Ctrl-C in a terminal is for the command.
         os.setsid()
-        # Among the descriptors are locks of the command.
-        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _close_descriptors()
         _witness(paths, words, program, calls)
     except BaseException as error:
         with contextlib.suppress(BaseException):
@@ -146,6 +143,15 @@ def _become_witness(
         # The command waits for its other children; a child that has ended would be in the way.
         while True:
             signal.pause()
+
+
+def _close_descriptors() -> None:
+    """Close all descriptors but the standard ones: among them are locks of the command."""
+    # Not os.closerange: the limit on descriptors may be infinite.
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its own descriptor is among them
+        if int(name) > 2:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
 
 
 def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls) -> None:
@@ -170,24 +176,28 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
 
 
 def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any]]:
-    """Wait for the first step of a run; return what its program and its first call consist of."""
+    """Wait for the first step of a run; return the records of its program and of its first call."""
     time.sleep(DELAY)
-    while True:
+    logs: dict[Path, GrowingFile] = {}
+    first: dict[str, Mapping[str, Any]] = {}
+    while not {"program", "settings"} <= first.keys():
         time.sleep(_LOOK_EVERY)
-        records = [record for file in sorted(paths.digests.glob("*")) for record in _events(file, begun)]
-        first = {record["event"]: record for record in reversed(records)}
-        if {"program", "settings"} <= first.keys():
-            return [
-                {name: value for name, value in first[event].items() if name not in ("time", "worker")}
-                for event in ("program", "settings")
-            ]
+        for path in sorted(paths.digests.glob("*")):
+            for line in logs.setdefault(path, GrowingFile(path)).lines():
+                record = json_object(line)
+                if record is not None and record.get("time", 0.0) >= begun:
+                    first.setdefault(record["event"], record)
+    return [
+        {name: value for name, value in first[event].items() if name not in ("time", "worker")}
+        for event in ("program", "settings")
+    ]
 
 
 def _lack_of_protection() -> str:
     """Return why a comparison could harm files of the run; empty if it cannot."""
     if can_restrict():
         return ""
-    return "the kernel, or the container, has no Landlock to protect the files of the script"
+    return "Landlock, which keeps the check from the files of the script, is not available"
 
 
 def _lack_of_memory(paths: RunPaths, begun: float) -> str:
@@ -209,7 +219,8 @@ def _lack_of_memory(paths: RunPaths, begun: float) -> str:
 
 def _step_back(calls: Calls) -> None:
     """Let the run go first: to the processors, the GPUs, and where memory runs out."""
-    os.nice(19)
+    os.nice(NICE)
+    keep_priority()
     # The kernel kills the process with the highest value.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,4 +1,4 @@
-"""What a comparison with one process has shown: the file in the folder of a run, and its words."""
+"""The verdict of a comparison with one process: its words, and its file in the folder of a run."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ _COMPARED = "compared with one process"
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """Return what a comparison has shown, in the words of the last line of a run.
+    """Return the verdict of a comparison, as the last line of a run shows it.
 
     Args:
         result: `compared`, the fields of events `StepCompared`; `ended`, what the script would have done; and
@@ -54,7 +54,7 @@ def save_verdict(paths: RunPaths, text: str, result: Mapping[str, Any] | None = 
 
 
 def read_verdict(paths: RunPaths) -> str:
-    """Return what the last line of a run says of its comparison; empty if none was wanted."""
+    """Return the verdict in the folder of a run; empty if no comparison was wanted."""
     return str(read_fields(paths.comparison).get("verdict", ""))
 
 

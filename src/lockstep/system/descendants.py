@@ -86,10 +86,14 @@ def children_now() -> frozenset[int]:
     return frozenset(child.pid for child in psutil.Process().children())
 
 
-def kill_family(pid: int) -> None:
-    """Kill a child of this process and its descendants, and reap it."""
-    _kill(_family(pid))
+def kill_family(pid: int, patience: float = 5.0) -> None:
+    """Kill a child of this process and its descendants, and wait until they have ended, up to `patience`."""
+    import psutil
+
+    family = _family(pid)
+    _kill(family)
     os.waitpid(pid, 0)
+    psutil.wait_procs([process for process in family if process.pid != pid], patience)
 
 
 def _has_children() -> bool:
