@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import pytest
+from metered import ListsTwice, Metered
 
 import lockstep
 from lockstep.checkpoint.values import pack, unpack
@@ -941,22 +942,6 @@ def test_replica_0_writes_the_summaries_of_a_step_once(eager: bool, tmp_path: Pa
         for value in event.summary.value
     ]
     assert written == [(5, "highest", 1.0), (5, "highest", 5.0)]
-
-
-class Metered(keras.layers.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.meter = keras.metrics.Mean()
-
-    def call(self, x: Any) -> Any:
-        self.meter.update_state(x)
-        return x
-
-
-class ListsTwice(keras.Sequential):
-    @property
-    def metrics(self) -> list[Any]:
-        return [*super().metrics, *super().metrics[-1:]]
 
 
 @here

@@ -17,6 +17,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from metered import ListsTwice, Metered
 
 import lockstep
 from lockstep.data.batch import Share
@@ -609,16 +610,6 @@ def test_a_step_that_adds_to_the_gradients_of_the_step_before_is_refused(clears:
         prepared.apply(None, [as_total(partials[0])])
 
 
-class Metered(keras.layers.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.meter = keras.metrics.Mean()
-
-    def call(self, x: Any) -> Any:
-        self.meter.update_state(x)
-        return x
-
-
 @here
 def test_predictions_update_the_metrics_of_layers() -> None:
     metered = Metered()
@@ -630,12 +621,6 @@ def test_predictions_update_the_metrics_of_layers() -> None:
     computed.apply(None, [total])
     np.testing.assert_allclose(float(metered.meter.result()), X[:4].mean(), rtol=1e-6)
     assert float(metered.meter.count) == 8
-
-
-class ListsTwice(keras.Sequential):
-    @property
-    def metrics(self) -> list[Any]:
-        return [*super().metrics, *super().metrics[-1:]]
 
 
 @here
