@@ -74,11 +74,11 @@ def rate(backend: str, witness: str) -> float:
             capture_output=True,
             text=True,
         )
-    found = re.search(r"fit 1: ([\d,]+) examples/s", done.stderr)
+    told_rate = re.search(r"fit 1: ([\d,]+) examples/s", done.stderr)
     compared = "compared with one process: equal" in done.stderr
-    if found is None or compared != (witness == "first"):
+    if told_rate is None or compared != (witness == "first"):
         raise FailedError(f"a job beside a comparison on {backend}: {done.stderr}")
-    return float(found[1].replace(",", ""))
+    return float(told_rate[1].replace(",", ""))
 
 
 if __name__ == "__main__":

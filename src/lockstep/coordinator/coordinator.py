@@ -200,7 +200,7 @@ class Coordinator:
         self._output = RemoteOutput(self.console, self.paths)
         for agent in self.agents:
             self._take_in(agent)
-        # The job goes on with another coordinator, and does not start again.
+        # A coordinator that takes over continues the totals of the job.
         self._run = RunState(
             keeps_history=False,
             job={"workers": self.spec.workers},
@@ -569,7 +569,7 @@ class Coordinator:
 
     def _open_admin(self) -> None:
         if is_checking():
-            # Nobody steers it, and commands without a name mean the only job that runs.
+            # It takes no requests: commands without a name are for the only job that runs.
             return
         try:
             self._admin = AdminSocket.over(self.requests or take_name(self.paths.root.name), self._answer)

@@ -31,10 +31,10 @@ def prepares(state: RunState, worker: int) -> bool:
 
 
 def preparations(state: RunState, now: float) -> str:
-    """Return what the workers do before the first step; empty if there is no such worker.
+    """Return what each worker does that has not taken its first step; empty if all have.
 
     Args:
-        state: of the run.
+        state: the state of the run.
         now: seconds since 1970.
     """
     doing: dict[str, list[int]] = {}
@@ -47,7 +47,7 @@ def preparations(state: RunState, now: float) -> str:
 
 
 def _described(state: RunState, sign: Happening | None, now: float) -> str:
-    """Return what a worker does, from the last event that says so."""
+    """Return what a worker does, given its newest event before the first step."""
     if sign is None:
         resumes = (state.job.get("checkpoints") or {}).get("resume") is not None
         return _LOADING if resumes else _STARTING

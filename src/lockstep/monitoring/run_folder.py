@@ -43,7 +43,7 @@ class RunFolder:
 
     Attributes:
         paths: of the folder.
-        state: of the run, from what was read so far.
+        state: the state of the run, according to the lines read so far.
     """
 
     def __init__(self, folder: Path) -> None:
