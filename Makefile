@@ -74,7 +74,7 @@ check: style types rules
 
 style: .venv/dev
 	$(BIN)/ruff format --check
-	$(BIN)/ruff check
+	$(BIN)/ruff check --no-cache
 
 types: .venv/dev
 	$(BIN)/mypy

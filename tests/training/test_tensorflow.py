@@ -19,7 +19,6 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import pytest
-from metered import ListsTwice, Metered
 
 import lockstep
 from lockstep.checkpoint.values import pack, unpack
@@ -31,6 +30,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext, by_itself
+from metered import ListsTwice, Metered
 
 HERE = keras.backend.backend() == "tensorflow"
 here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with the TensorFlow backend")

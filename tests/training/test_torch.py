@@ -17,7 +17,6 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
-from metered import ListsTwice, Metered
 
 import lockstep
 from lockstep.data.batch import Share
@@ -26,6 +25,7 @@ from lockstep.keras import randomness
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.variables import assign, step_state
 from lockstep.worker import job
+from metered import ListsTwice, Metered
 
 HERE = keras.backend.backend() == "torch"
 here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with the PyTorch backend")
