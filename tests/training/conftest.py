@@ -68,15 +68,22 @@ class Run:
 
 
 @pytest.fixture(scope="session")
+def compiled_code(request: pytest.FixtureRequest, shared_folder: Path) -> Path:
+    """Where JAX keeps the compiled code of tests, from one test run to the next; `make clean` removes it."""
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)
+    return cache.mkdir("compiled") if cache else shared_folder / "compiled"
+
+
+@pytest.fixture(scope="session")
 def plain(
     commands: CommandServers,
     environment: dict[str, str],
     lean: Callable[..., dict[str, str]],
-    tmp_path_factory: pytest.TempPathFactory,
+    compiled_code: Path,
 ) -> Callable[..., str]:
     """Run a script of this folder without the command; return its output; `optimized` as in `lean`."""
     compiled = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled_code),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -216,8 +223,11 @@ def published() -> list[Event]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiles_quickly(lean: Callable[..., dict[str, str]]) -> None:
-    """Set XLA's flags; JAX reads them once in a process, here unless a test has used it already."""
+def _compiles_quickly(lean: Callable[..., dict[str, str]], compiled_code: Path) -> None:
+    """Set XLA's flags; JAX reads them once in a process, here unless a test has used it already.
+
+    What tests of one process compile, other processes and later test runs load.
+    """
     if os.environ["KERAS_BACKEND"] != "jax":
         return
     import jax
@@ -226,6 +236,9 @@ def _compiles_quickly(lean: Callable[..., dict[str, str]]) -> None:
         patch.setenv("XLA_FLAGS", lean(Path(__file__), "jax")["XLA_FLAGS"])
         # By default it would reserve most of a GPU, which the workers of the tests need.
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_compilation_cache_dir", str(compiled_code))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         jax.jit(lambda number: number + 1)(1.0)
 
 

@@ -23,7 +23,9 @@ TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
 """Trainings in which one replica has the bits of plain Keras, although XLA optimizes other functions."""
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 SMALL = {"jax": ("cnn", "custom"), "torch": ("cnn", "weighted", "eager", "summed")}
-"""What `make test` compares with plain Keras and trains on three workers."""
+"""What `make test` compares with plain Keras."""
+ALIKE_SMALL = {"jax": ("cnn",), "torch": SMALL["torch"]}
+"""Those of them that `make test` trains on three workers."""
 QUICK = {"tensorflow": ("cnn", "dataset", "several")}
 """What `make test-ci` also compares with plain Keras; slow tests compare all."""
 _ON_JAX = ("cnn", "callbacks", "mixed", "several", "custom")
@@ -132,7 +134,7 @@ def compared(extent: str, backend: str) -> list[str]:
 @pytest.fixture(scope="module")
 def alike(extent: str, backend: str) -> list[str]:
     """The trainings that three workers compute, too."""
-    return [*(SMALL if extent == "small" else ALIKE)[backend]]
+    return [*(ALIKE_SMALL if extent == "small" else ALIKE)[backend]]
 
 
 class Alone(NamedTuple):

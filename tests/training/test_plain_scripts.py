@@ -27,8 +27,13 @@ X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
 Y = X[:, :1]
 
 
+@pytest.mark.parametrize(
+    "backend",
+    ["torch", pytest.param("jax", marks=pytest.mark.ci), pytest.param("tensorflow", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_a_plain_script_has_the_bits_of_one_in_a_scope(
-    launch: Callable[..., Any], thorough_backend: str, tmp_path: Path
+    launch: Callable[..., Any], backend: str, tmp_path: Path
 ) -> None:
     def run(workers: int, how: str) -> Any:
         done = launch(
@@ -36,7 +41,7 @@ def test_a_plain_script_has_the_bits_of_one_in_a_scope(
             "plain_script.py",
             str(tmp_path),
             how,
-            backend=thorough_backend,
+            backend=backend,
         )
         assert done.status == 0, done.stderr
         return done
