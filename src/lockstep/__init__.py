@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.version import __version__
+
 if TYPE_CHECKING:
     from lockstep import callbacks, cluster_resolver
     from lockstep import ray as ray
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from lockstep.strategy.strategy import Strategy
     from lockstep.worker.job import is_chief
 
-__version__ = "0.1.0.dev0"
 __all__ = [
     "ClusterCoordinator",
     "ClusterSpec",

@@ -14,9 +14,9 @@ import pytest
 
 from lockstep.agent.host_load import LoadMeter
 from lockstep.observability.events import GpuLoad, LoadMeasured, WorkerLoad
-from lockstep.system.clock import VirtualClock
 from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading
 from lockstep.system.nvml import Process as GpuProcess
+from virtual_clock import VirtualClock
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")

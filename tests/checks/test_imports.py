@@ -18,6 +18,7 @@ FRAMEWORKS = {"keras", "jax", "tensorflow", "torch"}
 # From the bottom to the top of the picture in docs/design.md: each room imports only rooms below it there.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "topology": {"errors"},
     "system": {"errors"},
     "observability": {"system"},
@@ -51,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     # It only reads what runs publish, and asks running jobs.
     "monitoring": {
         *("coordinator", "errors", "observability", "parameter_server", "protocol", "supervisor", "system"),
-        *("topology", "worker"),
+        *("topology", "version", "worker"),
     },
     # It only reads what runs have recorded.
     "diff": {"checkpoint", "errors", "observability", "system"},
@@ -66,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "rendezvous": {
         *("agent", "cluster", "errors", "hosts", "launcher", "local_job", "observability", "protocol"),
-        *("supervisor", "system", "transport", "worker"),
+        *("supervisor", "system", "transport", "version", "worker"),
     },
     "strategy": {
         *("cluster", "errors", "keras", "launcher", "parameter_server", "rendezvous", "system", "worker"),
@@ -86,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
             "system",
             "topology",
             "transport",
+            "version",
             "worker",
         ),
     },
@@ -93,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {
         *("callbacks", "cluster", "cluster_resolver", "data", "keras", "notebook", "parameter_server"),
-        *("ray", "strategy", "worker"),
+        *("ray", "strategy", "version", "worker"),
     },
 }
 

@@ -10,7 +10,7 @@ from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.errors import PeerLostError, PeerStuckError
-from lockstep.system.clock import VirtualClock
+from virtual_clock import VirtualClock
 
 CALL = CollectiveCall("reduce", "step 3")
 

@@ -58,12 +58,12 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.worker import EventReport, Notice, StateGiven, StateSource
 from lockstep.supervisor.state import JobSize, State, TimeLimits
-from lockstep.system.clock import VirtualClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import encode
+from virtual_clock import VirtualClock
 
 LATENCY = 1e-3
 """Seconds that a message takes."""

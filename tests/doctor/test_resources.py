@@ -14,8 +14,8 @@ from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.machine import examine_machine
 from lockstep.doctor.resources import SystemPaths, inspect_cores, inspect_machine, inspect_system
 from lockstep.system.cgroups import cpu_quota, processes_left
-from lockstep.system.clock import VirtualClock
 from lockstep.system.process_limits import threads_of
+from virtual_clock import VirtualClock
 
 NOW = 2e9
 

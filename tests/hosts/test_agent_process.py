@@ -46,12 +46,13 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Rejected
 from lockstep.system import disk_work
-from lockstep.system.clock import SystemClock, VirtualClock
+from lockstep.system.clock import SystemClock
 from lockstep.system.disk_work import DiskWork
 from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.stream_channel import StreamChannel
+from virtual_clock import VirtualClock
 
 PATIENCE = 600.0
 FACTS = HostFacts("n", "3.11.2", "x86_64", {}, 4, "", "10.0.0.1", 4000, 7)

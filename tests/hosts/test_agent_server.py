@@ -26,9 +26,9 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import KeepWaiting, Rejected
 from lockstep.system import disk_work
-from lockstep.system.clock import VirtualClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.stream_channel import StreamChannel
+from virtual_clock import VirtualClock
 
 FACTS = HostFacts("n", "3.11.2", "x86_64", {}, 4, "", "10.0.0.1", 4000, 7)
 PREPARE = Prepare(bytes(16), "", False, "train.py", False, (), "jax", "", {})

@@ -26,8 +26,8 @@ from lockstep.protocol.host import (
     WorkerArrived,
     WorkerEvidence,
 )
-from lockstep.system.clock import VirtualClock
 from lockstep.transport.local_channel import LocalChannel
+from virtual_clock import VirtualClock
 
 
 @dataclass

@@ -18,7 +18,7 @@ from lockstep.protocol.admin import (
     Status,
     StatusRequest,
 )
-from lockstep.system.clock import VirtualClock
+from virtual_clock import VirtualClock
 
 from .recorded import event, job, record, started, steps
 

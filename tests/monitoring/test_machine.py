@@ -24,8 +24,8 @@ from lockstep.monitoring.machine import (
     machine_now,
 )
 from lockstep.protocol.admin import Status
-from lockstep.system.clock import VirtualClock
 from lockstep.system.nvml import read
+from virtual_clock import VirtualClock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 from fake_nvml import GIB, LOST, FakeNvml, geforce, h100, process

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.events import CallStarted, DistributionBegan, Event, FirstStepEnded
-from lockstep.system.clock import VirtualClock
+from virtual_clock import VirtualClock
 
 PATIENCE = 120.0
 

@@ -17,7 +17,7 @@ from lockstep.observability.events import (
     WorkerLost,
     WorkerStarted,
 )
-from lockstep.system.clock import VirtualClock
+from virtual_clock import VirtualClock
 
 
 def test_each_event_appends_a_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lockstep.observability.events import (
     StepsMeasured,
 )
 from lockstep.observability.step_recorder import StepRecorder, finite_values, is_single
-from lockstep.system.clock import VirtualClock
+from virtual_clock import VirtualClock
 
 
 class Recorded:

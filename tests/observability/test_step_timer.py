@@ -7,7 +7,7 @@ import pytest
 from lockstep.observability.bus import Bus, Feed
 from lockstep.observability.events import RestEnded, StepEnded
 from lockstep.observability.step_timer import StepTimer
-from lockstep.system.clock import VirtualClock
+from virtual_clock import VirtualClock
 
 
 class Peers(VirtualClock):

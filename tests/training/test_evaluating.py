@@ -20,9 +20,9 @@ from lockstep.keras.fit.model_methods import bind
 from lockstep.keras.sidecar_evaluator import EvaluatorFit, follow
 from lockstep.keras.variables import step_state
 from lockstep.rendezvous.take_part import take_part_with_servers
-from lockstep.system.clock import VirtualClock
 from lockstep.system.locks import share_lock
 from lockstep.worker.job import Job
+from virtual_clock import VirtualClock
 
 NEVER = float("inf")
 random = np.random.default_rng(0)

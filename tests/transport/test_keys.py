@@ -17,8 +17,9 @@ import pytest
 from rich.pretty import pretty_repr
 
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.protocol.credentials import Credentials, describe_tls_error
+from lockstep.protocol.credentials import Credentials
 from lockstep.transport.keys import JobKey
+from lockstep.transport.tls import describe_tls_error, job_context
 
 NEW_YEAR = 4102444800
 """2100-01-01 00:00:00 UTC."""
@@ -41,12 +42,21 @@ def after() -> float:
     return float(NEW_YEAR)
 
 
-def shake_hands(client: Credentials, server: Credentials) -> tuple[str | None, str | None]:
+def client_context(credentials: Credentials) -> ssl.SSLContext:
+    return job_context(credentials, accepted=False)
+
+
+def server_context(credentials: Credentials) -> ssl.SSLContext:
+    return job_context(credentials, accepted=True)
+
+
+def shake_hands(client: Credentials | ssl.SSLContext, server: Credentials) -> tuple[str | None, str | None]:
     """Return why each end refuses the other; None if it does not."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = client_context(client) if isinstance(client, Credentials) else client
     ends = [
-        client.client_context().wrap_bio(to_client, to_server),
-        server.server_context().wrap_bio(to_server, to_client, server_side=True),
+        context.wrap_bio(to_client, to_server),
+        server_context(server).wrap_bio(to_server, to_client, server_side=True),
     ]
     why: list[str | None] = [None, None]
     # A certificate of the client is refused after its handshake is complete.
@@ -200,8 +210,8 @@ def test_a_server_sends_nothing_of_its_own_after_the_handshake() -> None:
     """A client that only sends would never read it, and a connection closed with unread bytes is reset."""
     credentials = KEY.mint()
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = credentials.client_context().wrap_bio(to_client, to_server)
-    server = credentials.server_context().wrap_bio(to_server, to_client, server_side=True)
+    client = client_context(credentials).wrap_bio(to_client, to_server)
+    server = server_context(credentials).wrap_bio(to_server, to_client, server_side=True)
     for end in (client, server):
         with pytest.raises(ssl.SSLWantReadError):
             end.do_handshake()
@@ -228,29 +238,18 @@ def test_expired_certificates_are_refused_in_both_directions() -> None:
     expired = JobKey(KEY.secret, int(time.time()) - 10).mint()
     assert "the key of the job has expired" in str(shake_hands(expired, expired)[0])
 
-    class Careless(Credentials, frozen=True):
-        """Accepts any server, and tells the server so."""
-
-        def client_context(self) -> ssl.SSLContext:
-            context = super().client_context()
-            context.verify_mode = ssl.CERT_NONE
-            return context
-
-    careless = Careless(*msgspec.structs.astuple(expired))
+    # It accepts any server, and tells the server so.
+    careless = client_context(expired)
+    careless.verify_mode = ssl.CERT_NONE
     client, server = shake_hands(careless, expired)
     assert "the key of the job has expired" in str(server)
     assert "the key of the job has expired" in str(client)
 
 
 def test_a_client_without_a_certificate_is_refused() -> None:
-    class Anonymous(Credentials, frozen=True):
-        def client_context(self) -> ssl.SSLContext:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-            return context
-
-    anonymous = Anonymous(*msgspec.structs.astuple(KEY.mint()))
+    anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anonymous.check_hostname = False
+    anonymous.verify_mode = ssl.CERT_NONE
     assert shake_hands(anonymous, KEY.mint())[1] is not None
 
 
@@ -317,8 +316,8 @@ def test_key_material_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(builtins, "open", record)
-    credentials.server_context()
-    credentials.client_context()
+    server_context(credentials)
+    client_context(credentials)
     assert not opened
     assert not list(tmp_path.iterdir())
 

@@ -18,12 +18,12 @@ import pytest
 from lockstep.errors import ConfigError, NetworkError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import JOB, NONCE, SIZE, ConnectionKind, Greeting, encode_greeting
-from lockstep.system.clock import VirtualClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.addresses import is_loopback, join_address, split_address
 from lockstep.transport.dial import connect
 from lockstep.transport.keys import JobKey
 from lockstep.transport.listener import MOST_PENDING, PATIENCE, PER_TURN, QUIET, Listener
+from virtual_clock import VirtualClock
 
 LONG = 120.0
 JOB_ID = b"j" * JOB

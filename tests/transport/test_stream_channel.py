@@ -24,6 +24,7 @@ from lockstep.transport import stream_channel
 from lockstep.transport.keys import JobKey
 from lockstep.transport.packet_channel import MAX_PACKET, encode
 from lockstep.transport.stream_channel import MAX_QUEUED, StreamChannel
+from lockstep.transport.tls import job_context
 
 PATIENCE = 120.0
 
@@ -438,7 +439,7 @@ def test_a_slow_handshake_blocks_nothing() -> None:
     mine, theirs = connected()
     channel = Stream.over(theirs, MESSAGES, KEY.mint(), accepted=True)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = KEY.mint().client_context().wrap_bio(incoming, outgoing)
+    client = job_context(KEY.mint(), accepted=False).wrap_bio(incoming, outgoing)
     with contextlib.suppress(ssl.SSLWantReadError):
         client.do_handshake()
     for byte in outgoing.read():

@@ -8,7 +8,6 @@ from typing import Literal
 
 import click
 
-from lockstep import __version__
 from lockstep.cli.check import check
 from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.diff import diff
@@ -24,6 +23,7 @@ from lockstep.system.notes import note
 from lockstep.system.prose import count
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 from lockstep.transport.addresses import split_address, with_port
+from lockstep.version import __version__
 
 
 def main() -> None:

@@ -253,10 +253,6 @@ class HostPlan:
         """Return the position in `seen` of this host's worker with index `local`."""
         return self.host + local
 
-    def seat(self, host: int) -> int:
-        """Return the position in `seen` of another host."""
-        return host if host < self.host else host + len(self.own) - 1
-
     def host_sums(self, parts: Collection[Span]) -> tuple[Sum, ...]:
         """Plan the sum of each span that this host publishes, from `parts` that cover its replicas.
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from lockstep import __version__
 from lockstep.errors import ConfigError
 from lockstep.monitoring import page_data
 from lockstep.monitoring.page_data import Window
@@ -18,6 +17,7 @@ from lockstep.monitoring.run_catalog import is_active
 from lockstep.monitoring.run_folder import RunFolder
 from lockstep.monitoring.run_logs import log_sizes, read_page
 from lockstep.system.files import open_regular
+from lockstep.version import __version__
 
 _MARK = b'<meta name="generator" content="lockstep report '
 _BUDGET = 60_000

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from lockstep import __version__
 from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tasks
 from lockstep.errors import ConfigError, LockstepError, UnfitError, with_code
 from lockstep.launcher.backend import Choice, Wishes, choose_backend, refuse_legacy_keras
@@ -51,6 +50,7 @@ from lockstep.system.invocation import Invocation, own
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.addresses import is_loopback, split_address
+from lockstep.version import __version__
 from lockstep.worker import job
 from lockstep.worker.script import Script
 

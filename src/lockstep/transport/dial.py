@@ -16,9 +16,10 @@ from collections.abc import Callable
 import msgspec
 
 from lockstep.errors import NetworkError, UnreachableError
-from lockstep.protocol.credentials import KEY_EXPIRED, Credentials, describe_tls_error
+from lockstep.protocol.credentials import KEY_EXPIRED, Credentials
 from lockstep.protocol.greeting import NONCE, Greeting, encode_greeting
 from lockstep.transport.addresses import join_address, resolve_host, split_address
+from lockstep.transport.tls import describe_tls_error, job_context
 
 _ACCEPTED = b"\x06"
 """What the worker that accepts sends first, after it has checked the certificate of the other."""
@@ -213,7 +214,7 @@ def _secure(
     connection.setblocking(False)
     if credentials is None or not credentials.encrypted:
         return socket.socket(fileno=connection.detach())
-    context = credentials.server_context() if accepted else credentials.client_context()
+    context = job_context(credentials, accepted=accepted)
     with contextlib.ExitStack() as undo:
         try:
             # `wrap_socket` does not close the connection if the peer has reset it.

@@ -7,12 +7,12 @@ private key follows from the key of the job, as an ECDSA key: browsers do not ac
 import contextlib
 import datetime
 import ipaddress
-import os
 import ssl
 from dataclasses import dataclass, field
 
 from lockstep.errors import UnfitError
 from lockstep.transport.keys import JobKey
+from lockstep.transport.tls import page_context
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """The order of the group of P-256."""
@@ -28,16 +28,7 @@ class PageCertificate:
 
     def server_context(self) -> ssl.SSLContext:
         """Return the context of the server."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # `load_cert_chain` reads only files.
-        memory = os.memfd_create("lockstep-page", os.MFD_CLOEXEC)
-        try:
-            os.write(memory, self.certificate + self.private_key)
-            context.load_cert_chain(f"/proc/self/fd/{memory}")
-        finally:
-            os.close(memory)
-        return context
+        return page_context(self.certificate, self.private_key)
 
 
 def page_certificate(key: JobKey, *names: str) -> PageCertificate:

@@ -20,8 +20,9 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
-from lockstep.protocol.credentials import Credentials, describe_tls_error
+from lockstep.protocol.credentials import Credentials
 from lockstep.transport.packet_channel import MAX_PACKET, PacketDecoder, encode
+from lockstep.transport.tls import describe_tls_error, job_context
 
 MAX_QUEUED = 8 * MAX_PACKET
 """Maximum bytes that a channel keeps for a slow peer; `send` refuses more."""
@@ -138,7 +139,7 @@ class StreamChannel(Generic[Out, In]):
         """
         tls = None
         if credentials is not None and credentials.encrypted:
-            tls = credentials.server_context() if accepted else credentials.client_context()
+            tls = job_context(credentials, accepted=accepted)
         tcp = connection.family != socket.AF_UNIX
         if tcp:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
