@@ -1,11 +1,19 @@
 """What a comparison with one process has shown, in words."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.coordinator.comparison import read_verdict, save_verdict, verdict
+from lockstep.coordinator.comparison import (
+    MOST_CACHED,
+    cache_result,
+    read_fields,
+    read_verdict,
+    save_verdict,
+    verdict,
+)
 from lockstep.system.paths import RunPaths
 
 
@@ -37,3 +45,17 @@ def test_a_run_without_a_file_says_nothing(tmp_path: Path) -> None:
     assert read_verdict(paths) == "equal"
     paths.comparison.write_text("{")
     assert read_verdict(paths) == ""
+
+
+def test_the_cache_keeps_the_newest_results(tmp_path: Path) -> None:
+    folder = tmp_path / "compared"
+    for number in range(MOST_CACHED + 2):
+        path = folder / f"{number}.json"
+        if number < MOST_CACHED:
+            folder.mkdir(exist_ok=True)
+            path.touch()
+        else:
+            cache_result(path, {"ended": str(number)})
+        os.utime(path, (number, number))
+    assert {int(path.stem) for path in folder.iterdir()} == {*range(2, MOST_CACHED + 2)}
+    assert read_fields(path) == {"ended": str(MOST_CACHED + 1)}

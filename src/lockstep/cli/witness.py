@@ -17,12 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from lockstep.coordinator.comparison import NOT_COMPARED, read_fields, save_verdict, unnamed, verdict
+from lockstep.coordinator.comparison import (
+    NOT_COMPARED,
+    cache_result,
+    read_fields,
+    save_verdict,
+    unnamed,
+    verdict,
+)
 from lockstep.observability.run_lines import GrowingFile, json_object
 from lockstep.system.child_process import command_of, ending_with_this_process
 from lockstep.system.descendants import kill_family
 from lockstep.system.environment import cache_folder, checking, usable_cores
-from lockstep.system.files import replace
 from lockstep.system.landlock import can_restrict
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -171,8 +177,7 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
     result = compare(words, program, folder, calls)
     _tell(paths, result)
     if any(not step["reason"] for step in result["compared"]):
-        saved.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace(saved, json.dumps(result).encode())
+        cache_result(saved, result)
 
 
 def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any]]:

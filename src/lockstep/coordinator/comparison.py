@@ -1,4 +1,4 @@
-"""The verdict of a comparison with one process: its words, and its file in the folder of a run."""
+"""The verdict of a comparison with one process: its words, its file in the folder of a run, and the cache."""
 
 import contextlib
 import json
@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.system.files import replace
+from lockstep.system.files import read_regular, replace
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
+
+MOST_CACHED = 1000
+"""The largest number of results in the cache."""
 
 NOT_COMPARED = "not compared with one process"
 _COMPARED = "compared with one process"
@@ -58,10 +61,20 @@ def read_verdict(paths: RunPaths) -> str:
     return str(read_fields(paths.comparison).get("verdict", ""))
 
 
+def cache_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Save a result in a file of the cache, which loses its oldest ones beyond `MOST_CACHED`."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace(path, json.dumps(result).encode())
+        oldest_first = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        for file in oldest_first[:-MOST_CACHED]:
+            file.unlink(missing_ok=True)
+
+
 def read_fields(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one if it cannot be read."""
     try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError):
+        fields = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
