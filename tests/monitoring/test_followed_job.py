@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.coordinator.comparison import save_verdict
 from lockstep.errors import ConfigError
 from lockstep.monitoring.followed_job import FollowedJob, JobContact, open_job
 from lockstep.monitoring.run_folder import RunFolder
+from lockstep.monitoring.top_text import as_text
 from lockstep.protocol.admin import (
     AdminRequest,
     Refused,
@@ -18,6 +20,7 @@ from lockstep.protocol.admin import (
     Status,
     StatusRequest,
 )
+from lockstep.system.paths import RunPaths
 from virtual_clock import VirtualClock
 
 from .recorded import event, job, record, started, steps
@@ -69,6 +72,17 @@ def test_the_end_of_a_job(tmp_path: Path, clock: VirtualClock) -> None:
         "train-1 finished in 1 min 12 s: 40 steps on 2 workers (1 lost); 2 checkpoints; "
         "digest ab of model 'm'"
     )
+
+
+def test_the_verdict_of_a_comparison_is_told_once(tmp_path: Path, clock: VirtualClock) -> None:
+    record(tmp_path, job(), started(0))
+    one, _ = followed(tmp_path, clock, lambda *asked: STATUS)
+    assert "one process" not in as_text(one.look())
+    save_verdict(RunPaths(tmp_path), "compared with one process: equal")
+    assert as_text(one.look()).splitlines()[1] == "compared with one process: equal"
+    record(tmp_path, event(1072.0, "finished", status=0, message="", seconds=72.0, steps=40))
+    assert one.look().end.endswith(": 40 steps on 2 workers; compared with one process: equal")
+    assert as_text(one.look()).count("one process") == 1
 
 
 def test_a_failure_is_told_with_its_status(tmp_path: Path, clock: VirtualClock) -> None:

@@ -70,6 +70,9 @@ def test_a_run_in_parts(data: RunState) -> None:
     assert {"section": "versions", "name": "keras", "value": "3.15.1"} in found["configuration"]
     assert {"section": "job", "name": "seed", "value": "7"} in found["configuration"]
     assert len(found["events"]) == len(EVENTS) + len(END)
+    assert summary["compared"] == ""
+    compared = parts(data.with_verdict("compared with one process: equal"), active=False)["summary"]
+    assert compared["compared"] == "compared with one process: equal"
     json.dumps(found, allow_nan=False)
 
 

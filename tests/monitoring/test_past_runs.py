@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.cli.main import cli
+from lockstep.coordinator.comparison import save_verdict
 from lockstep.errors import ConfigError
 from lockstep.monitoring.past_runs import PastRun, past_runs, summarize, table
 from lockstep.system.locks import try_lock
@@ -115,7 +116,7 @@ def test_any_file_is_a_row(found: list[str], active: bool) -> None:
 
 
 def test_folders_are_listed_the_newest_first(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs" / "old")
+    save_verdict(RunPaths(make_run(tmp_path / "runs" / "old")), "not compared with one process: no\n")
     make_run(tmp_path / "runs" / "new", [event(50.0, "job", **SIZE)], ())
     make_hostile_run(tmp_path / "runs" / "hostile")
     (tmp_path / "runs" / "empty").mkdir()
@@ -130,6 +131,7 @@ def test_folders_are_listed_the_newest_first(tmp_path: Path) -> None:
     assert [run.name for run in found] == ["run", "new", "hostile", "old", "odd"]
     assert [run.end for run in found[:2]] == ["finished", "running"]
     assert HOSTILE.partition("\u2028")[0] in found[2].end
+    assert found[3].end == "finished; not compared with one process: no?"
     assert found[4].end.startswith("cannot be read: ")
     assert (found[0].steps, found[0].digest) == (4, "45be74b16910")
 

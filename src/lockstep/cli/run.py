@@ -430,6 +430,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
                 claim_folder(run_dir, patience=_ENDS_WITHIN)
             spec = replace(spec, run_dir=run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
+            # The verdict is that of an earlier run.
+            RunPaths(spec.run_dir).comparison.unlink(missing_ok=True)
 
     def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
         return _resumed(options, begun, held)

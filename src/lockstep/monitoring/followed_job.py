@@ -157,7 +157,7 @@ def end_of(name: str, run: RunState) -> str:
     status, message, seconds = fields.get("status"), fields.get("message"), fields.get("seconds", 0.0)
     if status == 0:
         known = {one: fields[one] for one in JobTotals.__struct_fields__ if one in fields}
-        line = last_line(JobTotals(**known), seconds, len(run.members))
+        line = last_line(JobTotals(**known), seconds, len(run.members), compared=run.compared)
         return f"{name} {line}" if line else f"{name} finished in {seconds:.0f} s"
     return f"{name} ended with status {status}" + (f": {message}" if message else "")
 

@@ -131,6 +131,7 @@ class Overview:
         hosts: of the workers.
         events: the last events, one line each.
         silent_since: since when the coordinator has not answered; None if it does.
+        compared: the verdict of the comparison with one process; empty if none was wanted.
         end: how the run ended, in one line; empty while it runs.
         averages: whether rates are those of the whole run.
         advice: what slows the training, one line each; empty if nothing does notably.
@@ -153,6 +154,7 @@ class Overview:
     hosts: tuple[HostRow, ...]
     events: tuple[str, ...]
     silent_since: float | None = None
+    compared: str = ""
     end: str = ""
     averages: bool = False
     advice: tuple[str, ...] = ()
@@ -226,6 +228,7 @@ def overview(
         advice=(*_unmeasured(run, times), *_advice(times, rows), *_overload(hosts, rows, uses, why)),
         events=tuple(tell(one, run.began) for one in _told(run)),
         silent_since=silent_since,
+        compared=run.compared,
         end=end,
         averages=averages,
     )

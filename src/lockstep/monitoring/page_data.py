@@ -124,6 +124,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "lost": sum(one.event == "lost" for one in run.events),
         "joined": sum(one.event == "joined" for one in run.events),
         "pauses": sum(view.pause or 0.0 for view in run.views),
+        "compared": _text(run.compared),
         "message": _text(finished.get("message", "")),
         "model": _text(finished.get("model", "")),
         "digest": _text(finished.get("digest", "")),

@@ -7,11 +7,12 @@ its last line may be torn, and an earlier version has recorded less.
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.coordinator.comparison import read_verdict
 from lockstep.monitoring.run_catalog import is_active
 from lockstep.observability.events import FORMAT
 from lockstep.observability.run_lines import happenings, measurement
@@ -41,7 +42,7 @@ class PastRun:
         hosts: the number of hosts.
         steps: training steps, with those before this run.
         digest: of the model that was trained last.
-        end: how it ended, or that it runs.
+        end: how it ended, or that it runs, and the verdict of the comparison with one process.
     """
 
     name: str
@@ -90,10 +91,13 @@ def _read(folder: Path, now: float) -> PastRun | None:
     with contextlib.suppress(OSError), os.fdopen(open_regular(paths.measurements), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
         measurements = file.read(_TAIL)
-    return summarize(folder.name, events, measurements, now if is_active(folder) else None)
+    active = now if is_active(folder) else None
+    return summarize(folder.name, events, measurements, active, read_verdict(paths))
 
 
-def summarize(name: str, events: bytes, measurements: bytes, now: float | None) -> PastRun:
+def summarize(
+    name: str, events: bytes, measurements: bytes, now: float | None, compared: str = ""
+) -> PastRun:
     """Return what the logs of a folder say about the last run in it.
 
     Args:
@@ -101,6 +105,7 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
         events: the event log.
         measurements: the end of the log of measurements.
         now: seconds since 1970; None if no process uses the folder.
+        compared: the verdict of the comparison with one process; empty if none was wanted.
     """
     name = printable(name)
     state, newest = RunState(keeps_history=False), 0.0
@@ -129,7 +134,7 @@ def summarize(name: str, events: bytes, measurements: bytes, now: float | None) 
         (len(hosts) or 1) if isinstance(hosts, list) else None,
         _integer(done.get("steps")) or state.totals.reached or None,
         printable(str(done.get("digest", "")))[:_DIGITS],
-        _end(state.finished, active=now is not None),
+        _end(state.with_verdict(compared), active=now is not None),
     )
 
 
@@ -149,13 +154,16 @@ def _row(run: PastRun) -> tuple[str, ...]:
     return run.name, began, took, *numbers, run.digest, end
 
 
-def _end(finished: Mapping[str, Any] | None, *, active: bool) -> str:
-    if finished is None:
-        return "running" if active else "no end is recorded: it was killed, or its host was lost"
+def _end(state: RunState, *, active: bool) -> str:
+    finished = state.finished or {}
     status, message = finished.get("status"), printable(str(finished.get("message", "")))
-    if status == 0:
-        return "finished"
-    return message if message.startswith("stopped by ") else f"failed ({status}): {message}"
+    if state.finished is None:
+        end = "running" if active else "no end is recorded: it was killed, or its host was lost"
+    elif status == 0:
+        end = "finished"
+    else:
+        end = message if message.startswith("stopped by ") else f"failed ({status}): {message}"
+    return f"{end}; {printable(state.compared)}" if state.compared else end
 
 
 def _integer(value: Any) -> int | None:

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.coordinator.comparison import read_verdict
 from lockstep.errors import ConfigError
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import FORMAT
@@ -70,6 +71,7 @@ class RunFolder:
         # In the order of time: what a worker does follows from both files.
         for entry in heapq.merge(self._happenings(), self._measured(), key=lambda one: one.time):
             self.state = self.state.after(entry)
+        self.state = self.state.with_verdict(read_verdict(self.paths))
         written = self.state.job.get("format")
         if isinstance(written, int) and written > FORMAT:
             raise ConfigError(

@@ -83,6 +83,8 @@ def heading(view: Overview) -> list[str]:
     if view.metrics:
         shown = list(view.metrics.items())[:_METRICS]
         lines.append("  ".join(f"{printable(name)} {value:.5g}" for name, value in shown))
+    if view.compared not in view.end:
+        lines.append(view.compared)
     if view.silent_since is not None:
         at = time.strftime("%H:%M:%S", time.localtime(view.silent_since))
         seconds = max(0.0, view.time - view.silent_since)

@@ -255,6 +255,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         events: the newest 20,000 events of all kinds but measurements.
         checkpoints: `checkpoint` events.
         finished: the fields of the event `finished`; None while the run has not ended.
+        compared: the verdict of the comparison with one process; empty if none was wanted.
         skipped: number of lines that could not be read.
     """
 
@@ -284,6 +285,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     events: GrowingList[Happening] = GrowingList()
     checkpoints: GrowingList[Happening] = GrowingList()
     finished: Mapping[str, Any] | None = None
+    compared: str = ""
     skipped: int = 0
     _earlier_calls: int = 0
     _call_names: Numbering = Numbering()
@@ -306,6 +308,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def without_line(self) -> "RunState":
         """Return what is known if another line of a file cannot be read."""
         return replace(self, skipped=self.skipped + 1)
+
+    def with_verdict(self, compared: str) -> "RunState":
+        """Return what is known with another verdict, which is in a file of its own."""
+        return self if compared == self.compared else replace(self, compared=compared)
 
     # Measurements.
 

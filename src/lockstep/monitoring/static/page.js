@@ -820,7 +820,7 @@ function drawSummary(summary) {
     ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
     ["Lost", count(summary.lost)], ["Joined", count(summary.joined)], ["Pauses", duration(summary.pauses)], ["Backend", summary.backend],
     ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Script", summary.script, true],
-    ["Model", summary.model], ["Digest", summary.digest, true], ["Message", summary.message, true],
+    ["Verdict", summary.compared, true], ["Model", summary.model], ["Digest", summary.digest, true], ["Message", summary.message, true],
     ["Lines that cannot be read", summary.skipped ? count(summary.skipped) : ""]];
   byId("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value, long]) => {
     const mood = name !== "State" ? null : value === "finished" ? "good" : value === "running" ? null : "bad";
