@@ -1,0 +1,205 @@
+"""Which pairs of options `lockstep run` refuses, and how: every option with every other one."""
+
+import json
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from lockstep.cli import run as command
+from lockstep.errors import ConfigError
+from lockstep.ray import command as ray
+from lockstep.system import environment
+
+VALUES = {
+    "--workers": "2",
+    "--ps": "1",
+    "--replicas": "2",
+    "--threads-per-worker": "1",
+    "--backend": "jax",
+    "--hosts": "a,b",
+    "--listen": "127.0.0.1",
+    "--workers-here": "1",
+    "--tf-config": None,
+    "--slurm": None,
+    "--on": "ray",
+    "--cpus-per-worker": "1",
+    "--gpus-per-worker": "0",
+    "--resource-per-worker": "a=1",
+    "--detach": None,
+    "--plain": None,
+    "--devices": "0",
+    "--seed": "1",
+    "--input": "joint",
+    "--run-dir": "d",
+    "--tee": "all",
+    "--tensorboard": "t",
+    "--metrics-port": "0",
+    "--timeout": "5",
+    "--max-restarts": "1",
+    "--restart-job": "1",
+    "--min-workers": "2",
+    "--checkpoint": "c",
+    "--checkpoint-every": "5",
+    "--keep": "2",
+    "--grace": "3s",
+    "--verify-every": "2",
+    "--verify-replicas": "all",
+    "--allow-unlike": None,
+    "--accept-changes": None,
+    "--tf-distribute": None,
+    "--no-adopt": None,
+    "--witness": "off",
+    "--ui": None,
+    "-m": None,
+}
+WAYS = ("--hosts", "--listen", "--tf-config", "--slurm", "--on")
+NOT_HERE = f"give {', '.join(WAYS[:-1])} or {WAYS[-1]} too"
+OF_AN_ENGINE = "is what workers need of an engine; give --on too"
+NO_CHECKPOINTS = (
+    "needs --checkpoint DIR, without which this command saves no checkpoints; for a script with "
+    "lockstep.callbacks.Checkpoint, give"
+)
+RUNS = ""
+REFUSALS = [
+    *(
+        (f"{way} {other}", f"{way} and {other} cannot be combined: each one says where the workers run")
+        for way, other in combinations(WAYS, 2)
+    ),
+    ("--ps --replicas", "--ps cannot be combined with --replicas: a step is one batch on one worker"),
+    (
+        "--ps --checkpoint",
+        "--ps cannot be combined with --checkpoint: use keras.callbacks.BackupAndRestore or ModelCheckpoint",
+    ),
+    (
+        "--ps --devices",
+        "--ps cannot be combined with --devices: all processes share the visible GPUs; set "
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "--ps --verify-every",
+        "--ps cannot be combined with --verify-every: lockstep rerun repeats the whole run",
+    ),
+    ("--ps --min-workers", "--ps cannot be combined with --min-workers: workers do not wait for one another"),
+    *(
+        (
+            f"{way} --restart-job",
+            f"--restart-job cannot be combined with {way}: there, several commands or an engine start the "
+            "job",
+        )
+        for way in WAYS[1:]
+    ),
+    (" not ".join(("--plain", *WAYS)), f"--plain is for jobs on several hosts; {NOT_HERE}"),
+    (
+        "--on --ui",
+        "--ui shows the run folder, which with --on is on a node of the cluster; run lockstep ui there",
+    ),
+    ("--on not --workers", "--on needs the number of workers; give -n too"),
+    ("--cpus-per-worker not --on", f"--cpus-per-worker {OF_AN_ENGINE}"),
+    ("--gpus-per-worker not --on", f"--gpus-per-worker {OF_AN_ENGINE}"),
+    ("--resource-per-worker not --on", f"--resource-per-worker {OF_AN_ENGINE}"),
+    (
+        "--on --metrics-port",
+        "--metrics-port cannot be combined with --on: it serves on this machine alone, and the engine "
+        "chooses where the coordinator runs",
+    ),
+    *(
+        (
+            f"{way} --devices",
+            f"--devices is for one host; with {way}, set CUDA_VISIBLE_DEVICES on each",
+        )
+        for way in WAYS
+    ),
+    (
+        "--workers-here not --listen not --tf-config",
+        "--workers-here is for jobs that other hosts join; give --listen or --tf-config too",
+    ),
+    ("--listen not --workers", "--listen needs the number of all workers; give -n too"),
+    (
+        "--tf-config --workers",
+        "-n cannot be combined with --tf-config: each task of TF_CONFIG runs one worker, or --workers-here",
+    ),
+    ("--checkpoint-every not --checkpoint", f"--checkpoint-every {NO_CHECKPOINTS} every= to the callback"),
+    ("--keep not --checkpoint", f"--keep {NO_CHECKPOINTS} keep= to the callback"),
+    ("--on", RUNS),
+    *(
+        (
+            f"--ps {way} not --workers",
+            "there is room for 2, but a job with --ps 1 has a chief, 1 parameter server and at least one "
+            "worker: 3 processes in all",
+        )
+        for way in ("--hosts", "--slurm")
+    ),
+    ("--devices --min-workers not --workers", "--min-workers 2 is more than the 1 workers to start with"),
+    (
+        "--devices --verify-every not --workers",
+        "--verify-every needs at least 2 replicas: Keras itself computes the only one",
+    ),
+    (
+        "--verify-every --allow-unlike",
+        "--verify-every compares the bits of workers, so it excludes --allow-unlike",
+    ),
+    ("--verify-replicas not --verify-every", "--verify-replicas all needs --verify-every K"),
+]
+"""The first row decides that has only options which are given, except those after `not`."""
+
+TASK = {
+    "cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]},
+    "task": {"type": "chief", "index": 0},
+}
+STEP = {
+    "JOB_ID": "1",
+    "STEP_ID": "0",
+    "PROCID": "0",
+    "NODEID": "0",
+    "STEP_NODELIST": "127.0.0.1,127.0.0.2",
+    "STEP_NUM_NODES": "2",
+    "STEP_NUM_TASKS": "2",
+    "STEP_TASKS_PER_NODE": "1(x2)",
+}
+
+
+class Begun(BaseException):
+    """The command has refused nothing."""
+
+
+def begin(*_: Any) -> NoReturn:
+    raise Begun
+
+
+def message(options: set[str]) -> str:
+    """Return why the command refuses these options; empty if it does not."""
+    words = [word for option in VALUES if option in options for word in (option, VALUES[option]) if word]
+    context = command.run.make_context("run", [*words, "train" if "-m" in options else "train.py"])
+    try:
+        with context:
+            command.run.invoke(context)
+    except Begun:
+        return RUNS
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError(words)
+
+
+def expected(options: set[str]) -> str:
+    for row, refusal in REFUSALS:
+        first, *without = row.split(" not ")
+        if options.issuperset(first.split()) and options.isdisjoint(without):
+            return refusal
+    return RUNS
+
+
+def test_every_pair_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setitem(environment._at_start, "TF_CONFIG", json.dumps(TASK))
+    for name, value in STEP.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(command, "_exports", begin)
+    monkeypatch.setattr(ray, "run_on_ray", begin)
+    names = {max(param.opts, key=len) for param in command.run.params if param.param_type_name == "option"}
+    assert names == VALUES.keys()
+    for pair, more in product(combinations(VALUES, 2), ((), ("--workers",))):
+        options = {*pair, *more}
+        assert message(options) == expected(options), options
