@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from lockstep.cli.run import PARTS, PLACING, check_numbers, given, refuse_without_checkpoint, run
+from lockstep.cli.run import PARTS, check_numbers, given, refuse_without_checkpoint, run
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.indexed_job import IndexedJob, name_from
+from lockstep.hosts.where import PLACING
 from lockstep.system.clock import parse_seconds
 from lockstep.worker.script import refuse_undecodable
 

@@ -3,15 +3,14 @@
 import contextlib
 import importlib.util
 import os
-import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 import click
 
@@ -20,7 +19,8 @@ from lockstep.cli.job_restarts import folder_of_job, start_again
 from lockstep.cli.page import page_beside
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.hosts.host_list import parse_hosts
+from lockstep.hosts.task_place import TaskRole
+from lockstep.hosts.where import PLACING, SCHEDULERS, Engine, Here, Hosts, Listen, ScheduledTask, parse_where
 from lockstep.launcher.backend import (
     BACKENDS,
     RULE,
@@ -34,7 +34,7 @@ from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
-from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobHost, JobSpec
+from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -48,7 +48,6 @@ from lockstep.system.environment import (
     replaced_hash_seed,
     switched_off,
     take_environment,
-    tf_config_given,
     usable_cores,
     visible_gpus,
 )
@@ -75,24 +74,19 @@ from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.held import HeldCheckpoint
-    from lockstep.hosts.engine_link import EngineLink
-    from lockstep.hosts.job_on_hosts import Resumed
     from lockstep.protocol.channel import Channel
     from lockstep.protocol.host import Stop
 
-_ENGINE = re.compile(r"ray|ray://\S+:[0-9]+")
+Place = Here | Hosts | Listen
+"""Where the workers of a job run that this process begins."""
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 _ENDS_WITHIN = 2.0
 """Seconds in which the processes of a run end whose command was killed."""
 PARTS = click.IntRange(min=1, max=4096)
 """The range of the number of workers or replicas."""
-PLACING = (
-    *("workers", "hosts", "listen", "here", "tf_config", "slurm", "devices"),
-    *("engine", "cpus", "gpus", "resources", "detached"),
-    "ui",
-)
-"""The parameters of `run` that say where workers run, and `--ui`; `lockstep export` sets them itself."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
 
@@ -118,6 +112,13 @@ class _Folder(click.Path):
         if "://" in os.fsdecode(value):
             self.fail(f"{os.fsdecode(value)} is no folder of this machine.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def _of_schedulers(command: Command) -> Command:
+    for name, scheduler in reversed(SCHEDULERS.items()):
+        option = click.option(f"--{name.replace('_', '-')}", name, is_flag=True, help=scheduler.help)
+        command = option(command)
+    return command
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -174,18 +175,7 @@ class _Folder(click.Path):
     metavar="K",
     help="With --listen or --tf-config, number of workers on this host.  [default: 1]",
 )
-@click.option(
-    "--tf-config",
-    is_flag=True,
-    help="Take the place of this process in the cluster from TF_CONFIG, as a TFJob sets it in each pod: one "
-    "worker per task, or --workers-here, started by this command on each host.",
-)
-@click.option(
-    "--slurm",
-    is_flag=True,
-    help="Take the place of this process from the variables of Slurm: srun starts this command once on each "
-    "host, and -n workers are divided among them, by default one each. Needs a key: see lockstep key.",
-)
+@_of_schedulers
 @click.option(
     "--on",
     "engine",
@@ -404,18 +394,25 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
-    _refuse_contradictions(options)
+    if options["servers"]:
+        _refuse_with_servers(options)
+    where = parse_where(options, _others(options))
     refuse_without_checkpoint(click.get_current_context())
-    link = _engine_link(options)
-    retries = options["tf_config"]
-    task = _take_place(script, options) if options["tf_config"] or options["slurm"] else ""
+    match where:
+        case Engine():
+            place: Place = _of_engine(where, options)
+        case ScheduledTask():
+            place = _of_task(where, script, options)
+        case _:
+            place = where
+    engine = place.engine if isinstance(place, Listen) else None
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
     folder, board = options["checkpoint"], options["tensorboard"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
     existed = folder is not None and folder.exists()
     if existed:
         claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
-    spec = replace(_spec(options), inherited=inherited or ())
+    spec = replace(_spec(options, place), inherited=inherited or ())
     created = options["run_dir"] is None or not options["run_dir"].exists()
     new_board = board is not None and not board.exists()
     with gone_if_refused(board), gone_if_refused(folder if folder is not None and not existed else None):
@@ -423,7 +420,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         if folder is not None and not existed:
             claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
         with gone_if_refused(options["run_dir"]):
-            if link is not None:
+            if engine is not None:
                 run_dir = claim_when_free(options["run_dir"])
             else:
                 run_dir = folder_of_job() or options["run_dir"] or _fresh_folder(options)
@@ -434,37 +431,32 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             RunPaths(spec.run_dir).comparison.unlink(missing_ok=True)
 
     def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
-        return _resumed(options, begun, held)
+        return _resumed(options, place, begun, held)
 
     if exports.metrics is not None:
         with socket.socket(fileno=os.dup(exports.metrics)) as listener:
             address, port = listener.getsockname()
         note(f"metrics at http://{address}:{port}/metrics")
     remove_abandoned()
-    several = bool(spec.hosts or options["listen"])
-    if not several:
+    if isinstance(place, Here):
         note(f"{spec.describe()}{_passed_on(options['arguments'])}")
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
     if hash_seed := replaced_hash_seed(spec.seed):
         note(f"workers get PYTHONHASHSEED from the job's seed, --seed {spec.seed}, instead of {hash_seed}")
-    if options["listen"]:
-        from lockstep.hosts.engine_link import LIFELINE
-        from lockstep.hosts.listening_job import Listening, run_listening
 
-        address = with_port(options["listen"])
-        here = 0 if link is not None else options["here"] or 1
-        listening = Listening(address, here, retries=retries, task=task, engine=link)
-        lifeline = LIFELINE if link is not None else None
+    def serve(command: "Channel[Stop, Stop]") -> int:
+        match place:
+            case Here():
+                return _serve_here(spec, command, exports)
+            case Hosts():
+                from lockstep.hosts.job_on_hosts import run_over_ssh
 
-        def serve(command: "Channel[Stop, Stop]") -> int:
-            return run_listening(spec, listening, resumed, command, exports)
+                return run_over_ssh(spec, resumed, command, exports)
+            case Listen():
+                from lockstep.hosts.listening_job import run_listening
 
-    else:
-        lifeline = None
-
-        def serve(command: "Channel[Stop, Stop]") -> int:
-            return _serve(spec, resumed, command, exports)
+                return run_listening(spec, place, resumed, command, exports)
 
     with contextlib.ExitStack() as beside:
         if options["ui"]:
@@ -472,7 +464,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         if spec.replicas > 1 and not (spec.parameter_servers or is_checking() or is_repeating()):
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
-        status = run_in_job_process(serve, spec.grace, lifeline)
+        status = run_in_job_process(serve, spec.grace, None if engine is None else engine.LIFELINE)
     leave_folder(spec.run_dir)
     start_again(options["restart_job"], status, spec.run_dir, time.monotonic() - begun)
     if created:
@@ -535,14 +527,8 @@ def refuse_without_checkpoint(context: click.Context) -> None:
             )
 
 
-def _engine_link(options: dict[str, Any]) -> "EngineLink | None":
-    """Return the link of the coordinator that an engine has started, or have an engine run the job.
-
-    Returns:
-        None if the job needs no engine.
-    """
-    if not options["engine"]:
-        return None
+def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
+    """Have an engine run the job, and end this process; or return where the engine's coordinator listens."""
     from lockstep.hosts.engine_link import EngineLink
     from lockstep.protocol.engine import StartCoordinator
 
@@ -556,72 +542,10 @@ def _engine_link(options: dict[str, Any]) -> "EngineLink | None":
         name = f"{_script_name(options)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         place = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or f"runs/{name}")
         words = (*map(str, place), *given(context, "run_dir"), "--", options["script"], *options["arguments"])
-        needs = worker_needs(
-            options["cpus"] or 1, options["gpus"] or 0, parse_resources(options["resources"])
-        )
-        processes = workers + _others(options)
-        sys.exit(run_on_ray(options["engine"], name, words, processes, needs, options["detached"]))
+        needs = worker_needs(engine.cpus, engine.gpus, parse_resources(engine.resources))
+        sys.exit(run_on_ray(engine.address, name, words, engine.processes, needs, engine.detached))
     assert isinstance(link.start, StartCoordinator)
-    options["listen"] = link.start.address
-    return link
-
-
-def _refuse_contradictions(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if options cannot be combined, or name no address."""
-    names = ("hosts", "listen", "tf-config", "slurm")
-    ways = [f"--{name}" for name in names if options[name.replace("-", "_")]]
-    ways += ["--on"] if options["engine"] else []
-    if len(ways) > 1:
-        raise ConfigError(f"{' and '.join(ways)} cannot be combined: each one says where the workers run")
-    if options["servers"]:
-        _refuse_with_servers(options)
-    if options["restart_job"] and (others := [way for way in ways if way != "--hosts"]):
-        raise ConfigError(
-            f"--restart-job cannot be combined with {others[0]}: there, several commands or an engine start "
-            "the job"
-        )
-    if not ways and options["plain"]:
-        raise ConfigError(
-            "--plain is for jobs on several hosts; give --hosts, --listen, --tf-config, --slurm or --on too"
-        )
-    if options["engine"] and not _ENGINE.fullmatch(options["engine"]):
-        raise ConfigError(f"--on {options['engine']} is no engine: give ray, or ray://HOST:PORT")
-    if options["engine"] and options["ui"]:
-        raise ConfigError(
-            "--ui shows the run folder, which with --on is on a node of the cluster; run lockstep ui there"
-        )
-    if options["engine"] and options["workers"] is None:
-        raise ConfigError("--on needs the number of workers; give -n too")
-    for name in ("cpus", "gpus"):
-        if options[name] is not None and not options["engine"]:
-            raise ConfigError(f"--{name}-per-worker is what workers need of an engine; give --on too")
-    if options["resources"] and not options["engine"]:
-        raise ConfigError("--resource-per-worker is what workers need of an engine; give --on too")
-    if options["engine"] and options["metrics_port"] is not None:
-        raise ConfigError(
-            "--metrics-port cannot be combined with --on: it serves on this machine alone, and the engine "
-            "chooses where the coordinator runs"
-        )
-    if ways and options["devices"] is not None:
-        raise ConfigError(f"--devices is for one host; with {ways[0]}, set CUDA_VISIBLE_DEVICES on each")
-    if options["here"] is not None and not (options["listen"] or options["tf_config"]):
-        raise ConfigError(
-            "--workers-here is for jobs that other hosts join; give --listen or --tf-config too"
-        )
-    if options["listen"]:
-        with_port(options["listen"])
-    if options["listen"] and options["workers"] is None:
-        raise ConfigError("--listen needs the number of all workers; give -n too")
-    if options["listen"] and (options["here"] or 1) > options["workers"] + _others(options):
-        raise ConfigError(
-            f"--workers-here {options['here']} is more than the {options['workers'] + _others(options)} "
-            "workers of the job"
-        )
-    if options["tf_config"] and options["workers"] is not None:
-        raise ConfigError(
-            "-n cannot be combined with --tf-config: each task of TF_CONFIG runs one worker, or "
-            "--workers-here"
-        )
+    return Listen(engine.processes, with_port(link.start.address), here=0, engine=link)
 
 
 def _refuse_with_servers(options: Mapping[str, Any]) -> None:
@@ -640,20 +564,13 @@ def _refuse_with_servers(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"--ps cannot be combined with {given[0]}: {reasons[given[0]]}")
 
 
-def _take_place(script: Script, options: dict[str, Any]) -> str:
-    """Do what the task of this process is for; if it begins a job, set its options and return its name."""
+def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -> Here | Listen:
+    """Return where the job that this process begins runs, or do what else its task is for, and end."""
     from lockstep.hosts.agent_command import AgentOptions, join_and_run
-    from lockstep.hosts.slurm_role import own_place
-    from lockstep.hosts.task_place import TaskRole
-    from lockstep.hosts.tf_config_role import find_place
 
-    slurm, here = options["slurm"], options["here"] or 1
-    others, asked = _others(options), options["workers"]
-    if slurm:
-        place = own_place(asked and asked + others)
-    else:
-        place = find_place(tf_config_given(), here, options["servers"] or 0)
-    match place.role:
+    scheduler = tasks.scheduler
+    task = scheduler.place(tasks.processes, tasks.here, options["servers"] or 0)
+    match task.role:
         case TaskRole.IDLE_SERVER:
             note("a parameter server has nothing to do: the workers hold the whole state")
             sys.exit(0)
@@ -661,21 +578,21 @@ def _take_place(script: Script, options: dict[str, Any]) -> str:
             _evaluate(script, options)
         case TaskRole.AGENT:
             # Its own name may not be known in the cluster yet.
-            _, port = split_address(place.address)
+            _, port = split_address(task.address)
             joins = AgentOptions(
-                place.coordinator, place.here, port=port, encrypted=not options["plain"], task=place.task
+                task.coordinator, task.here, port=port, encrypted=not options["plain"], task=task.task
             )
-            if slurm:
-                # All tasks write to one terminal, and all get the signals that the coordinator gets.
+            if scheduler.starts_all:
+                # The coordinator writes to the same terminal, and gets the same signals.
                 joins = replace(joins, quiet=True, grace=parse_seconds(options["grace"], "--grace"))
             else:
                 joins = replace(joins, shows=True)
-                note(f"{place.name} joins {place.coordinator}, which coordinates the job")
+                note(f"{task.name} joins {task.coordinator}, which coordinates the job")
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
-            options["listen"], options["here"] = place.address, place.here
-    options["workers"] = _without_others(place.workers, options)
-    return place.name
+            address, retries = with_port(task.address), not scheduler.starts_all
+            return Listen(task.workers, address, task.here, retries=retries, task=task.name)
+    return Here(task.workers)
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
@@ -755,29 +672,29 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobSpec:
+def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" = None) -> JobSpec:
     """Return the job; it resumes from a checkpoint that another host holds, if that is given."""
     # Before the run's folder is created: a rejected command leaves nothing behind.
     checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
-    entries = parse_devices(options["devices"]) if options["devices"] is not None else None
-    others = _others(options)
-    hosts: tuple[JobHost, ...] = ()
-    if options["hosts"] is not None:
-        hosts = parse_hosts(options["hosts"], options["workers"] and options["workers"] + others)
-    several = bool(hosts or options["listen"])
-    gpus = visible_gpus() if not several else ()
+    here = where if isinstance(where, Here) else None
+    entries = parse_devices(here.devices) if here is not None and here.devices is not None else None
+    gpus = visible_gpus() if here is not None else ()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
-    replicas = options["replicas"] or past.get("replicas")
-    workers = options["workers"] or min(wanted, replicas or wanted)
-    workers = sum(host.workers for host in hosts) or workers + others
-    _without_others(workers, options)
+    others, replicas = _others(options), options["replicas"] or past.get("replicas")
+    workers = where.processes or min(wanted, replicas or wanted) + others
+    if workers < others + 1:
+        servers = options["servers"]
+        raise ConfigError(
+            f"there is room for {workers}, but a job with --ps {servers} has a chief, "
+            f"{count(servers, 'parameter server')} and at least one worker: {servers + 2} processes in all"
+        )
     replicas = replicas or workers
     if others and {ONE_PROCESS, ORDER} <= os.environ.keys():
         workers = 1
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0
-    if not threads and not several:
+    if not threads and here is not None:
         threads = max(1, usable_cores() // replicas)
     check_limits(workers, threads)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
@@ -805,7 +722,7 @@ def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobS
         chosen=str(choice),
         devices=devices,
         checkpoints=checkpoints,
-        hosts=hosts,
+        hosts=where.hosts if isinstance(where, Hosts) else (),
         plain=options["plain"],
         verify_every=_verify_every(options, replicas),
         verify_all=options["verify_replicas"] == "all",
@@ -820,18 +737,6 @@ def _others(options: Mapping[str, Any]) -> int:
     They are processes like the workers; outside of `fit`, each has a replica.
     """
     return options["servers"] + 1 if options["servers"] else 0
-
-
-def _without_others(processes: int, options: Mapping[str, Any]) -> int:
-    """Return the number of workers of a job with a number of processes; raise ConfigError if it has none."""
-    workers = processes - _others(options)
-    if workers < 1:
-        servers = options["servers"]
-        raise ConfigError(
-            f"there is room for {processes}, but a job with --ps {servers} has a chief, "
-            f"{count(servers, 'parameter server')} and at least one worker: {servers + 2} processes in all"
-        )
-    return workers
 
 
 def _verify_every(options: dict[str, Any], replicas: int) -> int:
@@ -852,7 +757,7 @@ def check_numbers(workers: int, replicas: int, least: int) -> None:
         raise ConfigError(f"--min-workers {least} is more than the {workers} workers to start with")
 
 
-def _resumed(options: dict[str, Any], begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
+def _resumed(options: dict[str, Any], where: Place, begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
     """Return the job over hosts as it resumes from the newest checkpoint of all of them."""
     own = begun.checkpoints.resume if begun.checkpoints is not None else None
     if own is not None:
@@ -860,7 +765,7 @@ def _resumed(options: dict[str, Any], begun: JobSpec, held: "HeldCheckpoint") ->
 
         if held.is_same(held_of(own)):
             return begun
-    spec = _spec(options, held)
+    spec = _spec(options, where, held)
     # An engine may have found fewer hosts than the job will have.
     began = replace(spec, workers=begun.workers, hosts=begun.hosts)
     return replace(began, run_dir=begun.run_dir, inherited=begun.inherited)
@@ -913,12 +818,8 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
         note(text)
 
 
-def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]", exports: Exports) -> int:
-    """Run the job in the process that the command has forked for it."""
-    if spec.hosts:
-        from lockstep.hosts.job_on_hosts import run_over_ssh
-
-        return run_over_ssh(spec, resumed, command, exports)
+def _serve_here(spec: JobSpec, command: "Channel[Stop, Stop]", exports: Exports) -> int:
+    """Run a job of this machine in the process that the command has forked for it."""
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 

@@ -15,7 +15,7 @@ from lockstep.hosts.agent_process import (
     LeftOut,
     StartedWorkers,
 )
-from lockstep.hosts.engine_link import LIFELINE, EngineLink
+from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
@@ -153,7 +153,7 @@ def join_and_run(options: AgentOptions) -> int:
                 )
             return status
 
-    return _run(serve, options.grace or 0.0, LIFELINE if options.engine is not None else None)
+    return _run(serve, options.grace or 0.0, None if options.engine is None else options.engine.LIFELINE)
 
 
 def _say_nothing(text: str) -> None:

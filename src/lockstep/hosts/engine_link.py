@@ -30,8 +30,6 @@ from lockstep.system.prctl import die_with
 from lockstep.transport.keys import JobKey
 from lockstep.transport.packet_channel import PacketChannel
 
-LIFELINE = 0
-"""The descriptor of a pipe that an engine holds: at its end, all processes of the job on this host end."""
 _PATIENCE = 60.0
 
 Start = TypeVar("Start", StartAgent, StartCoordinator)
@@ -51,6 +49,9 @@ class EngineLink:
         found: the number of workers that fit on the hosts of the engine.
         retires: why this host will go soon; empty if it stays, as far as the engine has said it.
     """
+
+    LIFELINE = 0
+    """The descriptor of the engine's pipe, at whose end all processes of the job on this host end."""
 
     def __init__(
         self, channel: Channel[EngineReport, EngineCommand], start: StartAgent | StartCoordinator

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from lockstep.errors import ConfigError, NetworkError, UnfitError
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
-from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
@@ -22,6 +21,7 @@ from lockstep.hosts.job_on_hosts import (
 )
 from lockstep.hosts.newcomers import Newcomers
 from lockstep.hosts.takeover import LEFT_BEHIND, TakenOverJob, running_jobs, wait_for_hosts
+from lockstep.hosts.where import Listen
 from lockstep.observability.console import Console
 from lockstep.observability.exports import Exports
 from lockstep.protocol.channel import Channel, PeerGone
@@ -45,29 +45,8 @@ _RETRY = 60.0
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Listening:
-    """Where a job waits for agents.
-
-    Attributes:
-        address: HOST:PORT of this host; port 0 means any free one.
-        here: the number of workers on this host; 0 if it only coordinates.
-        patience: seconds until the job gives up to wait.
-        retries: whether a name that cannot be resolved yet is tried again.
-        task: the name of this process in its cluster, for a note; empty without a cluster.
-        engine: that has started this process, and starts the agents; None for none.
-    """
-
-    address: str
-    here: int = 1
-    patience: float = 600.0
-    retries: bool = False
-    task: str = ""
-    engine: EngineLink | None = None
-
-
 def run_listening(
-    spec: JobSpec, listening: Listening, resumed: Resumed, command: Channel[Stop, Stop], exports: Exports
+    spec: JobSpec, listening: Listen, resumed: Resumed, command: Channel[Stop, Stop], exports: Exports
 ) -> int:
     """Run a job on this host and on those whose agents join it; return its exit status.
 
@@ -199,7 +178,7 @@ class _Gate:
     """The wait for the hosts of a job; `own` is this host's address unless it is on the loopback device."""
 
     spec: JobSpec
-    listening: Listening
+    listening: Listen
     command: Channel[Stop, Stop]
     console: Console
     loop: EventLoop
