@@ -37,7 +37,8 @@ NAVIGATION = {
         "docs/from-ray-train",
     ],
     "Reference": ["docs/api", "docs/commands", "docs/errors", "docs/run-folder"],
-    "Explanation": ["docs/design", "docs/results", "docs/trust", "docs/reliability", "docs/scaling"],
+    "Explanation": ["docs/results", "docs/trust", "docs/reliability", "docs/scaling"],
+    "Internals": ["docs/design", "docs/rooms", "docs/asynchronous", "docs/glossary"],
     "Operations": ["docs/operations", "docs/monitoring", "docs/doctor"],
     "Project": [
         "docs/benchmarks",

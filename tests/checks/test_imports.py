@@ -1,4 +1,7 @@
-"""The import table: the packages that each package may import. Dependencies point one way."""
+"""The import table: the packages that each package may import. Dependencies point one way.
+
+docs/rooms.md draws the rooms and the layers of `keras/`.
+"""
 
 import ast
 import functools
@@ -15,7 +18,7 @@ import lockstep
 ROOT = Path(lockstep.__file__).parent
 FRAMEWORKS = {"keras", "jax", "tensorflow", "torch"}
 
-# From the bottom to the top of the picture in docs/design.md: each room imports only rooms below it there.
+# From the bottom to the top: each room imports only rooms above it in this table.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -243,6 +246,25 @@ def test_no_modules_import_each_other() -> None:
     paths = {module_name(path): path for path in ROOT.rglob("*.py")}
     graph = {name: imported(path) & paths.keys() - {name, "lockstep"} for name, path in paths.items()}
     TopologicalSorter(graph).prepare()
+
+
+def pictures(page: Path) -> list[list[str]]:
+    """Return the names at the beginnings of the lines of each indented block of a page."""
+    blocks = re.findall(r"(?:^    .*\n)+", page.read_text(), re.MULTILINE)
+    lines = [re.findall(r"^    (?! )(.+?)(?:  .*)?$", block, re.MULTILINE) for block in blocks]
+    return [[name.rstrip("/") for line in block for name in re.split(r"/?, ", line)] for block in lines]
+
+
+def test_the_pictures_have_the_rooms_and_the_layers_from_top_to_bottom() -> None:
+    rooms, layers, *_ = pictures(Path(__file__).parents[2] / "docs" / "rooms.md")
+    # Those that start everything are not in it.
+    assert set(rooms) == set(ALLOWED) - {"__main__", "__init__"}
+    for index, room in enumerate(rooms):
+        assert not ALLOWED[room] & set(rooms[:index]), f"{room} imports a room above it"
+    others = "the other modules"
+    level = {name: number for number, names in enumerate(KERAS_LAYERS) for name in names} | {others: 1}
+    assert [level[name] for name in layers] == sorted((level[name] for name in layers), reverse=True)
+    assert {name for name in level if level[name] != 1} | {others} == set(layers)
 
 
 def test_the_root_holds_rooms_and_public_modules_only() -> None:

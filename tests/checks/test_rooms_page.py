@@ -1,0 +1,49 @@
+"""The pages for those who change Lockstep name files, functions and limits that exist."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+ROOT = Path(lockstep.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "docs" / f"{name}.md" for name in ("design", "rooms", "asynchronous", "glossary")]
+FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]*\w/?)`")
+LIMIT = re.compile(r"`([\w/]+\.py)` `(\w+)`")
+NAMED = re.compile(r"`([\w/]+\.py)` \(((?:`\w+`(?:, )?)+)\)")
+WALKED = re.compile(r"^    ([\w/]+\.py) +(\w+)? ", re.MULTILINE)
+
+
+@cache
+def names_in(file: str) -> frozenset[str]:
+    """Return the names that a module and its classes define."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return frozenset(names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_file_exists(page: Path) -> None:
+    files = [name for name in FILE.findall(page.read_text()) if "/" in name or name.endswith(".py")]
+    missing = [name for name in files if not ((ROOT / name).exists() or (REPOSITORY / name).exists())]
+    assert missing == []
+    assert page.stem == "glossary" or len(files) > 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_name_is_in_its_file(page: Path) -> None:
+    text = page.read_text()
+    pairs = [*LIMIT.findall(text), *((file, name) for file, name in WALKED.findall(text) if name)]
+    for file, names in NAMED.findall(text):
+        pairs += [(file, name) for name in re.findall(r"\w+", names)]
+    assert [(file, name) for file, name in pairs if name not in names_in(file)] == []
+    if page.stem in ("design", "rooms"):
+        assert len(pairs) > 10
