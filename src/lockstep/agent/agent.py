@@ -1,6 +1,27 @@
 """The agent of a host: starts, watches and ends its workers, as the coordinator of the job instructs.
 
 It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator.
+
+Where another coordinator can begin elsewhere while this host hears nothing, a host that is cut off must stop
+before that: otherwise it could continue the old view with its own workers. `JobSpec.hold` says after how
+many seconds; no command sets it, an engine does. A call of the exchange ends on a host only within that time
+of a `KeepAlive` that the coordinator has answered. After that the host pauses, until the coordinator or the
+next one answers, the view ends, or `--timeout` has passed.
+
+* The time counts from when the agent sent the `KeepAlive`, by the clock of its host, which the answer
+  repeats. The arrival of a message proves less: it may have waited behind a broken connection, or for an
+  agent that was stopped.
+* The agent writes until when calls may end into the control segment. Each member reads it before its last
+  arrival in a call (`Barrier.await_permission`). So a call ends for all members of a host or for none, also
+  when the time runs out between their arrivals, and members pause while their agent is stopped. The end of a
+  view wakes them.
+* Only an answer prolongs the time: a view that begins has that of the one before, and a coordinator that
+  takes over first has to hear from the host.
+
+The agent reports the end of a worker after everything that the worker sent. Before a stop signal takes
+effect, the coordinator requests all messages of workers (`ReportAll`), so a script that finished before the
+signal counts as finished. `EndHost` ends everything on the host, and `HostEnded` returns the log and the
+stack that the final note shows.
 """
 
 import math

@@ -1,4 +1,33 @@
-"""The states that joiners of a host need: given by the chief there, or fetched from the chief's host."""
+"""The states that joiners of a host need: given by the chief there, or fetched from the chief's host.
+
+The chief gives the state to its agent, which holds it until the next view and tells the coordinator its
+number and its size (`StateGiven`). The coordinator never sees the bytes. An agent that needs the state
+fetches it from the agent that holds it, once for all joiners of its host:
+
+    coordinator             agent of the joiner               agent of the chief
+    SendState          ->   connects: greeting STATE,    ->   listener: job, view, number; holds the state
+                            mutual TLS
+                            checks the size, receives    <-   sends pieces of 1 MB, then the hash of all
+                            into memory, compares the hash
+    (every 2 s)        <-   StateMoving
+    next view          <-   StateArrived
+
+The members wait until the state has arrived at the hosts of all joiners that are ready; then the next view
+begins, and joiners get the state as on one machine. Nothing crosses the network if no joiner is on another
+host. A position travels in the same way (`SendPosition`).
+
+A thread for each stream does the work, so the event loop, whose silence would end the job, never waits for
+it. TCP slows a sender that is faster than the receiver. The size is compared with the available memory
+before memory is taken.
+
+    lost                                        consequence
+    the chief, after it has given the state     none for the stream: its agent has the state
+    the joiner                                  the members continue, and a replacement starts
+    the stream: it breaks, a piece takes more   the joiners of that host are killed and replaced;
+    than 10 s, memory or the hash does not fit  the members continue
+    time: not arrived within `--timeout`        likewise, those that the state has not reached
+    the view, while a position is on its way    the joiner asks again
+"""
 
 import contextlib
 import os

@@ -2,6 +2,8 @@
 
 A measurement takes some 10 microseconds per thread of a worker, and never waits: the driver of GPUs, which
 may, has a separate thread.
+
+Load is not numbered: it may be lost when another coordinator takes over.
 """
 
 import socket

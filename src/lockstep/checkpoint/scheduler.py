@@ -1,4 +1,14 @@
-"""The schedule of checkpoints: when one is due, and which state is still to be written."""
+"""The schedule of checkpoints: when one is due, and which state is still to be written.
+
+The chief copies the state at the end of a step, and a thread writes the copy while training continues. This
+needs no agreement, because the state is equal on all workers.
+
+The state after the last step is also saved when the script ends. Which step is the last is known only
+afterwards. So the chief copies the state at the end of each epoch, before validation and `on_epoch_end` can
+change it, and drops the copy when another step follows. After `train_on_batch`, it makes the copy only when
+something else is about to change the state: another call, or an assignment of a variable. So this
+checkpoint, like all others, is of the end of a step, and a script that asks for more epochs resumes from it.
+"""
 
 import contextlib
 import os

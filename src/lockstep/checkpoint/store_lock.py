@@ -1,4 +1,8 @@
-"""Locks of a folder of checkpoints: one job saves checkpoints there, and others see whether it trains."""
+"""Locks of a folder of checkpoints: one job saves checkpoints there, and others see whether it trains.
+
+Each process of a job that saves checkpoints holds a shared lock in their folder. So an evaluator detects the
+end of training without a connection, however the processes end.
+"""
 
 import os
 from pathlib import Path

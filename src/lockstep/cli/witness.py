@@ -2,6 +2,15 @@
 
 `lockstep check` waits for the job. Beside a run, a process of low priority does, and whatever ends it costs
 the run nothing. It begins after the run's first step, when the script has downloaded what it needs.
+
+Beside a run, a fork of the command starts the job. It takes nothing from the run: with the run's seed, a run
+from the beginning has the same first state and the same first batch, and a check that asks nothing of a job
+cannot disturb it. The fork waits for the first settings in the digest log of the run. These, with the
+program and its versions, are the key under which a verdict is kept. Then it lowers its priority (also that
+of its sessions, which Linux may weigh against each other), hides the GPUs, offers itself to the kernel's
+killer of processes, and limits the processor time, which the processes of the check inherit. The kernel
+kills it when the command ends; the command kills it when the job ends. The coordinator reads the verdict for
+the last line of the run.
 """
 
 import contextlib

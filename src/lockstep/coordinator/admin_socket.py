@@ -1,4 +1,10 @@
-"""The socket on which a running job takes requests of its owner: it has a name, but no file."""
+"""The socket on which a running job takes requests of its owner: it has a name, but no file.
+
+It is an abstract Unix socket, which disappears with its process. Both sides ask the kernel for the user of
+the other process, and accept only the same user. Any user can take such a name, so connecting never blocks,
+and the kernel's list of sockets names the owner of a socket that accepts no connection
+(`system/socket_owners.py`).
+"""
 
 import contextlib
 import errno

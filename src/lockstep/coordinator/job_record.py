@@ -1,9 +1,20 @@
 """The record of a job, which the agents keep so that another coordinator can take over. Pure.
 
-The coordinator sends it to all agents before the instructions that follow from it. It contains the state of
-supervision, and for each host the number of reports on which that state is based, and the instructions that
-the agent may not have taken yet. A coordinator that takes over uses the newest record that any agent has: no
-agent has taken an instruction that follows from a newer one.
+It contains the state of supervision, and for each host the number of reports on which that state is based,
+and the instructions that the agent may not have taken yet. The keeper and the first eight agents get the
+newest record before the coordinator sends the instructions that follow from it. So no agent has an
+instruction that follows from a record newer than the newest one, and every report and every instruction
+counts once, wherever a coordinator is lost. If the keeper is lost too, an agent that has such an instruction
+is left behind.
+
+A record that does not fit into a message (more than 500 hosts whose views change) is at the keeper only.
+Output, load, stacks and `KeepAlive` do not change what a record contains, so they need none. The coordinator
+sends one record for all decisions of a turn of its loop, one a second if something has changed, and one at
+once when the job begins to survive losses. What only the agent of a lost host had to report since the last
+record is lost with it.
+
+The clock of a coordinator that takes over continues from the record, so limits do not run while there is
+none.
 """
 
 from collections.abc import Iterable

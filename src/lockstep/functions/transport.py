@@ -2,6 +2,11 @@
 
 This is the only module that pickles: for processes that this one or its parent starts, or for the actors of a
 Ray cluster, where Ray passes pickled functions around anyway.
+
+With `lockstep.launch`, the command is a child process that dies with its caller. With `lockstep.ray.fit`,
+the actor of each agent holds function and result: its agent and all workers of the node inherit them, so a
+worker that starts later finds the same function, and nothing remains of a node's actor that is killed. At
+the end of the job, the actor of the coordinator passes the chief's result to the caller.
 """
 
 import dis

@@ -1,6 +1,9 @@
 """The place of an agent on its host: an agent without a coordinator ends when another one takes its place.
 
 A host that was cut off may be started again in its job while its old agent still waits for the coordinator.
+
+Its agent waits for the coordinator for `--timeout`, or until another agent of the job takes its place on the
+host.
 """
 
 import contextlib

@@ -1,4 +1,10 @@
-"""The process of an agent on another host than the coordinator's: from the first message to the last."""
+"""The process of an agent on another host than the coordinator's: from the first message to the last.
+
+An agent whose `ssh` connection ends kills all processes of the job on its host, and so does the process that
+watches it. The tasks of Slurm share a terminal, so only the coordinator writes notes there. They get signals
+at the same time, so an agent leaves the end to the coordinator, whose last checkpoint needs the workers of
+all hosts.
+"""
 
 import contextlib
 import math

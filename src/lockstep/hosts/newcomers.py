@@ -1,4 +1,10 @@
-"""Hosts that join a job while it runs: new ones, and lost ones that come back."""
+"""Hosts that join a job while it runs: new ones, and lost ones that come back.
+
+They get a new index. Their agents answer `Prepare` with facts, which must equal those of the first host, and
+`HostJoined` gives their slots to supervision. Workers start where a host has free slots; `lockstep scale`
+adds slots where each gets most cores. A joiner compares its host's report with that of a member, which
+travels with the position (`keras/host_report.py`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,10 @@
-"""The checkpoint from which a job over hosts resumes: the newest of all hosts, which the others get."""
+"""The checkpoint from which a job over hosts resumes: the newest of all hosts, which the others get.
+
+For a script's callback in `fit`, `keras/state/checkpoint_callback.py` does the same. Both use
+`checkpoint/held.py`, which chooses, and `checkpoint/hand_over.py`, which copies. What may take long on a
+slow disk runs in a thread (`system/disk_work.py`), while agents send signs of life, and workers meet every
+second.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing

@@ -1,4 +1,11 @@
-"""A coordinator's process that is started again: continues the job whose agents connect to it."""
+"""A coordinator's process that is started again: continues the job whose agents connect to it.
+
+Without ssh, the process at the job's address can be lost as a whole. An agent then connects to the address
+again, and offers what it knows of its job (`RunningJob`); the command that is started again there takes
+over. The address is the lock: only one process can listen there. The workers of its host join like those of
+a new host. In a job whose workers are started by hand, the process of the first host takes over in the same
+way when its tasks are started again.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

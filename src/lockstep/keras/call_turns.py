@@ -3,6 +3,16 @@
 Lockstep replaces attributes of Keras while a call computes, and the members of a view make the same calls of
 the exchange in the same order. So the calls of several threads take turns. Which thread calls first differs
 between workers; so each call has a *key* that is equal on all of them, and the chief's next key decides.
+
+The key of a call is its method, its model (by the number of its `compile` in the main thread, otherwise by
+its settings), and a hash of its arguments. Before each call, the workers gather the keys of the calls that
+wait. The chief's first key that waits everywhere is next, and a worker waits until one of its threads makes
+that call. Equal keys are equal calls of models with equal settings; if their states differ, the comparison
+at the beginning of the call finds it.
+
+The journal has the keys, so a process that joins or resumes follows the recorded order. As long as only the
+main thread makes calls, workers exchange no keys. A thread that a call has started belongs to that call and
+never waits for a turn.
 """
 
 import threading

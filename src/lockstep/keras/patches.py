@@ -1,6 +1,11 @@
 """Installs Lockstep in Keras: replaces methods of `keras.Model` and of its list of callbacks.
 
 Each replacement is an entry of the registry in `lockstep.worker.patch_registry`.
+
+Keras passes the end of each batch to its list of callbacks, on JAX and TensorFlow in another thread; the
+replaced method returns at once if no callback processes it. On JAX, Keras's trainer sets an attribute of the
+model to the state of the training after each step, and the model searches such an attribute for layers,
+array by array. A mapping that is not a `dict` is not searched.
 """
 
 import functools

@@ -4,6 +4,11 @@ Each replica begins with the values before the step, and the values after it are
 leaves. They are part of the round's form, which all replicas must have in common. A plain value that a step
 only writes, such as the last loss, is not state: it may differ. Whether a step reads it is measured: a
 replica computes again with another value in its place.
+
+Reach ends at global variables, variables of enclosing functions and the clock. So in the first two steps of
+a program, replica 0 is computed twice, and once with fewer examples. State out of reach is refused by name
+if it changes bits, and so are values that depend on the number of examples. What `predict` changes in Python
+is undone.
 """
 
 import sys

@@ -1,4 +1,11 @@
-"""Saving a model that several workers hold: the first worker writes, and no reader sees a partial file."""
+"""Saving a model that several workers hold: the first worker writes, and no reader sees a partial file.
+
+Workers that save the same state to the same path share the work. The first one writes under a temporary name
+that it renames, and the others wait for its lock on a note in the run's folder; the kernel frees the lock of
+a worker that dies. Each host has a run folder of its own, so workers of different hosts do not share these
+notes: if they share a disk, each host writes under a temporary name that no other has, and renames a whole
+file.
+"""
 
 import contextlib
 import errno

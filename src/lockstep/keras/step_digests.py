@@ -7,6 +7,10 @@ changes what a step computes.
 The first steps of a job are all recorded. Then only those are that a stride divides, a power of two, which
 keeps the time for recording within a small part of the time of the steps. So all workers, and other runs,
 record the same steps, or every second or fourth of them.
+
+A worker hashes what it has computed after the update has begun, so recording adds no message and no wait. On
+JAX, whose arrays are immutable, the state after a step is hashed when the next step has waited for it
+anyway.
 """
 
 import platform

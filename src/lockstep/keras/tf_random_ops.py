@@ -3,6 +3,9 @@
 Such an operation counts its runs in the process. While a replica computes, a stateless operation replaces it:
 its numbers are derived from the step's seed, the replica, the operation's place in the function (or the seed
 that the program gives it), and the number of its runs in this step. So they do not depend on the worker.
+
+The counter of the runs is a variable that starts from zero for each replica, so loops draw new numbers.
+Everywhere else TensorFlow's own operations run. Operations that cannot be replaced are refused by name.
 """
 
 import random

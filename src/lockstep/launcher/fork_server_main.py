@@ -3,6 +3,11 @@
 The agent starts it, and requests one worker at a time. A worker becomes the agent's own child: the process
 between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or initialize a
 backend: a thread would not exist in a worker, and a backend would not work there.
+
+So workers, especially replacements, do not import again what the script will need, as far as its source
+tells. If the imports cannot be predicted (a script that computes its environment or its `sys.path`, a job
+with GPUs, an import that starts a thread), the worker starts as a new process. A fork server that ends is
+replaced.
 """
 
 import gc

@@ -1,6 +1,16 @@
 """The process of a job's coordinator and agent, as the command sees it.
 
 The command forks it, passes signals on to it, and ends what it leaves behind if it dies.
+
+Both processes watch each other, and both are subreapers, so that processes that a script started and left
+behind are found and ended too. When the command is killed, the agent ends everything. When the job's process
+is killed, the kernel ends the workers (`PR_SET_PDEATHSIG`), and the command ends the rest. Only if both are
+killed at once can a process that a script left behind outlive them; the workers cannot. Nothing of this uses
+a port or a file.
+
+A stopped job has one budget, `--grace`: the coordinator gives it to the chief for its step and a checkpoint,
+and the command waits that much longer for the agent. Output never stops a training: a failure to write to a
+terminal or a file is reported once, and later output is dropped.
 """
 
 import math

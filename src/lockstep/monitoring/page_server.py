@@ -2,6 +2,16 @@
 
 The address has a token, which the first request exchanges for a cookie. Requests without the cookie, with a
 name in `Host` that another site could point here, or with another method than GET are refused.
+
+One browser asks every two seconds, so the server is the standard library's, and the command needs no
+package. The page is three files in `static/`, written by hand: a page of tables and canvas charts needs
+neither a framework nor a build, and the wheel needs no other tool. All computing is in Python
+(`page_data.py`). What changes seldom travels in parts with digests, so a poll transfers only parts that have
+changed. The report is the same page with the data inside; its policy allows the script and the style by
+their hashes.
+
+The page never takes part in a run. `lockstep run --ui` starts it as another process of the command, outside
+of the job, and kills it at the end.
 """
 
 import hmac

@@ -4,6 +4,10 @@ A bus calls subscribers on the publisher's thread, in the order in which they su
 messages have the order of the events; a subscriber must not block. A slow reader (a terminal that shows the
 run, a user's code) takes events from a `Feed` instead: a bounded queue that drops the oldest events and
 counts them. A subscriber that raises is removed, and the bus says so once.
+
+Events of a worker pass through its agent to the coordinator, which publishes them again on the bus of the
+run; the log `events.jsonl` is one of its subscribers. The event of a step, with the seconds of its parts, is
+measured only while it has a subscriber, and stays in its worker.
 """
 
 import threading

@@ -1,4 +1,12 @@
-"""What a job shows of itself beside its run folder, while it runs."""
+"""What a job shows of itself beside its run folder, while it runs.
+
+The process of the coordinator writes it, not the chief: its bus has the events of all workers and hosts, it
+outlives every worker, and the interpreter of a worker is busy. A thread takes the events from a feed, so a
+slow disk never blocks decisions. The figures of OpenMetrics are added up where the events are published,
+because a counter must not miss any. The command opens their port, so that a port in use is refused before
+anything starts; the keeper passes it on to each coordinator. `Exports` is not part of the job: it belongs to
+the command, so a command that takes a job over gives its own.
+"""
 
 import socket
 from collections.abc import Callable, Iterator, Mapping

@@ -3,6 +3,11 @@
 All that people see of a run is rendered from this state: the page, the report, `lockstep top` and `lockstep
 runs` from the files of its folder, its last line and its metrics while it publishes its events. An event
 means the same to all of them.
+
+A reader in another thread has a state that does not change. What grows with a run (rows of measurements,
+events, calls) is a value that shares its rows with the state before (`growth.py`), so an event costs
+microseconds, however long the run is. The process of a job has sums instead of the history: the size of its
+state is bounded.
 """
 
 import math

@@ -3,6 +3,12 @@
 On each host, the first process that a user starts for a task starts this one, which is the agent of the host.
 It listens at the address of the host's first task. On the host of the job's first task it also coordinates
 the job, and the agents of the other hosts join it there.
+
+The port that the process of the first host has bound is the lock. The others join it as `lockstep agent
+--join` joins `lockstep run --listen`. An agent sends `HostOffer`, its workers or the tasks for which a
+process waits. It gets `KeepWaiting` or `Rejected`, and once the hosts are complete `Prepare`, as over ssh.
+An arrival on a host joins on that host (`WorkerArrived.host`). Notes of the coordinator reach the terminals
+of other hosts as `ShowNote`.
 """
 
 import os

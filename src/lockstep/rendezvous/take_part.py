@@ -3,6 +3,11 @@
 The first process starts a coordinator, which all processes find by the addresses of their tasks. Once the
 coordinator admits a process, the process restarts its script in place (`exec`), and so is a worker from the
 first line on, as with `lockstep run`.
+
+The coordinator belongs to no terminal and holds the cluster's addresses as names of abstract Unix sockets.
+So there is only one, and processes find it under any address, even if their lists differ. These differences
+from `lockstep run` remain: the user restarts lost workers; each worker writes to its own terminal, without a
+log; its exit status is unknown to the agent.
 """
 
 import contextlib

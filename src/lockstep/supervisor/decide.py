@@ -17,6 +17,17 @@ restart, and no step is computed again.
 When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
 
 `decide` has one case per event, in the order of `Event`; consequences that several events share come last.
+
+With fewer than `--min-workers`, all members wait at the end of a step, after the state was given, until
+enough workers have joined. Up to `--max-restarts` losses are replaced. If a replacement ends within a
+minute, the next one starts after a pause of 1, 2, 4 ... 60 seconds.
+
+A host that is cut off cannot complete a call in the old view once one member has left it, because a call
+needs a part of every member. If no agent is heard, the coordinator itself is cut off: it gives none up, and
+waits as long.
+
+If the chief is lost before it has given the state, the next view begins without the joiner, and the members
+are asked again; after that, the chief's agent holds the state.
 """
 
 import signal

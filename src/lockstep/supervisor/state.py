@@ -1,6 +1,13 @@
 """The state of supervision.
 
 A job is RUNNING until its `JobOutcome` is decided; while it is LOOKING, the outcome is provisional.
+
+A worker's record names its phase:
+
+    joiner       JOINING -> LOCATING -> JOINING -> READY -> MEMBER; JOIN_FAILED if its script raises
+    member       MEMBER until its process ends; its record notes if its script raises
+    not needed   LEAVING, from joiner or member, until its process ends
+    ended        FINISHED a member with status 0, LEFT a worker that was LEAVING, LOST any other
 """
 
 from collections import Counter

@@ -1,4 +1,28 @@
-"""The listening socket of a process: the only way in from other hosts."""
+"""The listening socket of a process: the only way in from other hosts.
+
+A process that other hosts connect to has one listening socket, bound to the address that was asked for.
+Beyond the loopback device it needs the key of the job. From it, every holder derives the same key for
+greetings and the same certificate authority, and mints a certificate of its own (`keys.py`). A worker gets
+`Credentials` from its agent: a certificate, its private key and the key for greetings, but not the key of
+the job.
+
+    connecting side                         listener                            receiving side
+    connect: greeting, 96 bytes     ->      format, HMAC, job, view, copies
+                                            refused: closed and reported
+                                            CONTROL, admitted                -> coordinator: TLS in its loop
+                                            LANE, admitted: the descriptor   -> worker: `accept`
+                                            STATE, admitted                  -> a thread of the agent
+    mutual TLS 1.3                  <- - - - - - - - - - - - - - - - - - - - -> mutual TLS 1.3
+    dial: returns                   <- - - - - - - - - - - - - - - - - - - - -  one byte: certificate accepted
+
+The greeting is cheap to check, so a stranger costs the listener one read, and cannot begin a handshake. A
+copy of a greeting is refused: a lane is connected once in a view, and the nonces of other connections are
+remembered. A job without a key listens only on the loopback device, and asks the kernel for the user of the
+other process.
+
+A worker sends on connections that it opens and receives on those that it accepts, so no TLS object is used
+by two threads.
+"""
 
 import contextlib
 import errno

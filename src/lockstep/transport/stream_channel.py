@@ -1,6 +1,10 @@
 """A channel between two processes of any hosts: a TCP connection, encrypted or not, or two pipes.
 
 Its frames are a length in 4 bytes and a packet as in `packet_channel`. Attachments cannot leave a host.
+
+Its descriptor is an epoll instance, readable when there is something to receive, to write, or to do for the
+handshake. So the event loop serves it like any channel, and encryption needs neither a thread nor a blocking
+call. A length is checked before memory is taken, and what is queued for a slow peer is limited.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""Downloads with `keras.utils.get_file`: one worker of a host downloads, and the others wait."""
+"""Downloads with `keras.utils.get_file`: one worker of a host downloads, and the others wait.
+
+There is a lock for each origin in the user's cache folder, and a record in the run's folder, so that the
+n-th call of every worker has one result.
+"""
 
 import hashlib
 import json

@@ -3,6 +3,9 @@
 It replaces JAX's own cache. It writes entries atomically, however a process ends; it never returns programs
 compiled for another processor or number of threads, which JAX does not distinguish; and if several processes
 need the same program at once, one compiles it and the others wait.
+
+The cache is in the user's cache folder, unless others may write there. An entry yields the same bits as
+compiling again.
 """
 
 import contextlib

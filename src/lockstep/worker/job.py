@@ -1,4 +1,17 @@
-"""One worker in its job: what it knows of the job, and the commands that move it from view to view."""
+"""One worker in its job: what it knows of the job, and the commands that move it from view to view.
+
+A `Job` has four parts, each with one owner. Its `Membership` gets the next view from the coordinator. Its
+`JobContext` is immutable. Its `EnteredView` is the current view and this worker's end of the exchange; only
+the commands of `Job` change it (`exchange`, `between_steps`, `join`, `detached`, `apart`). Its
+`WorkerCheckpoints` have what saves checkpoints, and the one from which the training resumes. Queries have no
+effects.
+
+A joined worker may compute different results: its script skips what the others have computed and may reach a
+different position, for example in a generator that two calls share. In the same call, all members see which
+members differ from the chief. If all of those have joined later, they report it to the agent and exit, and
+the others repeat the call in the next view. If workers from the beginning differ, nobody knows which are
+right, and the job ends.
+"""
 
 import math
 import socket

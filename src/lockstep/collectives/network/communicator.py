@@ -1,4 +1,37 @@
-"""The communicator of members on several hosts."""
+"""The communicator of members on several hosts.
+
+Members use shared memory inside a host and connections between hosts. Each host publishes the sums over the
+subtrees that cover its replicas, so the bits do not depend on the hosts. With L workers on the smallest host
+there are L lanes: worker j of each host is connected to worker j of every other host, with one connection
+for each direction, and exchanges lane j of a large total (`lane_reduce.py`). For a small total, the first
+worker of each host sends its host's packed sums to all hosts in one message, and every member sums
+everything: one latency of the network.
+
+All sockets block. The calling thread sends what the kernel takes at once, and a thread for each connection
+sends the rest, so members that send to each other cannot block each other. A receiver of many bytes sleeps
+until the kernel has 128 KB for it (`SO_RCVLOWAT`): to wake it for each packet would take longer than to copy
+the packet.
+
+The first message of a host in a call describes the call, as all of its members make it. Hosts that see
+different calls, or that one host lacks memory, exchange the calls of all members, and all members raise the
+same error (`disagreement.py`).
+
+The hard part is a connection that breaks when one host has completed a call and another has not. Calls are
+counted from the beginning of the job, and each worker keeps the number and the result of the last one
+(`LastCall`), which outlives the view. Hosts begin a view with hellos that have their numbers
+(`entering.py`). These differ by one at most: the end of call k + 1 takes a part of every host, which a host
+sends after its end of call k. So a host that is one behind receives the result from one that has it, when
+its members make the call again in the new view; a newcomer begins after the call.
+
+So the last total has to stay until no host can lack it. The workers of one host that publish sums for the
+next total write to another region of memory (`memory.py`), and everything else that overwrites a total needs
+parts of all hosts. An all-to-all has no result that another host could give, so its hosts end it with a
+barrier: a host that has begun the barrier has all parts of its members. What depends on the moment of a
+call, such as gathered blobs, belongs to the result. Code that makes several calls in one `Job.exchange`
+therefore keeps the results of those that were complete, and does not make them again.
+
+Every view has its own connections, so bytes of an earlier view cannot arrive in it.
+"""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence

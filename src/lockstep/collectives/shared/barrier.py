@@ -1,4 +1,14 @@
-"""The barrier of a view, in a control segment: members announce a call, arrive, wait, and compare calls."""
+"""The barrier of a view, in a control segment: members announce a call, arrive, wait, and compare calls.
+
+A member arrives by adding to its own word in the shared memory. It polls for a millisecond, yielding the
+core each time, and then sleeps in `futex(2)`. It reads the abort word at least every 0.2 s, so no member
+waits for a lost worker.
+
+A call completes for all members or for none. A member may arrive while others already give up, so members
+that see the abort settle under the segment's lock whether all had arrived (`ControlSegment.settle`): the
+first one decides. A member that sees all arrivals and then no abort need not ask: a member that settles
+later finds all arrivals too.
+"""
 
 import os
 import time

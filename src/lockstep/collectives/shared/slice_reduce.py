@@ -11,6 +11,11 @@ place for every slice that another member sums:
 * The other published spans have places outside the total.
 
 Every call reuses the total and the places; it begins when no member reads the previous total any more.
+
+A large reduce has three barriers: enter (all members have called, and no member reads the last total any
+more), publish, and sum. A member reads its own partials where the backend stored them, and the backend reads
+the total in place. An all-to-all uses the same memory: each member writes for each other member, which reads
+its part after a barrier.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -4,6 +4,25 @@ Each round runs the step again. It makes the updates of earlier rounds from thei
 update. There the step ends, unless it can run to its end without the new weights. That last round also
 computes metrics, layer state and logs. Only totals are kept from round to round, so a step remains a pure
 function of state, examples and seed.
+
+So any worker can compute any replica in any round. The cost is that a round repeats the computations before
+its update: on JAX and TensorFlow without unneeded parts, such as the backward pass of an earlier update. A
+step with one update whose weights are not used afterwards, such as Keras's own, takes one round and costs
+nothing more.
+
+A step whose Python runs each time (on PyTorch, and with `run_eagerly`) may differ from the step before: make
+other updates or none, log other figures, assign other variables. So each computation of a round shows its
+form (`StepForm`), and only the forms of one step must be equal: its digest travels with the round, next to
+that of the examples. Where the replicas of a step differ, because a condition depends on their examples, all
+workers refuse it with the names of what differs. A worker whose replicas have no examples computes replica 0
+in such a step to learn its form. In these steps, a round continues after its update until it needs the new
+weights.
+
+Optimizers are found as attributes of the model and its layers, in lists and dictionaries too. On JAX, Keras
+threads the variables of one optimizer through a step: several optimizers need a compiled model each, as in
+`examples/gan.py`. A step that changes weights past its optimizers (clipping them, for example) is refused;
+that is what a layer's constraints are for. A weight that no update changes, such as a slow copy of another
+one, is layer state.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -2,6 +2,10 @@
 
 Each array costs a conversion to NumPy, and additions with calls of their own, in each step; for an array of a
 few kilobytes that takes longer than copying it. So a compiled step returns such arrays packed.
+
+TensorFlow's update takes the arrays from the packed one. XLA compiles a slice in 35 ms, so on JAX, and where
+XLA compiles TensorFlow's update, they are views of the total. Records and messages use the names of the
+arrays (`Program.parts`). PyTorch has no compiled function and does not pack.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,6 +1,13 @@
 """The rules by which the values that replicas assign to a variable are combined into one.
 
 They apply to steps that assign variables: in TensorFlow's graphs, and in functions that run eagerly.
+
+Two pairs look like duplicates but are not:
+
+* JAX threads state through a compiled function, and PyTorch changes tensors in place. The rules are the
+  same, but other expressions would change the bits on JAX, and copy on PyTorch.
+* JAX's `stateless_apply` is a pure function of weights, so its recorder (`StatelessRecorder`) returns
+  values, where the one for variables (`UpdateRecorder`) changes them.
 """
 
 from typing import Any, Literal

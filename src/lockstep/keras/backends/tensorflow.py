@@ -3,6 +3,13 @@
 `train_step` is traced once for each round, with `optimizer.apply` replaced by a recorder. Its graph shows the
 variables that the step assigns. A second function around it restores them, so that replicas can be computed
 one after the other; a third one applies the sum.
+
+Plain Keras creates variables in the first step, so a model needs no `call` and a batch can be anything. A
+custom step is therefore traced once, or run eagerly and undone, before the first step: that creates the
+variables and changes nothing else.
+
+`tf.summary` in a step writes in the computation of replica 0, which is the chief's: in the step's last
+round, or with `run_eagerly` in the first one, because the last one is not known before.
 """
 
 import warnings

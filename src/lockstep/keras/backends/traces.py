@@ -3,6 +3,12 @@
 A worker that computes replicas of unlike sizes traces more often than others, and a worker that joins traces
 later. So each trace of a program begins with the same state and draws the same random numbers, and only the
 changes of one trace last.
+
+The state before the first trace includes what functions of the program name as global variables or in
+closures. Numbers of Python's and NumPy's global generators that are drawn while tracing are not those of one
+process: they follow from the seeds at the time of `compile`, the model and the kind of the step, so that a
+worker that joins or resumes later traces the same program. Other state out of reach, such as a global list,
+is not made equal.
 """
 
 from collections.abc import Callable, Iterator

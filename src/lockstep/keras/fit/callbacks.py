@@ -2,6 +2,10 @@
 
 A program may read what `ModelCheckpoint` and `BackupAndRestore` write, so each host has an own copy of these
 files, unless the hosts share the disk. The logs are the chief's.
+
+The other workers follow the decisions of these callbacks, and `fit` returns when the chief's files are
+complete. Callbacks of the user run on every worker. In a file system that hosts can share, the chief alone
+writes for all. `BackupAndRestore` compares its folder on all hosts before it restores.
 """
 
 import contextlib

@@ -3,6 +3,9 @@
 Rounding is measured, not guessed: `others` are computations of the same value from inputs that differ in the
 last bits. A value that is zero but for rounding, or that jumps where an input crosses a threshold, differs
 between them, too.
+
+A difference counts if it is 32 times as large as what those inputs change, and more than about 1e-4 of the
+largest element.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,10 @@
 
 A model that is compiled in a strategy's scope, or in a script without a strategy, is adopted: the job's
 replicas compute its steps. Everything else in Keras's loops (callbacks, logs, epochs) stays Keras's own.
+
+The chief decides whether training stops (`decide`): at the end of each epoch, and at the end of each batch
+if one of the user's callbacks has a batch method. That is one small exchange; without such a callback a step
+has none.
 """
 
 import contextlib

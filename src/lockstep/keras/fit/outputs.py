@@ -4,6 +4,16 @@ Plain Keras joins the outputs of batches along the first axis, whatever they are
 follows from those of its replicas in two cases: it has rows for the examples in their order, or it does not
 depend on them, as a table of embeddings. A trial tells which: the first replica computes again, with other
 numbers of its rows. Any other output is refused.
+
+Equal numbers prove neither: a table may have as many rows as a replica. So the first replica with examples
+computes two of its rows again, once in a call for each form of outputs; on JAX, this is traced only. An
+output that has no row for each example, or several, is tried with all rows of the replica twice: the values
+must come twice, or be the same. The result of the trial travels with the outputs, so all workers put them
+together in the same way. Outputs that do not depend on the examples must agree bit for bit. If only one
+replica has examples, its outputs are those of the batch.
+
+What a compiled step of `evaluate` or `predict` does besides may depend on which inputs it has, so each
+structure of inputs has its own program.
 """
 
 from collections.abc import Callable, Sequence

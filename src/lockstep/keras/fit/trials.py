@@ -6,6 +6,25 @@ Anything else compares examples: it is computed per replica, and named.
 
 In a trial, BatchNormalization uses its averages, which are constants, and random operations draw equal
 numbers for each row, because parts of a batch would draw other numbers than the whole. Nothing lasts.
+
+Up to 16 rows of the first batch are computed as a whole and in two parts, before the first step of a
+compiled model. Measured are
+
+* each compiled loss that is not one of Keras's means, from the model's outputs, and again from changed ones,
+  because equal rows do not show whether a function compares them;
+* what each layer passes to `add_loss`, also its `activity_regularizer`. The same calls show which layers of
+  the program and operations of functional models compare examples, also Keras's layers that hold a function
+  of the program (`Lambda`, an activation) or work along the first axis;
+* the metrics of the program and the figures of its own `compute_metrics`;
+* the gradients, metrics and figures of its own `train_step`, `test_step` or `compute_loss`, in the step's
+  own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
+
+Workers compare the growths with each reduce. Rows that a trial cannot distinguish can hide a comparison, for
+example if all labels are equal.
+
+A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
+`train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which
+this is not the gradient of one process.
 """
 
 import functools

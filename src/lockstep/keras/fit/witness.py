@@ -7,6 +7,32 @@ that of one process. It is expected where a note has named the part of the progr
 
 The reference is Keras's own function for the kind of step, which knows nothing of replicas. The other side is
 the step of the training: `GlobalStep`, with one worker that computes all replicas.
+
+Both sides begin with the same values of all variables, which are restored after each computation, and with
+empty metrics. Plain Keras takes its step before the trials of the model, and the replicas take theirs
+afterwards. So what a trial leaves behind is a difference; so is what a `GlobalStep` has wrongly learned in
+an earlier call, because it lasts as long as that of the training. A wrapper around `train_step` adds the
+gradients that the optimizers get to the logs, with which they leave a compiled function on every backend.
+
+    part                                     reference
+    logs, outputs                            those of plain Keras
+    gradients of each update, by variable    what the optimizers of plain Keras get
+    variables that an update changes         Keras's own update from the replicas' gradients: the first step
+                                             of Adam is nearly the sign of a gradient, so different roundings
+                                             of the gradient would give different updates
+    states of layers and metrics, others     those of plain Keras, as changes from the common beginning
+
+If something differs, the model is called once more with the whole batch and with each replica's rows. The
+first layer with equal inputs and different outputs is where the difference begins. A note that names a
+metric or figure explains a difference in it; one on an optimizer also explains a difference in its update.
+Kinds of layers that draw numbers or normalize explain nothing, because both computations have the same
+constants for them; any other named part of the program explains all.
+
+The job of a check has one worker and the variable `LOCKSTEP_CHECK`. In it, models are saved into the folder
+of the run, from which Keras's functions load them (`keras/kept_saves.py`), each `fit` ends after three steps,
+and an audit hook ends the script before it changes anything outside of the process
+(`worker/file_writes.py`). The hook does not see what libraries write in C, such as TensorFlow's files and
+those of KerasTuner: Landlock refuses that (`system/landlock.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

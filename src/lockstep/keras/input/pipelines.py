@@ -1,4 +1,10 @@
-"""Datasets with one pipeline per replica, which the worker that computes the replica reads."""
+"""Datasets with one pipeline per replica, which the worker that computes the replica reads.
+
+A worker that takes over a replica creates its pipeline again and skips the elements that were read. Each
+pipeline has its own random states, equal at the start in all of them, which are in use while the pipeline is
+created, a pass begins or an element is read. So pipelines shuffle in the same order before they shard, and
+the number of pipelines in a process has no effect on the program's own random numbers.
+"""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence

@@ -3,6 +3,20 @@
 A reading yields the same global batches on every worker, and a worker fetches the rows of its own replicas.
 What identifies a batch travels with each reduce as a hash. The rows themselves are compared in the steps that
 `SpotChecks` draws: there, every worker hashes the rows of one replica, and fetches them where needed.
+
+    input                          identified by            fetched by                        module
+    arrays                         numbers of the rows      the owner of the replica          fit_inputs,
+                                                                                              stored_arrays
+    map-style DataLoader           indices of its sampler   the owner, in PyTorch's workers   loader_reading
+    tf.data, maps before batch     rows before the maps     the owner, by a second pipeline   tf_reading
+    PyDataset, grain.MapDataset    index of the batch       one worker, which hands over      batch_division
+    tf.data, FILE or DATA shards   the position             the owner, its shard             shards, pipelines
+    everything else                its first row            every worker                      fit_inputs
+
+`read(rows)` returns rows that were read ahead, and fetches those that are missing, for example after a loss.
+A batch that is not read costs only what identifies it, so a worker that joins or resumes skips batches
+without fetching them. For a stream that every worker reads, spot checks find an unseeded shuffle in its
+first steps, at a fraction of the cost of hashing everything.
 """
 
 import struct

@@ -3,6 +3,10 @@
 With `deterministic=False`, a pipeline yields elements in the order in which they are ready. Calls of a
 function that run in parallel (`num_parallel_calls`) draw in no fixed order. In either case, workers that read
 the same pipeline would get different elements.
+
+A pipeline that several workers read ignores `deterministic=False`. Functions that draw in parallel draw in
+the order of the elements: TensorFlow's own rewriting `make_deterministic` takes what has a state out of the
+parallel part. A pipeline is read to its end with its last batch, which completes a cache on disk.
 """
 
 import sys

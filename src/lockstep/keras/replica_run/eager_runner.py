@@ -3,6 +3,9 @@
 A worker computes the function for the replicas that it owns, one after the other, on the same variables. The
 changes that a computation makes to them are undone, and made once from the total. See
 `lockstep.keras.backends.multi_update` for functions that take several rounds.
+
+The objects that a function names are treated like a model's attributes, but a function is never computed
+twice to look for state out of reach.
 """
 
 import random

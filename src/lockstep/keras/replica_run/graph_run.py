@@ -3,6 +3,10 @@
 The graph is built once, but the replicas that this worker computes may change while it is used. So the graph
 requests one replica after the other from Python, computes it, and passes its partial to Python, until no
 replica is left and the partials are summed.
+
+So a graph serves any number of workers, also when it changes. Python calls no function of TensorFlow
+meanwhile, because TensorFlow's only thread for operations waits for Python. Elements of datasets and results
+are in a store in Python, and the graph has their handles (`keras/per_replica.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

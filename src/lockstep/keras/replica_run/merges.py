@@ -3,6 +3,11 @@
 A function of `strategy.run` merges where it applies an optimizer of Keras, which sums the gradients over the
 replicas first, or calls `all_reduce` or `all_gather`. Each merge ends a round (see
 `lockstep.keras.backends.multi_update`), unless the function continues without its result.
+
+The backward pass of `all_reduce` and `all_gather` is a merge, too: the gradient of a reduce is another
+reduce, so the backends' custom gradients call `all_reduce`. Gradients are summed; the loss in the function
+contains the divisor. Single numbers that the function returns travel with the last round, so
+`strategy.reduce` of a loss needs no further reduce.
 """
 
 import functools

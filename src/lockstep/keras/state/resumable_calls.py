@@ -3,6 +3,13 @@
 A process that resumes from a checkpoint, or joins a job, runs the script from its beginning. Finished calls
 return what they returned before; the one in progress skips completed steps without computing them, and then
 restores the state.
+
+The current call goes through the steps that were taken without computing them and without calling callbacks,
+and then takes over the state. So Keras itself creates what it keeps in local variables of its loops (epochs,
+logs, iterators), and a position in the data is a number of steps. The cost is one iteration of Keras's loop
+for each skipped step. A script whose calls differ, or whose call ends before the position, is refused, and
+so are its later calls. The current call rebuilds a model that finished calls had built; for this it inspects
+a stream without starting a pass that the first process did not start.
 """
 
 import time
