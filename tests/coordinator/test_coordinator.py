@@ -125,7 +125,7 @@ def job(tmp_path: Path) -> Iterator[Callable[[State], Job]]:
 
     yield make
     for made in jobs:
-        made.coordinator._close_admin()
+        made.coordinator._requests.close()
         made.close()
 
 
@@ -389,7 +389,7 @@ def test_a_second_stop_request_changes_nothing(
     job: Callable[[State], Job], state: State, signals: list[tuple[int, int]], stage: Stage
 ) -> None:
     made = job(state)
-    made.coordinator._open_admin()
+    made.coordinator._take_requests()
     for _ in range(3):
         assert isinstance(send_request(made, StopRequest()), Status)
         made._receive()
@@ -400,7 +400,7 @@ def test_a_second_stop_request_changes_nothing(
 
 def test_the_status_names_the_members(job: Callable[[State], Job]) -> None:
     made = job(replace(STATE, size=JobSize.of(2, 1, 0)))
-    made.coordinator._open_admin()
+    made.coordinator._take_requests()
     status = send_request(made, StatusRequest())
     assert isinstance(status, Status)
     assert (status.workers, status.joining, status.wanted, status.replicas) == ((0, 1), (), 2, 4)
@@ -408,7 +408,7 @@ def test_the_status_names_the_members(job: Callable[[State], Job]) -> None:
 
 def send_request(job: Job, request: AdminRequest) -> Reply:
     """Send a job a request, as another process does."""
-    admin = job.coordinator._admin
+    admin = job.coordinator._requests.admin
     assert admin is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.settimeout(10)

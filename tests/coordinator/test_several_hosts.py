@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agent_reports import exited, said, script_ended
 
-from lockstep.coordinator import coordinator, job_record
+from lockstep.coordinator import host_watch, job_record
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
@@ -280,7 +280,7 @@ def test_a_silent_host_costs_its_workers(
             return FINISHING
         return [] if isinstance(instruction, StartWorker) or host == 1 else well(host, instruction)
 
-    monkeypatch.setattr(coordinator, "ALIVE_EVERY", 0.001)
+    monkeypatch.setattr(host_watch, "ALIVE_EVERY", 0.001)
     job = make(react)
     # Each look at the clock takes a tenth of a second.
     looks = itertools.count()
@@ -528,7 +528,7 @@ def test_agents_know_at_once_that_the_job_survives_losses(
     make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, the loss of the coordinator's host just then would end the job."""
-    monkeypatch.setattr(coordinator, "ALIVE_EVERY", 3600.0)
+    monkeypatch.setattr(host_watch, "ALIVE_EVERY", 3600.0)
     workers = {0, 1, 2}
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:

@@ -40,6 +40,8 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     SignalWorker,
+    StartCancelled,
+    StartFailed,
     StartView,
     StartWorker,
     StateArrived,
@@ -517,6 +519,18 @@ def test_a_broken_view_is_followed_by_one_with_the_same_members() -> None:
     assert last.state.shutdown.outcome == JobOutcome(
         1, "worker 0: lost it again; no restart is left (--max-restarts 1)"
     )
+
+
+def test_a_worker_that_cannot_start_counts_as_one_that_exited() -> None:
+    cancelled, exited = StartCancelled(1, 15), WorkerExited(1, -15)
+    assert decide(ELASTIC, cancelled, 5.0) == decide(ELASTIC, exited, 5.0)
+    failed, exited = StartFailed(1, True, "no processes"), WorkerExited(1, 1)
+    assert decide(ELASTIC, failed, 5.0) == decide(ELASTIC, exited, 5.0)
+
+
+def test_a_job_that_cannot_start_all_workers_ends_at_once() -> None:
+    decision = decide(TWO, StartFailed(0, False, "no processes"), 0.0)
+    assert decision.actions == (FinishJob(JobOutcome(1, "cannot start worker 0: no processes")),)
 
 
 @pytest.mark.parametrize(

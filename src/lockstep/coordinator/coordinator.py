@@ -10,37 +10,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
-from lockstep.coordinator.admin_socket import AdminSocket, PendingReply, take_name
-from lockstep.coordinator.comparison import read_verdict
-from lockstep.coordinator.file_conflicts import FileConflicts
+from lockstep.coordinator.admin_socket import take_name
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
+from lockstep.coordinator.host_watch import HostWatch
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
-from lockstep.coordinator.job_report import explain, fields_of_end, last_line
+from lockstep.coordinator.narrator import Narrator
 from lockstep.coordinator.provenance import provenance
-from lockstep.coordinator.startup_progress import Progress, preparations, prepares, skipping
+from lockstep.coordinator.requests import Requests
 from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
-from lockstep.observability.bus import Bus, PublishedEvent
+from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.observability.run_state import JobTotals, RunState
-from lockstep.protocol.admin import (
-    AdminRequest,
-    Refused,
-    Reply,
-    ScaleRequest,
-    StackReply,
-    StackRequest,
-    Status,
-    StatusRequest,
-    StopRequest,
-)
+from lockstep.protocol.admin import StackReply, Status
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
-    ALIVE_EVERY,
     AllReported,
     AskMembers,
     DumpStack,
@@ -48,8 +34,6 @@ from lockstep.protocol.host import (
     ExitReport,
     HostEnded,
     HostReport,
-    HostRetires,
-    HostStopped,
     Instruction,
     KeepAlive,
     KeepRecord,
@@ -57,24 +41,19 @@ from lockstep.protocol.host import (
     LoadReport,
     OutputWritten,
     PauseOutput,
-    PositionMissed,
     ReportAll,
     SendPosition,
     SendState,
     ShowNote,
     SignalWorker,
-    StartCancelled,
     StartFailed,
     StartView,
     StartWorker,
-    StateArrived,
-    StateMoving,
     Stop,
     ViewRefused,
-    WorkerArrived,
     WorkerSaid,
 )
-from lockstep.protocol.job_spec import BACKEND_NAMES, JobSpec
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import (
     AbortExchange,
     EventReport,
@@ -82,25 +61,21 @@ from lockstep.protocol.worker import (
     FileOpened,
     HostMembers,
     RelayedMessage,
-    StateGiven,
     ViewBroken,
 )
 from lockstep.supervisor import actions
 from lockstep.supervisor import events as job_events
-from lockstep.supervisor.decide import decide, refusal
+from lockstep.supervisor.decide import decide
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
 from lockstep.system.environment import is_checking
 from lockstep.system.event_loop import EventLoop, wait_for
-from lockstep.system.exit_status import unkillable
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import count, name_workers, whose_lines
+from lockstep.system.prose import name_workers
 from lockstep.worker.script import Script
 
 _LEAVE_GRACE = 0.5
 _LAST_FLUSH = 0.5
-_DOWNLOAD_REPEAT = 20.0
-_LONG_WRITE = 5.0
 _REPORT_PATIENCE = 5.0
 """Seconds that the agent has for `AllReported`; a stop does not wait longer for it."""
 _MOST_OWED = 256 * 1024
@@ -171,25 +146,13 @@ class Coordinator:
     _owing: list[HostAgent] = field(default_factory=list)
     _queue: dict[HostAgent, None] = field(default_factory=dict)
     _record_due: float = 0.0
-    _admin: AdminSocket | None = None
-    _stack_requests: dict[int, list[PendingReply]] = field(default_factory=dict)
-    _admin_descriptor: int | None = None
     _view: StartView = field(default_factory=lambda: StartView(0, ()))
     _stops: deque[tuple[int, float]] = field(default_factory=deque)
     _outcome: actions.JobOutcome | None = None
-    _doing: str = ""
     _output: RemoteOutput = field(init=False)
-    _alive_due: float | None = None
-    _send_due: float = 0.0
-    _progress: Progress | None = None
-    _used_strategy: bool = False
-    _writers: FileConflicts = field(default_factory=lambda: FileConflicts(Path.cwd()))
-    _downloads: dict[str, float] = field(default_factory=dict)
-    _chief_writes: tuple[str, ...] = ()
-    _kept_step: int = 0
-    _run: RunState = field(init=False)
-    _begun: float = 0.0
-    _since: float = 0.0
+    _narrator: Narrator = field(init=False)
+    _watch: HostWatch = field(init=False)
+    _requests: Requests = field(init=False)
     _too_large: bool = False
     _stopped: bool = False
     _stops_taken: int = 0
@@ -200,21 +163,17 @@ class Coordinator:
         self._output = RemoteOutput(self.console, self.paths)
         for agent in self.agents:
             self._take_in(agent)
-        # A coordinator that takes over continues the totals of the job.
-        self._run = RunState(
-            keeps_history=False,
-            job={"workers": self.spec.workers},
-            members=self.state.view.workers,
-            totals=JobTotals() if self.record is None else self.record.tally,
+        self._narrator = Narrator(
+            self.spec, self.paths, self.console, self.events, self.clock, lambda: self.state, self.record
         )
-        kinds = (*run_events.RUN_EVENTS, run_events.StepsMeasured, run_events.LoadMeasured)
-        self.events.subscribe(self._note_event, *kinds)
-
-    def _note_event(self, published: PublishedEvent) -> None:
-        before, self._run = self._run.ended_call, self._run.after(published)
-        ended = self._run.ended_call
-        if ended is not None and ended is not before and (line := ended.line(self._run.members)):
-            self.console.say(line)
+        self._watch = HostWatch(self.agents, self.clock, self.state.limits.silence)
+        self._requests = Requests(
+            loop=self.loop,
+            state=lambda: self.state,
+            decide=self._decide,
+            pass_on=lambda request: self._tell(request.worker, request),
+            status=self._status,
+        )
 
     def _take_in(self, agent: HostAgent) -> None:
         agent.queue = self._queue
@@ -238,10 +197,10 @@ class Coordinator:
             status = 128 + signal.SIGKILL
             # Otherwise, agents of other hosts would wait for another coordinator.
             self._tell_all(EndHost(0.0, status=status))
-            self._publish_end(status, "the command was killed")
+            self._narrator.record_end(status, "the command was killed")
             return status
         finally:
-            self._close_admin()
+            self._requests.close()
             self.command.close()
             for agent in self.agents:
                 agent.channel.close()
@@ -256,29 +215,23 @@ class Coordinator:
         self.agents[self.state.workers[worker].host].send(instruction)
 
     def _open(self) -> None:
-        now = self.clock.now()
         self.loop.before_each_wait(self._watch_console)
         self.loop.watch(self.command.fileno(), self._hear_command)
         for host, agent in enumerate(self.agents):
+            self._watch.begin(agent)
             if agent.ended is None:
                 self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
-                agent.heard = now
-        if any(agent.remote for agent in self.agents):
-            self._alive_due = now
-        self._open_admin()
+        self._take_requests()
         if self.record is None:
             self._begin_job()
         else:
             self._take_over(self.record)
 
     def _begin_job(self) -> None:
-        self._begun, self._since = self.clock.now(), self.clock.wall()
         asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
         script = Script(self.spec.target, self.spec.module, self.spec.arguments)
         self.events.publish(run_events.JobStarted(**provenance(script), **asked))
         workers = tuple(range(self.spec.workers))
-        if not self.state.size.by_hand:
-            self._progress = Progress(self.console.say, self.console.shown, self._begun)
         self._send_view(self.state.start_view())
         for worker in workers:
             self._tell(worker, StartWorker(worker))
@@ -286,9 +239,6 @@ class Coordinator:
     def _take_over(self, record: JobRecord) -> None:
         """Continue a job whose coordinator was lost; its agents have the instructions of the record."""
         self._view = record.view
-        self._doing, self._chief_writes = record.doing, record.chief_writes
-        self._used_strategy = record.used_strategy
-        self._begun, self._since = record.begun, record.since
         self.console.chief = self.state.view.chief
         self.events.publish(run_events.CoordinatorStarted(self.term, self.pid))
         self._stops_taken, self._stopped = record.stops, record.stops > 0
@@ -316,11 +266,8 @@ class Coordinator:
         if due:
             self._owing = [agent for agent in self._owing if agent.owed]
 
-    def _live_remote(self) -> list[HostAgent]:
-        return [agent for agent in self.agents if agent.remote and agent.ended is None]
-
     def _keep_record(self) -> None:
-        agents = self._live_remote()
+        agents = self._watch.live
         if not agents:
             return
         self._serial += 1
@@ -332,7 +279,7 @@ class Coordinator:
         sent = without_excess(made)
         if sent.record != record and not self._too_large:
             self._too_large = True
-            self._warn(
+            self._narrator.warn(
                 f"at present, the record of the job is too large for other hosts to keep ({len(record):,} "
                 "bytes): if the host of the coordinator is lost now, the job cannot be taken over"
             )
@@ -355,34 +302,31 @@ class Coordinator:
                 for agent in self.agents
             ),
             self._view,
-            self._run.totals,
-            self._doing,
-            self._chief_writes,
-            self._used_strategy,
+            self._narrator.run.totals,
+            self._narrator.doing,
+            self._narrator.chief_writes,
+            self._narrator.used_strategy,
             self._stops_taken,
             self._outcome,
             at=self.clock.now(),
-            begun=self._begun,
-            since=self._since,
+            begun=self._narrator.begun,
+            since=self._narrator.since,
         )
 
     def _turn(self) -> None:
-        waits = self._progress.due if self._progress else None
         stop = self._stops[0][1] if self._stops else None
         sends = self._record_due if self._queue else None
-        dues = [due for due in (self.state.due, waits, stop, sends, self._alive_due) if due is not None]
+        times = (self.state.due, self._narrator.due, stop, sends, self._watch.due)
+        dues = [due for due in times if due is not None]
         self.loop.turn(max(0.0, min(dues) - self.clock.now()) if dues else None)
         # The turn may have taken the report of the first stop.
         if self._stops and self.clock.now() >= self._stops[0][1]:
             self._stop()
         if self.state.due is not None and self.clock.now() >= self.state.due:
             self._decide(job_events.DeadlinePassed())
-        if self._alive_due is not None and self.clock.now() >= self._alive_due:
+        if self._watch.due is not None and self.clock.now() >= self._watch.due:
             self._keep_hosts()
-        if self._progress is not None and self.state.stage is Stage.RUNNING and not self._run.stepped:
-            self._progress.serve(self.clock.now(), lambda: preparations(self._run, self.clock.wall()))
-        else:
-            self._progress = None
+        self._narrator.serve()
 
     # Decisions.
 
@@ -396,9 +340,9 @@ class Coordinator:
             self._give_up(host)
         self._changed = self._changed or decision.state != self.state
         self.state = decision.state
-        if self.state.elastic and not was_elastic and self._alive_due is not None:
+        if self.state.elastic and not was_elastic:
             # From now on the job survives the loss of this host: agents get the record without delay.
-            self._alive_due = self._send_due = now
+            self._watch.hasten()
         for action in decision.actions:
             self._act(action)
         self._drop_output()
@@ -418,9 +362,7 @@ class Coordinator:
                 self._killed = self._killed or worker in self.state.members
                 self._tell(worker, action)
             case actions.ShowMessage(text, logs):
-                # Workers that were started by hand write to their own terminals.
-                named = () if self.state.size.by_hand else logs
-                self.console.say("\n".join((text, *(f"  log: {self._name_log(one)}" for one in named))))
+                self._narrator.say(text, logs)
             case actions.FinishJob(outcome):
                 self._outcome = outcome
 
@@ -435,7 +377,7 @@ class Coordinator:
         self.events.publish(run_events.ViewStarted(view.number, view.workers, view.reason))
         old = self._view.hosts[0]
         self._send_view(view)
-        self._tell_of_moved_files(old, self._view.hosts[0])
+        self._narrator.tell_of_moved_files(old, self._view.hosts[0])
 
     def _send_view(self, view: StartView) -> None:
         if self._view.number > 1 and not self._view.state:
@@ -475,32 +417,17 @@ class Coordinator:
 
     def _keep_hosts(self) -> None:
         """Tell the agents of other hosts that this process lives, and give up those that are silent."""
-        now, live = self.clock.now(), self._live_remote()
-        if self._alive_due is not None and now - self._alive_due > self.state.limits.silence / 2:
-            # This process was stopped, and has not read what has arrived since then.
-            for agent in live:
-                agent.heard = now
-        if now >= self._send_due:
-            self._send_due = now + ALIVE_EVERY
-            if self._changed:
-                # Agents forget acknowledged reports, so a record must contain what follows from them.
-                self._keep_record()
-            for agent in live:
-                agent.acknowledge(now)
-        lost_at = [due for agent in live if (due := agent.heard + self.state.limits.silence) > now]
-        self._alive_due = min((self._send_due, *lost_at))
+        now = self.clock.now()
+        self._watch.serve(self._keep_changes)
         before: State | None = None
         # One decision for each lost host, as if they were lost one after the other.
-        while self.state != before and self.state.silent(heard := self._heard(), now):
+        while self.state != before and self.state.silent(heard := self._watch.heard(), now):
             before = self.state
             self._decide(job_events.HostsHeard(heard))
 
-    def _heard(self) -> dict[int, float]:
-        return {
-            host: agent.heard
-            for host, agent in enumerate(self.agents)
-            if agent.remote and agent.ended is None
-        }
+    def _keep_changes(self) -> None:
+        if self._changed:
+            self._keep_record()
 
     def _see_gone(self, host: int, how: str) -> None:
         if self.agents[host].remote:
@@ -533,9 +460,7 @@ class Coordinator:
         host = len(self.agents)
         self.agents.append(agent)
         self._take_in(agent)
-        agent.heard = self.clock.now()
-        if self._alive_due is None:
-            self._alive_due = agent.heard
+        self._watch.begin(agent)
         self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
         agent.send(self._view)
         self._decide(job_events.HostJoined(agent.name, workers, cores))
@@ -567,62 +492,28 @@ class Coordinator:
         self.events.publish(requested)
         self._decide(requested)
 
-    def _open_admin(self) -> None:
+    def _take_requests(self) -> None:
         if is_checking():
             # It takes no requests: commands without a name are for the only job that runs.
             return
         try:
-            self._admin = AdminSocket.over(self.requests or take_name(self.paths.root.name), self._answer)
+            self._requests.open(self.requests or take_name(self.paths.root.name))
         except LockstepError as error:
-            self._warn(f"remote control is unavailable: {error}")
-            return
-        self._admin_descriptor = self._admin.fileno()
-        self.loop.watch(self._admin_descriptor, self._admin.serve)
+            self._narrator.warn(f"remote control is unavailable: {error}")
 
-    def _close_admin(self) -> None:
-        if self._admin is not None and self._admin_descriptor is not None:
-            self.loop.unwatch(self._admin_descriptor)
-            self._admin_descriptor = None
-            self._admin.close()
-
-    def _answer(self, request: AdminRequest) -> Reply | PendingReply:
-        match request:
-            case StackRequest():
-                return self._request_stack(request)
-            case ScaleRequest(workers):
-                if reason := refusal(self.state, workers):
-                    return Refused(reason)
-                self._decide(request)
-            case StopRequest() if self.state.active:
-                self._decide(run_events.StopRequested(signal.SIGTERM))
-            case StopRequest() | StatusRequest():
-                # A repeated request must not shorten the end of the job.
-                pass
-        return self._status()
-
-    def _request_stack(self, request: StackRequest) -> Reply | PendingReply:
-        worker = request.worker
-        if worker not in self.state.running:
-            return Refused(f"no worker {worker} is running")
-        pending = PendingReply()
-        self._stack_requests.setdefault(worker, []).append(pending)
-        self._tell(worker, request)
-        return pending
-
-    def _status(self) -> Status:
-        assert self._admin is not None
+    def _status(self, name: str) -> Status:
         state = self.state
         return Status(
-            job=self._admin.name,
+            job=name,
             script=self.spec.target,
             pid=self.pid,
             run_dir=str(self.paths.root),
-            since=self._since,
+            since=self._narrator.since,
             replicas=self.spec.replicas,
             workers=tuple(worker for worker in state.members if worker in state.present),
             joining=state.joiners,
             wanted=state.size.wanted,
-            where=self._doing,
+            where=self._narrator.doing,
         )
 
     # Reports of agents.
@@ -643,9 +534,8 @@ class Coordinator:
                 pass
             case LoadReport(load):
                 self.events.publish(load)
-            case StackReply(worker):
-                for pending in self._stack_requests.pop(worker, ()):
-                    pending.send(report)
+            case StackReply():
+                self._requests.answer_stack(report)
             case OutputWritten(worker, descriptor, data):
                 agent.wrote = self.clock.now()
                 self._output.write(worker, descriptor, data)
@@ -656,19 +546,9 @@ class Coordinator:
                 self._take_message(worker, message)
             case EventReport(event):
                 self.events.publish(event)
-            case StartFailed(worker, joins, why):
-                self._take_failed_start(worker, joins, why)
-            case StartCancelled(worker, number):
-                self._decide(run_events.WorkerExited(worker, -number))
-            case (
-                WorkerArrived()
-                | StateGiven()
-                | StateArrived()
-                | StateMoving()
-                | PositionMissed()
-                | HostRetires()
-                | HostStopped()
-            ):
+            case StartFailed():
+                if report.joins:
+                    self._narrator.warn(report.message)
                 self._decide(report)
             case ExitReport():
                 self._take_exit(report)
@@ -685,14 +565,8 @@ class Coordinator:
                 self._see_gone(host, f"sent an invalid message: {error}")
             case PeerGone():
                 self._see_gone(host, "was lost: the connection to its agent is closed")
-
-    def _take_failed_start(self, worker: int, joins: bool, why: str) -> None:
-        message = f"cannot start worker {worker}: {why}"
-        if joins:
-            self._warn(message)
-            self._decide(run_events.WorkerExited(worker, 1))
-        else:
-            self._outcome = actions.JobOutcome(1, message)
+            case _ if isinstance(report, job_events.Event):
+                self._decide(report)
 
     def _take_refused_view(self, refused: ViewRefused) -> None:
         if refused.view == self.spec.view.number:
@@ -707,168 +581,40 @@ class Coordinator:
         self.events.publish(event)
         if exited.memory_kills and self.state.active:
             self.events.publish(run_events.MemoryExhausted(worker, exited.memory_kills))
-            self.console.say(
-                f"the kernel killed a process because memory ran out, probably worker {worker}: use fewer "
-                "workers or smaller batches, or give the container or the machine more memory"
-            )
         self._decide(event)
 
     def _take_message(self, worker: int, message: RelayedMessage) -> None:
         match message:
             case EventReport(event):
-                if isinstance(event, run_events.HostFact | run_events.WorkerFact):
-                    self._take_fact(event)
-                    return
-                self.events.publish(event, worker)
-                if not isinstance(
-                    event, run_events.WorkerMeasurement | run_events.WorkerDigest | run_events.OrderRecorded
-                ):
-                    self._take_event(worker, event)
+                is_fact = isinstance(event, run_events.HostFact | run_events.WorkerFact)
+                self.events.publish(event, None if is_fact else worker)
+                if isinstance(event, job_events.Event):
+                    self._decide(event)
             case ViewBroken():
                 self._decide(message)
             case FileOpened():
-                self._tell_of_file(worker, message)
+                self._narrator.tell_of_file(worker, message)
             case FailureReport(event, prints=prints):
                 self.events.publish(event)
                 if not prints and self.agents[self.state.workers[worker].host].remote:
                     self._output.log_only(worker, event.traceback)
                 self._decide(message)
 
-    def _take_fact(self, fact: run_events.HostFact | run_events.WorkerFact) -> None:
-        self.events.publish(fact)
-        if isinstance(fact, run_events.JoinRequested | run_events.WaitReported | run_events.ScriptEnded):
-            self._decide(fact)
-
-    def _take_event(self, worker: int, event: run_events.WorkerEvent) -> None:
-        match event:
-            case run_events.StrategyInstalled(backend):
-                self._used_strategy = True
-                if self.spec.replicas == 1:
-                    # Keras's own loop follows, which reports nothing.
-                    self._progress = None
-                self._tell_of_backend(worker, backend)
-                self._decide(event)
-            case (
-                run_events.DistributionBegan()
-                | run_events.CheckpointsConfigured()
-                | run_events.TimeoutSet()
-                | run_events.CheckpointNotWritten()
-                | run_events.LastStepEnded()
-            ):
-                self._decide(event)
-            case run_events.StepsSkipped() as skipped:
-                self._tell_of_skipped_steps(worker, skipped)
-            case run_events.CallStarted(name):
-                self._doing = name
-            case run_events.ChiefWrites(paths):
-                self._chief_writes = tuple(dict.fromkeys((*self._chief_writes, *paths)))
-            case run_events.SourceChanged(path, what):
-                self.console.say(f"worker {worker}: {path} {what}")
-            case run_events.DownloadAwaited(file, of, seconds):
-                self._tell_of_download(worker, file, of, seconds)
-            case run_events.HostsDiffer(what):
-                self.console.say(what)
-            case run_events.CheckpointWritten(path, step, seconds):
-                self._kept_step = step
-                self.console.say(
-                    f"checkpoint {path}{f' ({seconds:.0f} s)' if seconds >= _LONG_WRITE else ''}"
-                )
-                self._decide(event)
-            case run_events.TrainingResumed(where, step) if worker == self.state.view.chief:
-                if self.state.workers[worker].started_at is None:
-                    # Otherwise it has joined, and is the chief because the hosts of all others retire.
-                    self._kept_step = step
-                    self.console.say(f"training resumed after {where}")
-
-    def _tell_of_skipped_steps(self, worker: int, event: run_events.StepsSkipped) -> None:
-        """Say how far a worker is; before the first step, a note says that of all of them."""
-        if event.steps < event.of and not (self._progress is not None and prepares(self._run, worker)):
-            skips = skipping(event.call, event.steps, event.of, event.what)
-            self.console.say(f"worker {worker} is {skips}")
-
-    def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
-        """Say which download a worker waits for: once for several workers, then repeatedly."""
-        last, now = self._downloads.get(file), self.clock.now()
-        if last is None or now - last >= _DOWNLOAD_REPEAT:
-            self._downloads[file] = now
-            waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_REPEAT else "waits"
-            self.console.say(f"worker {worker} {waits} for {of} to download {file}")
-
-    def _tell_of_file(self, worker: int, file: FileOpened) -> None:
-        """Warn of a file that several workers write."""
-        host = None if file.shared else self.state.workers[worker].host
-        found, text = self._writers.opened(
-            *(worker, file.path, file.line, self.state.running, host),
-            appends=file.appends,
-            library=file.library,
-        )
-        if found:
-            self.events.publish(run_events.ConflictingWrite(worker, file.path, file.line))
-        if text:
-            self.console.say(text)
-
-    def _tell_of_moved_files(self, old: HostMembers, new: HostMembers) -> None:
-        """Say where files of the chief are, if the chief is now on another host."""
-        if old.host != new.host and self._chief_writes:
-            self.console.say(
-                f"worker {new.workers[0]} on {new.name} is the chief now: what callbacks have written so far "
-                f"is on {old.name}, and what follows is on {new.name}: {', '.join(self._chief_writes)}"
-            )
-
-    def _tell_of_backend(self, worker: int, backend: str) -> None:
-        """Correct the first line of the job if the script selects another backend than predicted."""
-        own, chosen = BACKEND_NAMES.get(backend), BACKEND_NAMES.get(self.spec.backend or "")
-        if worker == self.state.view.chief and own and chosen and own != chosen:
-            self._warn(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
-
     # The end.
 
     def _conclude(self, outcome: actions.JobOutcome) -> int:
         normal = self.state.stage is Stage.FINISHED and not self._killed
-        message = f"{outcome.message}{self._places(outcome.workers)}" if outcome.message else ""
-        if last := message or (self._summary() if outcome.status == 0 else ""):
-            # Agents hear nothing any more once they have ended.
-            for read in self.console.readers:
-                read(last)
+        where = self._places(outcome.workers) if outcome.message else ""
+        told = replace(outcome, message=f"{outcome.message}{where}")
+        self._narrator.announce(told)
         ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers, outcome.status))
         # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.
-        self._close_admin()
-        self.console.end_lines()
-        if message:
-            evidence = [one for host in ended for one in host.evidence]
-            evidence.sort(key=lambda one: outcome.workers.index(one.worker))
-            said = replace(outcome, message=message)
-            if outcome.stopped and self.state.distributes:
-                said = replace(outcome, message=f"{message}{self._what_remains()}")
-            self.console.say(explain(said, evidence, self.console.shows, self._name_log))
-        elif self.spec.workers > 1 and not self._used_strategy:
-            what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
-            self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
-        elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
-            lines = whose_lines(self.spec.workers, self.spec.replicas)
-            self._warn(
-                f"the script distributed nothing: {lines}; train with model.fit, or "
-                "pass the replica's computation to strategy.run"
-            )
-        if self._writers.unnamed:
-            self.console.say(
-                f"several workers wrote {count(self._writers.unnamed, 'more file')}: "
-                f"grep 'written by several' {RunPaths(self.spec.run_dir).events}"
-            )
-        for agent, host in zip(self.agents, ended, strict=True):
-            if host.left:
-                self._warn(f"{unkillable(host.left)}{f' on {agent.name}' if agent.name else ''}")
-        if outcome.status == 0 and (line := self._summary()):
-            self.console.say(line)
-        self._publish_end(outcome.status, outcome.message, outcome.workers)
+        self._requests.close()
+        names = (agent.name for agent in self.agents)
+        self._narrator.conclude(told, list(zip(names, ended, strict=True)))
+        self._narrator.record_end(outcome.status, outcome.message, outcome.workers)
         self._flush()
         return outcome.status
-
-    def _summary(self) -> str:
-        seconds = self.clock.now() - self._begun
-        compared = read_verdict(self.paths)
-        ended, failed = len(self.state.members), len(self.state.failures)
-        return last_line(self._run.totals, seconds, ended, failed, compared)
 
     def _places(self, workers: Sequence[int]) -> str:
         """Return " (worker 1 on node2)" for workers that ended a job over hosts."""
@@ -876,12 +622,6 @@ class Coordinator:
         hosts = {name: [one for one in workers if names[one] == name] for name in names.values() if name}
         places = [f"{name_workers(there)} on {name}" for name, there in hosts.items()]
         return f" ({', '.join(places)})" if places else ""
-
-    def _what_remains(self) -> str:
-        """Say what is left of a training that was stopped; empty if that is unknown."""
-        if self._kept_step:
-            return f"; the same command resumes from step {self._kept_step}"
-        return "" if self.state.keeps else "; no checkpoint was requested (--checkpoint)"
 
     def _end_hosts(self, end: EndHost) -> tuple[HostEnded, ...]:
         self._tell_all(end)
@@ -893,20 +633,9 @@ class Coordinator:
             for agent in late:
                 if left[agent.name] <= 0:
                     where = f" on {agent.name}" if agent.name else ""
-                    self._warn(f"the agent{where} has not ended all processes within {patience:g} s")
+                    self._narrator.warn(f"the agent{where} has not ended all processes within {patience:g} s")
                     agent.ended = HostEnded()
         return tuple(agent.ended for agent in self.agents if agent.ended is not None)
-
-    def _publish_end(self, status: int, message: str, workers: tuple[int, ...] = ()) -> None:
-        done = fields_of_end(self._run.totals, self.clock.now() - self._begun)
-        self.events.publish(run_events.JobFinished(status=status, message=message, workers=workers, **done))
-
-    def _warn(self, text: str) -> None:
-        self.events.publish(run_events.WarningShown(text))
-        self.console.say(text)
-
-    def _name_log(self, worker: int) -> str:
-        return str(RunPaths(self.spec.run_dir).log(worker))
 
     def _flush(self) -> None:
         # A reader that has paused, such as a pager, gets all output, unless the user has stopped the job.

@@ -408,6 +408,11 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start failed"):
     joins: bool
     reason: str
 
+    @property
+    def message(self) -> str:
+        """Why the worker cannot be started, in one line."""
+        return f"cannot start worker {self.worker}: {self.reason}"
+
 
 class StartCancelled(msgspec.Struct, frozen=True, tag="start cancelled"):
     """A worker will not start, because a signal for it came first."""

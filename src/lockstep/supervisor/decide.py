@@ -58,6 +58,8 @@ from lockstep.protocol.host import (
     SendPosition,
     SendState,
     SignalWorker,
+    StartCancelled,
+    StartFailed,
     StartWorker,
     StateArrived,
     StateMoving,
@@ -101,6 +103,10 @@ def decide(state: State, event: Event, now: float) -> Decision:
     match event:
         case WorkerExited():
             decision = _worker_exited(state, event, now)
+        case StartFailed():
+            decision = _start_failed(state, event, now)
+        case StartCancelled(worker, number):
+            decision = _worker_exited(state, WorkerExited(worker, -number), now)
         case ScriptEnded(worker, status):
             ended = state.with_worker(worker, replace(state.workers[worker], script_ended=status == 0))
             how = "finished" if status == 0 else f"exited with status {status}"
@@ -199,6 +205,14 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
         return decision
     over = _finish(decision.state, f"{how}; no workers remain")
     return _with_saving_outcome(over, saving, how) if state.stage is Stage.SAVING else over
+
+
+def _start_failed(state: State, event: StartFailed, now: float) -> Decision:
+    """A joiner is replaced; a job that cannot begin with all workers ends at once."""
+    if event.joins:
+        return _worker_exited(state, WorkerExited(event.worker, 1), now)
+    outcome = JobOutcome(1, event.message)
+    return Decision(_with_outcome(state, outcome), (FinishJob(outcome),), event.message)
 
 
 def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:

@@ -27,6 +27,8 @@ from lockstep.protocol.host import (
     HostRetires,
     HostStopped,
     PositionMissed,
+    StartCancelled,
+    StartFailed,
     StateArrived,
     StateMoving,
     ViewRefused,
@@ -76,6 +78,8 @@ class DeadlinePassed:
 Event = (
     WorkerExited
     | ScriptEnded
+    | StartFailed
+    | StartCancelled
     | FailureReport
     | StrategyInstalled
     | DistributionBegan

@@ -1,0 +1,88 @@
+"""The requests of other terminals to a running job."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from signal import SIGTERM
+
+from lockstep.coordinator.admin_socket import AdminSocket, PendingReply
+from lockstep.observability.events import StopRequested
+from lockstep.protocol.admin import (
+    AdminRequest,
+    Refused,
+    Reply,
+    ScaleRequest,
+    StackReply,
+    StackRequest,
+    Status,
+    StatusRequest,
+    StopRequest,
+)
+from lockstep.supervisor.decide import refusal
+from lockstep.supervisor.events import Event
+from lockstep.supervisor.state import State
+from lockstep.system.event_loop import EventLoop
+
+
+@dataclass
+class Requests:
+    """Takes requests, and answers them.
+
+    Attributes:
+        loop: serves the socket of the job.
+        state: returns the state of supervision.
+        decide: has supervision decide on a request.
+        pass_on: sends a request for a stack to the agent of its worker.
+        status: returns the state of the job of this name, for other terminals.
+    """
+
+    loop: EventLoop
+    state: Callable[[], State]
+    decide: Callable[[Event], None]
+    pass_on: Callable[[StackRequest], None]
+    status: Callable[[str], Status]
+    admin: AdminSocket | None = field(default=None, init=False)
+    _stacks: dict[int, list[PendingReply]] = field(default_factory=dict, init=False)
+
+    def open(self, listener: socket.socket) -> None:
+        """Take requests at a socket that has the name of the job.
+
+        Raises:
+            UnfitError: this process has too many descriptors.
+        """
+        self.admin = AdminSocket.over(listener, self._answer)
+        self.loop.watch(self.admin.fileno(), self.admin.serve)
+
+    def close(self) -> None:
+        """Take no more requests; safe to call more than once."""
+        if self.admin is not None:
+            self.loop.unwatch(self.admin.fileno())
+            self.admin.close()
+            self.admin = None
+
+    def answer_stack(self, reply: StackReply) -> None:
+        """Answer the requests for the stack of a worker."""
+        for pending in self._stacks.pop(reply.worker, ()):
+            pending.send(reply)
+
+    def _answer(self, request: AdminRequest) -> Reply | PendingReply:
+        assert self.admin is not None
+        state = self.state()
+        match request:
+            case StackRequest(worker):
+                if worker not in state.running:
+                    return Refused(f"no worker {worker} is running")
+                pending = PendingReply()
+                self._stacks.setdefault(worker, []).append(pending)
+                self.pass_on(request)
+                return pending
+            case ScaleRequest(workers):
+                if reason := refusal(state, workers):
+                    return Refused(reason)
+                self.decide(request)
+            case StopRequest() if state.active:
+                self.decide(StopRequested(SIGTERM))
+            case StopRequest() | StatusRequest():
+                # A repeated request must not shorten the end of the job.
+                pass
+        return self.status(self.admin.name)
