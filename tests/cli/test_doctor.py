@@ -225,10 +225,10 @@ import sys
 from lockstep.cli.main import main
 from lockstep.doctor import checkup
 
-def fail():
+def fail(checks, sources):
     raise KeyError("unforeseen")
 
-checkup.examine_machine = fail
+checkup.look = fail
 sys.argv = ["lockstep", "doctor", "--no-train"]
 main()
 """

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from lockstep.cluster.tf_config import parse
-from lockstep.doctor import addresses
-from lockstep.doctor.addresses import LONGEST_WAIT, TaskAddress, examine_tf_config, judge
-from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.addresses import LONGEST_WAIT, TaskAddress, judge_tf_config
+from lockstep.doctor.check import Finding, Rating, Sources, judge, look, resolve_host
+from lockstep.doctor.checkup import CHECKS
 from lockstep.errors import ConfigError, PeerStuckError
 from lockstep.rendezvous.addresses import check_free, has_place
 from lockstep.rendezvous.waiting import WaitMessages
@@ -38,8 +38,11 @@ def written(cluster: Any, kind: str = "worker", index: int = 0, **more: Any) -> 
 
 
 def rows(text: str | None, **options: Any) -> dict[str, Finding]:
-    findings = examine_tf_config(text, **{"resolve": find, **options})
-    assert {finding.section for finding in findings} <= {"environment"}
+    checks = [check for check in CHECKS["environment"] if check.name == "TF_CONFIG"]
+    environment = {} if text is None else {"TF_CONFIG": text}
+    findings = judge(
+        "environment", checks, look(checks, Sources(environment=environment, **{"resolve": find, **options}))
+    )
     for finding in findings:
         assert bool(finding.remedy) == (finding.rating is Rating.WARNING)
         json.dumps(finding.facts)
@@ -101,17 +104,17 @@ def test_the_stated_limit_is_that_of_a_script() -> None:
 
 
 def test_addresses_that_are_not_loopback_are_fine() -> None:
-    config = parse(written({"worker": ["a:1", "b:1"]}))
+    text = written({"worker": ["a:1", "b:1"]})
     places = [TaskAddress("worker 0", "a:1", "10.0.0.1"), TaskAddress("worker 1", "b:1", "127.0.0.1")]
-    assert [finding.rating for finding in judge(config, places)] == [Rating.FINE] * 2
-    assert judge(config, places)[0].reason.startswith(
+    assert [finding.rating for finding in judge_tf_config((text, places))] == [Rating.FINE] * 2
+    assert judge_tf_config((text, places))[0].reason.startswith(
         "this process is worker 0, one of 2 tasks that train: a "
     )
 
 
 def test_many_other_tasks_are_counted() -> None:
-    config = parse(written({"chief": ["a:1"], "worker": [f"a:{port}" for port in range(2, 12)]}))
-    reason = judge(config, [])[0].reason
+    text = written({"chief": ["a:1"], "worker": [f"a:{port}" for port in range(2, 12)]})
+    reason = judge_tf_config((text, []))[0].reason
     assert "waits for chief 0, worker 1, worker 2, worker 3 and 6 more" in reason
 
 
@@ -159,13 +162,13 @@ def test_an_unknown_host_is_a_warning(free: Callable[[], int]) -> None:
 
 
 def test_a_reserved_name_has_no_address() -> None:
-    finding = rows(written({"worker": ["host.invalid:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
+    finding = rows(written({"worker": ["host.invalid:1", "127.0.0.1:2"]}), resolve=resolve_host)
     assert finding["TF_CONFIG: worker 0"].rating is Rating.WARNING
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
 def test_an_invalid_name_of_a_host_is_a_warning(host: str) -> None:
-    found = rows(written({"worker": [f"{host}:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
+    found = rows(written({"worker": [f"{host}:1", "127.0.0.1:2"]}), resolve=resolve_host)
     assert "the host cannot be resolved" in found["TF_CONFIG: worker 0"].reason
 
 
@@ -279,7 +282,7 @@ def test_a_port_with_a_closed_connection_is_free(free: Callable[[], int]) -> Non
 
 def test_ipv6_addresses_are_supported(free: Callable[[], int]) -> None:
     text = written({"worker": [f"[::1]:{free()}", f"[::1]:{free()}"]})
-    found = rows(text, resolve=addresses.resolve_host)
+    found = rows(text, resolve=resolve_host)
     if not Path("/proc/net/if_inet6").exists():
         assert "cannot be used here" in found["TF_CONFIG: worker 0"].reason
         return

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.doctor import backends, trial_training
+from lockstep.doctor import backends
 from lockstep.doctor.backends import ProbeReport
-from lockstep.doctor.finding import Finding, Rating
-from lockstep.system.nvml import GpuReading
+from lockstep.doctor.check import Finding, Rating
+from lockstep.doctor.gpus import Gpus
+from lockstep.system.nvml import Gpu, GpuReading
 from lockstep.system.programs import ProgramResult
 
-NO_GPU = GpuReading(None, (), "no NVIDIA driver", "")
 BUILT = {"built": {"version": "1.0", "cuda": None, "cudnn": None}}
 FOR_CUDA = {"built": {"version": "1.0", "cuda": "12.8", "cudnn": "91002"}}
 CPU = {"devices": ["cpu"]}
@@ -27,7 +27,8 @@ def report(*parts: dict[str, Any], status: int | None = 0, errors: str = "") -> 
 
 
 def judged(report: ProbeReport, gpus: int = 0, *, chosen: bool = True) -> list[Finding]:
-    return backends.judge("jax", report, NO_GPU, gpus, chosen=chosen)
+    reading = GpuReading(None, tuple(map(Gpu, range(gpus))), "" if gpus else "no NVIDIA driver")
+    return backends.judge_probe("jax", report, Gpus(reading), chosen=chosen)
 
 
 def test_a_backend_that_computes_is_fine() -> None:
@@ -75,9 +76,9 @@ def test_a_slow_backend_is_a_warning(seconds: float, slow: bool) -> None:
 
 
 def test_a_slow_training_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / trial_training.RESULT).write_text('{"images_per_second": 5, "hash": "0"}')
+    (tmp_path / backends.RESULT).write_text('{"images_per_second": 5, "hash": "0"}')
     verdicts = [
-        trial_training.judge("jax", ProgramResult(status, "", "", seconds), tmp_path).rating
+        backends.judge_training("jax", ProgramResult(status, "", "", seconds), tmp_path)[0].rating
         for status, seconds in ((0, 5.0), (0, 45.0), (None, 60.0))
     ]
     assert verdicts == [Rating.FINE, Rating.WARNING, Rating.FAILURE]
@@ -134,13 +135,13 @@ def test_a_process_that_cannot_be_started_is_reported() -> None:
 def test_what_a_limit_costs_is_reported() -> None:
     limit = "XLA_FLAGS=--xla_cpu_max_isa=AVX2"
     without, limited = (ProgramResult(0, f"some warning\n{seconds}\n", "", 4.0) for seconds in (0.02, 0.026))
-    finding = backends.judge_limit("jax", limit, without, limited)
+    (finding,) = backends.judge_limit("jax", limit, without, limited)
     assert (finding.rating, finding.reason) == (
         Rating.FINE,
         f"a small program takes about 1.3 times as long with {limit}",
     )
     failed = ProgramResult(1, "", "Unknown flag in XLA_FLAGS", 4.0)
-    finding = backends.judge_limit("jax", limit, without, failed)
+    (finding,) = backends.judge_limit("jax", limit, without, failed)
     assert (finding.rating, finding.reason) == (
         Rating.WARNING,
         "a small program exited with status 1: Unknown flag in XLA_FLAGS",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lockstep.doctor.bug_report import identity_here, markdown, packages_of_jobs, system_here
-from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.check import Finding, Rating
 from lockstep.doctor.redaction import Identity
 from lockstep.doctor.versions import Packages
 
@@ -12,9 +12,11 @@ NO_ONE = Identity((), (), ())
 
 def test_all_findings_are_in_one_block() -> None:
     findings = [
-        Finding("versions", "Keras", Rating.FINE, "3.15.1"),
-        Finding("versions", "jax", Rating.WARNING, "first\nsecond", "do this\nand that"),
-        Finding("training", "2 workers on jax", Rating.FAILURE, "```\x1b[31m boom", "look above"),
+        Finding(Rating.FINE, "3.15.1", name="Keras", section="versions"),
+        Finding(Rating.WARNING, "first\nsecond", "do this\nand that", name="jax", section="versions"),
+        Finding(
+            Rating.FAILURE, "```\x1b[31m boom", "look above", name="2 workers on jax", section="training"
+        ),
     ]
     environ = {
         "JAX_PLATFORMS": "cpu",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.doctor.cuda_visibility import visibility
+from lockstep.doctor.gpus import visibility
 from lockstep.system.nvml import Gpu
 
 GPUS = (

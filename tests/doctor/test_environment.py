@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.slurm import SlurmClusterResolver
-from lockstep.doctor.environment import (
-    EFFECTS,
-    examine_environment,
-    hidden_modules,
-    uncovered_names,
-    without_secrets,
-)
-from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.check import Finding, Rating, Sources, judge, look
+from lockstep.doctor.checkup import CHECKS
+from lockstep.doctor.environment import EFFECTS, hidden_modules, uncovered_names, without_secrets
 from lockstep.errors import ConfigError
 from lockstep.system.environment import device_variables, job_environment, switched_off
 
@@ -31,8 +26,9 @@ def driver(tmp_path: Path) -> Path:
 
 
 def findings(folder: Path, variables: dict[str, str], **options: Any) -> list[Finding]:
-    places = {"folder": folder, "installed": [], "driver": folder / "no driver"} | options
-    return examine_environment(variables, **places)
+    places = {"folder": folder, "package_folders": [], "gpu_folder": folder / "no driver"} | options
+    checks = CHECKS["environment"]
+    return judge("environment", checks, look(checks, Sources(environment=variables, **places)))
 
 
 def single(folder: Path, variables: dict[str, str], **options: Any) -> Finding:
@@ -44,17 +40,12 @@ def single(folder: Path, variables: dict[str, str], **options: Any) -> Finding:
 
 
 def test_no_relevant_variable_is_set(tmp_path: Path) -> None:
-    finding = single(tmp_path, {"HOME": "/home/me", "OMP_NUM_THREADS": ""})
-    assert (finding.name, finding.rating) == ("variables", Rating.FINE)
-    assert finding.reason == "no variable that affects a job is set"
-
-
-def test_tf_config_counts_as_a_relevant_variable(tmp_path: Path) -> None:
-    assert findings(tmp_path, {"TF_CONFIG": "{}"}) == []
+    assert findings(tmp_path, {"HOME": "/home/me", "OMP_NUM_THREADS": ""}) == []
 
 
 def test_the_environment_of_this_test_can_be_judged() -> None:
-    assert examine_environment(os.environ)
+    checks = CHECKS["environment"]
+    assert judge("environment", checks, look(checks, Sources(environment={**os.environ, "NPROC": "2"})))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_visible_gpus(tmp_path: Path, value: str, rating: Rating, reason: str) -
 
 
 def test_hidden_gpus_are_counted(tmp_path: Path, driver: Path) -> None:
-    finding = single(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}, driver=driver)
+    finding = single(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}, gpu_folder=driver)
     assert finding.reason == "'-1' hides all GPUs, of which the driver has 2: jobs compute on the CPU"
 
 
@@ -153,14 +144,14 @@ def test_enabled_deterministic_operations_are_fine(tmp_path: Path, name: str, va
 def test_platforms_of_jax(
     tmp_path: Path, driver: Path, name: str, value: str, gpus: bool, rating: Rating, reason: str
 ) -> None:
-    finding = single(tmp_path, {name: value}, driver=driver if gpus else tmp_path / "none")
+    finding = single(tmp_path, {name: value}, gpu_folder=driver if gpus else tmp_path / "none")
     assert reason in finding.reason
     assert (finding.name, finding.rating) == (name, rating)
 
 
 def test_hidden_gpus_do_not_count_for_jax(tmp_path: Path, driver: Path) -> None:
     variables = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cuda"}
-    hidden, platforms = findings(tmp_path, variables, driver=driver)
+    hidden, platforms = findings(tmp_path, variables, gpu_folder=driver)
     assert (hidden.name, platforms.name) == ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
     assert platforms.rating is Rating.WARNING
 
@@ -236,7 +227,7 @@ def test_python_path(tmp_path: Path) -> None:
     finding = single(tmp_path, {"PYTHONPATH": f"{good}:{bad}"})
     assert finding.rating is Rating.WARNING
     assert finding.reason.startswith(f"{bad} has a module numpy")
-    assert single(tmp_path, {"PYTHONPATH": f"{bad}"}, installed=[bad]).rating is Rating.FINE
+    assert single(tmp_path, {"PYTHONPATH": f"{bad}"}, package_folders=[bad]).rating is Rating.FINE
 
 
 def test_a_module_in_the_current_folder_is_a_warning(tmp_path: Path) -> None:
@@ -261,7 +252,7 @@ def test_preloaded_libraries_are_reported(tmp_path: Path) -> None:
     finding = single(tmp_path, {"LD_PRELOAD": f"{there} {absent}"})
     assert finding.rating is Rating.WARNING
     assert finding.reason.startswith(f"{absent} does not exist")
-    assert single(tmp_path, {"LD_PRELOAD": " "}).name == "variables"
+    assert findings(tmp_path, {"LD_PRELOAD": " "}) == []
 
 
 @pytest.mark.parametrize(
@@ -303,7 +294,7 @@ def test_local_names_that_no_proxy_does_not_cover(tmp_path: Path, no_proxy: str,
 
 
 def test_no_proxy_without_a_proxy_is_ignored(tmp_path: Path) -> None:
-    assert single(tmp_path, {"no_proxy": "x", "http_proxy": ""}).name == "variables"
+    assert findings(tmp_path, {"no_proxy": "x", "http_proxy": ""}) == []
 
 
 def test_variables_of_workers_are_a_warning(tmp_path: Path) -> None:
@@ -369,4 +360,4 @@ def test_keras_2_is_a_failure(tmp_path: Path, value: str) -> None:
 
 
 def test_keras_3_is_fine(tmp_path: Path) -> None:
-    assert single(tmp_path, {"TF_USE_LEGACY_KERAS": "0"}).name == "variables"
+    assert findings(tmp_path, {"TF_USE_LEGACY_KERAS": "0"}) == []

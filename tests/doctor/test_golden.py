@@ -4,34 +4,23 @@ After a change of texts, LOCKSTEP_GOLDEN=write pytest tests/doctor/test_golden.p
 diff is the review.
 """
 
-import functools
 import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep.doctor import bug_report, checkup, machine, report
-from lockstep.doctor.addresses import examine_tf_config
-from lockstep.doctor.checkup import CheckupInput, examine
-from lockstep.doctor.environment import examine_environment
-from lockstep.doctor.finding import Finding
+from lockstep.doctor import bug_report, checkup, machine, report, versions
+from lockstep.doctor.check import Check, Finding, Sources, look
+from lockstep.doctor.checkup import examine
 from lockstep.doctor.links import examine_links
+from lockstep.doctor.machine import Clocks, Cores, HostMemory, Limits, SharedMemoryTest, Space, System
 from lockstep.doctor.redaction import Identity
-from lockstep.doctor.resources import (
-    Clocks,
-    Cores,
-    Disk,
-    HostMemory,
-    Machine,
-    SharedMemoryTest,
-    System,
-    UserLimits,
-)
 from lockstep.doctor.versions import LOCKSTEP, Packages
 from lockstep.launcher.backend import Wishes
 from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process
@@ -92,16 +81,17 @@ class Fine:
     wishes = Wishes(variable="jax")
     importable = ("jax", "torch")
     reading = GpuReading(Driver("570.124.06", (12, 8)), (H200, replace(H200, index=1, uuid="GPU-bb")))
-    facts = Machine(
-        System("Linux", "x86_64", "6.1", ""),
-        "AVX512",
-        Cores(8, 8, 4.5),
-        HostMemory(32 * 10**9, 20 * 10**9, None),
-        SharedMemoryTest(2**24, "", "", 8 * 10**9),
-        UserLimits(4096, 2**20, None, 30_000),
-        Disk(True, "", 80 * 10**9),
-        Clocks("tsc", 5e-8, 0.0, 1.8e9, 1.7e9),
-    )
+    facts: Mapping[Any, object] = {
+        machine.look_at_system: System("Linux", "x86_64", "6.1", ""),
+        machine.look_at_instructions: "AVX512",
+        machine.look_at_cores: Cores(8, 8, 4.5),
+        machine.look_at_memory: HostMemory(32 * 10**9, 20 * 10**9, None),
+        machine.look_at_shared_memory: SharedMemoryTest(2**24, ""),
+        machine.look_at_shared_files: Space(8 * 10**9, "", "/dev/shm"),
+        machine.look_at_limits: Limits(4096, 2**20, None, 30_000),
+        machine.look_at_disk: Space(80 * 10**9, "", "runs/ in the current folder"),
+        machine.look_at_clocks: Clocks("tsc", 5e-8, 0.0, 1.8e9, 1.7e9),
+    }
     programs: Mapping[str, Sequence[ProgramResult]] = {
         "backend_probe jax": [computes("12.4", "cpu:0", "cuda:0", "cuda:1")],
         "backend_probe torch": [computes("12.4", "cpu", "cuda:0", "cuda:1")],
@@ -148,16 +138,17 @@ class Broken(Fine):
             Gpu(1, "NVIDIA H200", "GPU-cc", "00000000:2B:00.0", fault="it has fallen off the bus"),
         ),
     )
-    facts = Machine(
-        System("Linux", "x86_64", "4.18", "Function not implemented"),
-        "",
-        Cores(8, 1, None, 3.0),
-        HostMemory(10**9, 299 * 10**6, 5 * 10**7),
-        SharedMemoryTest(2**24, "No memory", "Permission denied", None),
-        UserLimits(256, 4096, 3, 9),
-        Disk(False, "Read-only file system", None),
-        Clocks("hpet", 1.5e-6, 0.25, 0.0, 1e9),
-    )
+    facts: Mapping[Any, object] = {
+        machine.look_at_system: System("Linux", "x86_64", "4.18", "Function not implemented"),
+        machine.look_at_instructions: "",
+        machine.look_at_cores: Cores(8, 1, None, 3.0),
+        machine.look_at_memory: HostMemory(10**9, 299 * 10**6, 5 * 10**7),
+        machine.look_at_shared_memory: SharedMemoryTest(2**24, "No memory"),
+        machine.look_at_shared_files: Space(None, "Permission denied", "/dev/shm"),
+        machine.look_at_limits: Limits(256, 4096, 3, 9),
+        machine.look_at_disk: Space(None, "Read-only file system", "the current folder"),
+        machine.look_at_clocks: Clocks("hpet", 1.5e-6, 0.25, 0.0, 1e9),
+    }
     programs: Mapping[str, Sequence[ProgramResult]] = {
         "backend_probe jax": [ProgramResult(-11, "", "", 1.0)],
         "backend_probe tensorflow": [replace(computes("12.4", "/device:CPU:0"), seconds=45.0)],
@@ -203,7 +194,7 @@ def findings(case: type[Fine], folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (folder / "modules" / "numpy.py").write_text("")
     left = {name: list(results) for name, results in case.programs.items()}
 
-    def start(command: Sequence[str], environment: object, grace: float = 0.0) -> ProgramResult:
+    def start(command: Sequence[str], environment: object, grace: float) -> ProgramResult:
         line = " ".join(command)
         if "trial_program" in line:
             result = '{"images_per_second": 5123.4, "hash": "0123456789abcdef0123"}'
@@ -211,23 +202,22 @@ def findings(case: type[Fine], folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         [name] = (name for name in left if name in line)
         return left[name].pop(0)
 
-    monkeypatch.setattr(checkup, "_started", start)
-    monkeypatch.setattr(checkup, "python_version", lambda: "3.11.7")
+    def given(checks: Iterable[Check[Any]], sources: Sources) -> dict[Any, Any]:
+        return {**look([check for check in checks if check.look not in case.facts], sources), **case.facts}
+
+    monkeypatch.setattr(versions, "python_version", lambda: "3.11.7")
     monkeypatch.setattr(Packages, "installed", lambda: case.packages)
-    monkeypatch.setattr(checkup, "examine_machine", lambda: machine.judge(case.facts))
-    monkeypatch.setattr(
-        checkup, "examine_environment", functools.partial(examine_environment, driver=folder / "gpus")
-    )
-    monkeypatch.setattr(checkup, "examine_tf_config", functools.partial(examine_tf_config, resolve=resolve))
-    given = CheckupInput(
+    monkeypatch.setattr(checkup, "look", given)
+    sources = Sources(
         environment=case.environment,
         wishes=case.wishes,
-        installed=lambda name: name in case.importable,
-        reading=case.reading,
-        say=lambda line: None,
-        features="avx512f",
+        is_importable=lambda name: name in case.importable,
+        gpus=lambda: case.reading,
+        gpu_folder=folder / "gpus",
+        resolve=resolve,
+        start=start,
     )
-    return examine(given, train=True)
+    return examine(sources, lambda line: None, train=True)
 
 
 def over_hosts() -> list[Finding]:

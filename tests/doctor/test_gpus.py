@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.gpus import describe, judge, judge_build
+from lockstep.doctor.check import Finding, Rating, judge
+from lockstep.doctor.checkup import CHECKS
+from lockstep.doctor.gpus import Gpus, describe, judge_build, look_at_gpus
 from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process
 
 GIB = 2**30
@@ -32,17 +33,19 @@ DENIED = Gpu(0, fault="this process may not use it", denied=True)
 
 
 def judged(*gpus: Gpu, listed: str | None = None, order: str | None = None) -> dict[str, Finding]:
-    findings = judge(GpuReading(DRIVER, gpus), listed, order)
-    assert {finding.section for finding in findings} == {"gpus"}
+    findings = findings_on(GpuReading(DRIVER, gpus), listed, order)
     for finding in findings:
         json.dumps(finding.facts)
         assert bool(finding.remedy) == (finding.rating > Rating.FINE)
     return {finding.name: finding for finding in findings}
 
 
+def findings_on(reading: GpuReading, listed: str | None = None, order: str | None = None) -> list[Finding]:
+    return judge("gpus", CHECKS["gpus"], {look_at_gpus: Gpus(reading, listed, order)})
+
+
 def built(cuda: str | None, *gpus: Gpu, driver: Driver | None = DRIVER, backend: str = "jax") -> Finding:
     finding = judge_build(GpuReading(driver, gpus or (H100,)), backend, cuda, "9.10.2" if cuda else None)
-    assert finding.section == "backends"
     json.dumps(finding.facts)
     return finding
 
@@ -79,22 +82,22 @@ def test_a_gpu_that_reports_nothing() -> None:
 
 
 def test_no_gpu_is_fine() -> None:
-    (only,) = judge(GpuReading(None), None)
+    (only,) = findings_on(GpuReading(None))
     assert (only.rating, only.reason) == (Rating.FINE, "no GPU; workers compute on the CPU")
-    (only,) = judge(GpuReading(None, (), "none on the PCI bus, and no driver"), "0")
+    (only,) = findings_on(GpuReading(None, (), "none on the PCI bus, and no driver"), "0")
     assert only.reason == "no GPU (none on the PCI bus, and no driver); workers compute on the CPU"
 
 
 def test_a_gpu_without_a_driver_is_a_warning() -> None:
-    (only,) = judge(GpuReading(None, (), "there is a device, but no driver", "install it"), None)
+    (only,) = findings_on(GpuReading(None, (), "there is a device, but no driver", "install it"))
     assert (only.rating, only.remedy) == (Rating.WARNING, "install it")
     assert only.reason == "there is a device, but no driver; workers compute on the CPU"
 
 
 def test_a_driver_without_gpus() -> None:
-    driver, gpus = judge(GpuReading(DRIVER, (), "the driver does not support it", "look"), None)
+    driver, gpus = findings_on(GpuReading(DRIVER, (), "the driver does not support it", "look"))
     assert (driver.rating, gpus.rating) == (Rating.FINE, Rating.WARNING)
-    assert judge(GpuReading(Driver("570.124.06", None)), None)[0].reason == "570.124.06"
+    assert findings_on(GpuReading(Driver("570.124.06", None)))[0].reason == "570.124.06"
 
 
 def test_a_lost_gpu_that_jobs_use_is_a_failure() -> None:

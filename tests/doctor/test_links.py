@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.doctor.finding import Rating
+from lockstep.doctor.check import Rating
 from lockstep.doctor.links import examine_links
 from lockstep.errors import ConfigError
 from lockstep.system.programs import ProgramResult

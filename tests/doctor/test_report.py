@@ -6,11 +6,15 @@ import json
 from rich.console import Console
 
 from lockstep.doctor import report
-from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.check import Finding, Rating
 
-FINE = Finding("versions", "Keras", Rating.FINE, "3.15.1", "", {"version": "3.15.1"})
-WARNING = Finding("environment", "TF_CONFIG", Rating.WARNING, "is left over [here]", "unset TF_CONFIG")
-FAILURE = Finding("training", "2 workers on jax", Rating.FAILURE, "it exited with status 1", "look above")
+FINE = Finding(Rating.FINE, "3.15.1", "", {"version": "3.15.1"}, name="Keras", section="versions")
+WARNING = Finding(
+    Rating.WARNING, "is left over [here]", "unset TF_CONFIG", name="TF_CONFIG", section="environment"
+)
+FAILURE = Finding(
+    Rating.FAILURE, "it exited with status 1", "look above", name="2 workers on jax", section="training"
+)
 
 
 def shown(*findings: Finding) -> str:
@@ -50,7 +54,9 @@ def test_json_has_the_exit_status_and_all_rows() -> None:
 
 
 def test_control_characters_are_not_shown() -> None:
-    assert "\x1b" not in shown(Finding("backends", "jax\x1b[31m", Rating.FAILURE, "\x1b]0;x\x07", "\x1b[2J"))
+    assert "\x1b" not in shown(
+        Finding(Rating.FAILURE, "\x1b]0;x\x07", "\x1b[2J", name="jax\x1b[31m", section="backends")
+    )
 
 
 def test_a_narrow_terminal_shows_the_reasons() -> None:

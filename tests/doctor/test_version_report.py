@@ -8,8 +8,8 @@ from click.testing import CliRunner
 
 import lockstep
 from lockstep.cli.main import cli
-from lockstep.doctor.resources import Cores
-from lockstep.doctor.version_report import version_lines
+from lockstep.doctor.bug_report import version_lines
+from lockstep.doctor.machine import Cores
 from lockstep.doctor.versions import LOCKSTEP, Packages
 from lockstep.system.nvml import Driver, Gpu, GpuReading
 

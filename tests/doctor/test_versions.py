@@ -1,12 +1,13 @@
 """Whether versions fit, judged from given metadata and from those of this installation."""
 
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from lockstep.doctor.finding import Finding, Rating, worst
-from lockstep.doctor.versions import LOCKSTEP, Packages, examine_versions
+from lockstep.doctor.check import Finding, Rating, Sources, judge, worst
+from lockstep.doctor.checkup import CHECKS
+from lockstep.doctor.versions import LOCKSTEP, Packages, look_at_installation
 from lockstep.launcher.backend import Wishes
 
 NEEDS = (
@@ -19,18 +20,18 @@ REQUIREMENTS = {LOCKSTEP: NEEDS, "jax": ("jaxlib<=0.10.2,>=0.10.2",), "keras": (
 NOTHING = Wishes()
 
 
-def having(*names: str) -> Callable[[str], bool]:
-    return lambda name: name in names
-
-
 def examine(
     versions: dict[str, str] = VERSIONS, wishes: Wishes = NOTHING, installed: tuple[str, ...] = ("jax",)
 ) -> tuple[dict[str, Finding], str | None]:
-    findings, chosen = examine_versions(
-        Packages(versions, REQUIREMENTS), "/python", "3.11.7", wishes, having(*installed)
-    )
-    assert {finding.section for finding in findings} == {"versions"}
-    return {finding.name: finding for finding in findings}, chosen
+    return judged(Packages(versions, REQUIREMENTS), wishes, *installed)
+
+
+def judged(packages: Packages, wishes: Wishes, *installed: str) -> tuple[dict[str, Finding], str | None]:
+    sources = Sources(wishes=wishes, is_importable=lambda name: name in installed)
+    with patch.object(Packages, "installed", return_value=packages):
+        installation = look_at_installation(sources)
+    findings = judge("versions", CHECKS["versions"], {look_at_installation: installation})
+    return {finding.name: finding for finding in findings}, installation.chosen
 
 
 def test_compatible_versions_are_fine() -> None:
@@ -44,11 +45,10 @@ def test_compatible_versions_are_fine() -> None:
 
 def test_unreadable_metadata_is_a_warning() -> None:
     packages = Packages(VERSIONS, {**REQUIREMENTS, "jax": ("foo (>=x broken",)})
-    findings, chosen = examine_versions(packages, "/python", "3.11.7", NOTHING, having("jax"))
-    (row,) = (finding for finding in findings if finding.name == "requirements")
+    findings, chosen = judged(packages, NOTHING, "jax")
     assert chosen == "jax"
-    assert row.rating == Rating.WARNING
-    assert "jax 0.10.2 cannot be checked" in row.reason
+    assert findings["requirements"].rating == Rating.WARNING
+    assert "jax 0.10.2 cannot be checked" in findings["requirements"].reason
 
 
 def test_an_interrupted_installation_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

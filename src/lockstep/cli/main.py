@@ -53,7 +53,7 @@ def _show_version(context: click.Context, _option: click.Parameter, asked: bool)
     if not asked or context.resilient_parsing:
         return
     if context.params["verbose"]:
-        from lockstep.doctor.version_report import versions_here
+        from lockstep.doctor.bug_report import versions_here
 
         click.echo(versions_here(__version__), nl=False)
     else:

@@ -1,5 +1,6 @@
 """`lockstep doctor`: whether this machine can run a job, and if not, how to fix it.
 
-Each check returns findings. Functions that judge are pure; functions that inspect the machine take the paths
-as arguments. The command imports no framework: checks that need one run in a separate process.
+`checkup` has the table of checks. A row names what it examines, a look, which only reads, and a judgement. A
+judgement is pure, and says what to do about a problem. The file of a subject has its looks and judgements, over
+what `lockstep.system` tells. The command imports no framework: what needs one runs in a separate process.
 """

@@ -34,8 +34,8 @@ class Probe(Protocol):
     def devices(self) -> Sequence[Any]:
         """Return its devices, the CPU first."""
 
-    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
-        """Return sums of rows of `tanh(matrix @ matrix)`: a place selects a row and the sum to add it to."""
+    def compute(self, device: Any, matrix: Array, indices: npt.NDArray[np.int32]) -> Array:
+        """Return sums of rows of `tanh(matrix @ matrix)`: an index selects a row and the sum to add it to."""
 
 
 class JaxProbe:
@@ -45,7 +45,7 @@ class JaxProbe:
         self._jax = importlib.import_module("jax")
 
     def built(self) -> dict[str, str | None]:
-        """See `Probe`; JAX uses CUDA through a plugin, whose requirements name the cuDNN version."""
+        """See `Probe`. JAX uses CUDA through a plugin, whose requirements name the cuDNN version."""
         for major in ("13", "12"):
             plugin = _version(f"jax-cuda{major}-plugin")
             if plugin:
@@ -58,16 +58,16 @@ class JaxProbe:
         cpus = self._jax.devices("cpu")[:1]
         return [*cpus, *(device for device in self._jax.devices() if device.platform != "cpu")]
 
-    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+    def compute(self, device: Any, matrix: Array, indices: npt.NDArray[np.int32]) -> Array:
         """See `Probe`."""
         numpy = self._jax.numpy
 
-        def sums(matrix: Any, places: Any) -> Any:
-            rows = numpy.tanh(matrix @ matrix)[places % _SIZE]
-            return numpy.zeros_like(matrix).at[places // 2 % _SIZE].add(rows)
+        def sums(matrix: Any, indices: Any) -> Any:
+            rows = numpy.tanh(matrix @ matrix)[indices % _SIZE]
+            return numpy.zeros_like(matrix).at[indices // 2 % _SIZE].add(rows)
 
-        put = [self._jax.device_put(array, device) for array in (matrix, places)]
-        return np.asarray(self._jax.jit(sums)(*put))
+        arguments = [self._jax.device_put(array, device) for array in (matrix, indices)]
+        return np.asarray(self._jax.jit(sums)(*arguments))
 
 
 class TensorFlowProbe:
@@ -91,13 +91,13 @@ class TensorFlowProbe:
             device.name for kind in ("CPU", "GPU") for device in self._tf.config.list_logical_devices(kind)
         ]
 
-    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+    def compute(self, device: Any, matrix: Array, indices: npt.NDArray[np.int32]) -> Array:
         """See `Probe`."""
         tf = self._tf
         with tf.device(device):
-            given = tf.constant(matrix)
-            rows = tf.gather(tf.tanh(given @ given), places % _SIZE)
-            sums = tf.math.unsorted_segment_sum(rows, places // 2 % _SIZE, _SIZE)
+            factor = tf.constant(matrix)
+            rows = tf.gather(tf.tanh(factor @ factor), indices % _SIZE)
+            sums = tf.math.unsorted_segment_sum(rows, indices // 2 % _SIZE, _SIZE)
         return np.asarray(sums)
 
 
@@ -122,12 +122,12 @@ class TorchProbe:
         """See `Probe`."""
         return ["cpu", *(f"cuda:{number}" for number in range(self._torch.cuda.device_count()))]
 
-    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+    def compute(self, device: Any, matrix: Array, indices: npt.NDArray[np.int32]) -> Array:
         """See `Probe`."""
         torch = self._torch
-        given, indices = (torch.from_numpy(array).to(device) for array in (matrix, places.astype(np.int64)))
-        rows = torch.tanh(given @ given)[indices % _SIZE]
-        sums = torch.zeros_like(given).index_add_(0, indices // 2 % _SIZE, rows)
+        factor, chosen = (torch.from_numpy(array).to(device) for array in (matrix, indices.astype(np.int64)))
+        rows = torch.tanh(factor @ factor)[chosen % _SIZE]
+        sums = torch.zeros_like(factor).index_add_(0, chosen // 2 % _SIZE, rows)
         return np.asarray(sums.cpu().numpy())
 
 
@@ -139,7 +139,7 @@ PROBES: dict[str, Callable[[], Probe]] = {
 
 
 def probe(backend: Probe, report: Callable[[dict[str, Any]], None]) -> None:
-    """Report everything about a backend that the module's docstring lists."""
+    """Report on a backend what the module's docstring lists."""
     report({"built": backend.built()})
     devices = backend.devices()
     report({"devices": [str(device) for device in devices]})
@@ -149,16 +149,16 @@ def probe(backend: Probe, report: Callable[[dict[str, Any]], None]) -> None:
 
 def compute_twice(backend: Probe, device: Any) -> dict[str, Any]:
     """Compute twice on a device; return the error, if any, and whether the bits were equal."""
-    drawn = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     # Few digits: GPUs may round the factors of a matrix product to 11 bits (TF32).
-    matrix = (np.rint(8 * drawn.standard_normal((_SIZE, _SIZE))) / 8).astype(np.float32)
-    places = drawn.integers(0, 64, _ROWS, np.int32)
+    matrix = (np.rint(8 * generator.standard_normal((_SIZE, _SIZE))) / 8).astype(np.float32)
+    indices = generator.integers(0, 64, _ROWS, np.int32)
     try:
-        first, second = (backend.compute(device, matrix, places) for _ in range(2))
+        first, second = (backend.compute(device, matrix, indices) for _ in range(2))
     except Exception as error:
         # Each backend raises its own exceptions.
         return {"fault": f"{type(error).__name__}: {error}", "same": False}
-    if not np.allclose(first, _expected(matrix, places), rtol=1e-2, atol=1e-1):
+    if not np.allclose(first, _expected(matrix, indices), rtol=1e-2, atol=1e-1):
         return {"fault": "its results differ from those of NumPy", "same": False}
     return {"fault": "", "same": first.tobytes() == second.tobytes()}
 
@@ -175,9 +175,9 @@ def main(name: str) -> None:
     probe(PROBES[name](), report)
 
 
-def _expected(matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+def _expected(matrix: Array, indices: npt.NDArray[np.int32]) -> Array:
     sums = np.zeros_like(matrix)
-    np.add.at(sums, places // 2 % _SIZE, np.tanh(matrix @ matrix)[places % _SIZE])
+    np.add.at(sums, indices // 2 % _SIZE, np.tanh(matrix @ matrix)[indices % _SIZE])
     return sums
 
 

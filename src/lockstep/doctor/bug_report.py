@@ -1,4 +1,8 @@
-"""The report for a description of a bug: everything that the checkup knows, without names and secrets."""
+"""What the description of a bug needs, without names and secrets.
+
+`lockstep doctor --report` tells everything that the checkup knows. `lockstep --version --verbose` tells the
+versions: it starts no process, takes no time and names no folder.
+"""
 
 import os
 import platform
@@ -7,12 +11,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from platform import python_implementation, python_version
 
+from lockstep.doctor.check import Finding, Rating, Sources
 from lockstep.doctor.environment import plain
-from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.gpus import absence, title
+from lockstep.doctor.machine import Cores, judge_cores, look_at_cores
 from lockstep.doctor.redaction import SECRET, Identity, Redaction, is_secret
 from lockstep.doctor.report import summary
 from lockstep.doctor.versions import LOCKSTEP, Packages
+from lockstep.launcher.backend import BACKENDS
+from lockstep.system.nvml import GpuReading
 from lockstep.system.prose import printable
 
 _MARKS = {Rating.FINE: "ok  ", Rating.WARNING: "warn", Rating.FAILURE: "FAIL"}
@@ -25,6 +34,8 @@ _PACKAGES = (
     *("msgspec", "safetensors", "xxhash", "click", "rich", "psutil", "packaging", "nvidia-ml-py"),
     *("cloudpickle", "cryptography", "kubernetes", "pyyaml", "ray"),
 )
+_DEVELOPMENT = ("bench", "dev", "test")
+"""Extras that only a checkout needs."""
 
 
 def identity_here() -> Identity:
@@ -105,3 +116,57 @@ def _lines(
             yield f"  {name}={SECRET if is_secret(name) else plain(environ[name])}"
     yield ""
     yield summary(findings)
+
+
+def versions_here(version: str) -> str:
+    """Return the report on this process and this machine, one line per subject; it imports no framework.
+
+    Args:
+        version: of the imported Lockstep.
+    """
+    python = f"{python_implementation()} {python_version()}"
+    packages, reading = Packages.installed(), Sources().gpus()
+    lines = version_lines(version, python, packages, system_here(), look_at_cores(Sources()), reading)
+    return "".join(f"{heading}: {value}\n" for heading, value in lines)
+
+
+def version_lines(
+    version: str,
+    python: str,
+    packages: Packages,
+    system: Mapping[str, str],
+    cores: Cores,
+    reading: GpuReading,
+) -> Iterator[tuple[str, str]]:
+    """Yield the headings and values of the report. Pure.
+
+    Args:
+        version: of the imported Lockstep.
+        python: implementation and version.
+        packages: the installed ones.
+        system: the operating system and the processor, by headings.
+        cores: of the machine.
+        reading: the driver's report on GPUs.
+    """
+    installed = packages.versions.get(LOCKSTEP)
+    difference = "not installed" if installed is None else f"installed as {installed}"
+    yield "lockstep", version if installed == version else f"{version}, {difference}"
+    yield "Python", python
+    yield "Keras", packages.versions.get("keras", "not installed")
+    for backend in BACKENDS:
+        provider = packages.provider(backend)
+        by = f", by {provider}" if provider != backend else ""
+        yield backend, "not installed" if provider is None else f"{packages.versions[provider]}{by}"
+    yield from system.items()
+    yield "cores", judge_cores(cores).reason
+    driver, names = reading.driver, ", ".join(title(gpu) or "an unknown model" for gpu in reading.gpus)
+    yield "GPUs", names or absence(reading)
+    if driver is not None:
+        yield "GPU driver", driver.version
+    hidden = {*BACKENDS, *_DEVELOPMENT}
+    extras = {name: there for name, there in packages.extras().items() if name not in hidden}
+    for heading, wanted in (("extras", True), ("extras that are not installed", False)):
+        yield heading, ", ".join(name for name, there in extras.items() if there == wanted) or "none"
+    shown = {LOCKSTEP, "keras", *map(packages.provider, BACKENDS)}
+    others = {name: version for name, version in packages.versions.items() if name not in shown}
+    yield "other packages", packages_of_jobs(Packages(others, {}))

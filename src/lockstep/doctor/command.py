@@ -1,14 +1,13 @@
 """The functions behind the command `lockstep doctor`: they compose the checks and the output."""
 
-import importlib.util
 import io
 import sys
 import traceback
 from typing import Literal
 
 from lockstep.doctor import bug_report, report
-from lockstep.doctor.checkup import CheckupInput, examine
-from lockstep.doctor.finding import Finding, worst
+from lockstep.doctor.check import Finding, Sources, worst
+from lockstep.doctor.checkup import examine
 from lockstep.doctor.links import examine_links, measured_by_a_job
 from lockstep.doctor.versions import Packages
 from lockstep.errors import InternalError, LockstepError, UnfitError
@@ -16,7 +15,6 @@ from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import Wishes
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
-from lockstep.system.nvml import load, read
 from lockstep.system.programs import ending_descendants
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 
@@ -33,16 +31,11 @@ def check(form: Form, *, train: bool) -> int:
     """
     fill_standard_descriptors()
     variable, configured = keras_backend()
-    given = CheckupInput(
-        environment=environment_at_start(),
-        wishes=Wishes(variable=variable, configured=configured),
-        installed=lambda name: importlib.util.find_spec(name) is not None,
-        reading=read(load()),
-        say=note,
-    )
+    wishes = Wishes(variable=variable, configured=configured)
+    sources = Sources(environment=environment_at_start(), wishes=wishes)
     try:
         with ending_descendants():
-            findings = examine(given, train=train)
+            findings = examine(sources, note, train=train)
     except LockstepError:
         raise
     except Exception as error:
@@ -51,7 +44,7 @@ def check(form: Form, *, train: bool) -> int:
         raise InternalError(f"the check itself failed: {error}") from error
     if form == "report":
         system = {**bug_report.system_here(), "packages": bug_report.packages_of_jobs(Packages.installed())}
-        _write(bug_report.markdown(findings, system, given.environment, bug_report.identity_here()))
+        _write(bug_report.markdown(findings, system, sources.environment, bug_report.identity_here()))
         return worst(findings)
     return _report(findings, as_json=form == "json")
 

@@ -1,25 +1,22 @@
-"""The effects of a shell's variables on jobs started there."""
+"""The effects of a shell's variables on jobs started there, except for `TF_CONFIG`."""
 
 import re
 import site
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from lockstep.cluster.slurm_step import STEP_VARIABLES, SlurmTask
-from lockstep.doctor.finding import Finding, Rating, Section
+from lockstep.doctor.check import Finding, Sources, failure, fine, warning
+from lockstep.doctor.gpus import LISTED
 from lockstep.errors import ConfigError
 from lockstep.launcher.backend import is_legacy
 from lockstep.system.environment import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
 from lockstep.system.prose import count, printable
 
-_ROWS = Section("environment")
-
-_LISTED = "CUDA_VISIBLE_DEVICES"
-_DRIVER = Path("/proc/driver/nvidia/gpus")
 _MAX_SHOWN = 120
 
 _THREADS = "Lockstep sets its own value for workers; a script without Lockstep uses this one"
@@ -43,55 +40,65 @@ EFFECTS: Mapping[str, str] = {
 }
 """The effects of variables for which every value is fine."""
 
-_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-_PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 _WITHOUT_GPU = "cpu"
 _OF_GPUS = {"cuda", "gpu"}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_MODULES = ("keras", "jax", "tensorflow", "torch", "numpy")
+_METADATA = (".dist-info", ".egg-info")
 _SECRET = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True)
 class Shell:
-    """The environment to inspect.
+    """The environment of jobs that are started in a shell.
 
     Attributes:
-        environ: all variables.
-        folder: the current folder of jobs started there.
-        installed: folders where packages are installed.
-        driver: the folder where the driver lists GPUs.
+        variables: all of them.
+        folder: the current folder.
+        gpus: the number of GPUs that the driver lists.
+        visible: the names of the GPUs that jobs see.
+        missing: the entries of `PYTHONPATH` and `LD_PRELOAD` that do not exist.
+        hiding: the modules with which the current folder and entries of `PYTHONPATH` hide installed ones.
     """
 
-    environ: Mapping[str, str]
+    variables: Mapping[str, str]
     folder: Path
-    installed: Sequence[Path]
-    driver: Path
+    gpus: int
+    visible: Sequence[str]
+    missing: Collection[Path]
+    hiding: Mapping[Path, Sequence[str]]
 
     def display(self, name: str) -> str:
-        """Return the value of a variable for display."""
-        return plain(self.environ[name])
+        """Return the value of a variable for display; empty if it is not set."""
+        return plain(self.variables.get(name, ""))
 
 
-def examine_environment(
-    environ: Mapping[str, str],
-    folder: Path = Path(),
-    installed: Sequence[Path] | None = None,
-    driver: Path = _DRIVER,
-) -> list[Finding]:
-    """Return the findings on all variables except `TF_CONFIG`, one for each effect on a job.
+def look_at_shell(sources: Sources) -> Shell:
+    """Look at all variables, and at the files that they name."""
+    variables, folder, installed = sources.environment, sources.folder, sources.package_folders
+    installed = _site_folders() if installed is None else installed
+    searched = [*_search_path(variables, folder), folder]
+    libraries = (Path(name) for name in _preloaded(variables))
+    return Shell(
+        variables,
+        folder,
+        len(visible_gpus({}, sources.gpu_folder)),
+        visible_gpus(variables, sources.gpu_folder),
+        {path for path in (*searched, *libraries) if not _exists(path)},
+        {path: modules for path in searched if (modules := hidden_modules(path, installed))},
+    )
 
-    Args:
-        environ: the variables.
-        folder: the current folder of jobs started there.
-        installed: folders where packages are installed; by default those of this Python.
-        driver: the folder where the driver lists GPUs.
-    """
-    shell = Shell(environ, folder, _site_folders() if installed is None else installed, driver)
-    findings = [finding for check in _CHECKS for finding in check(shell)]
-    if not findings and "TF_CONFIG" not in environ:
-        return [_ROWS.fine("variables", "no variable that affects a job is set")]
-    return findings
+
+def _search_path(variables: Mapping[str, str], folder: Path) -> list[Path]:
+    entries = variables.get("PYTHONPATH", "")
+    return [Path(entry) if entry else folder for entry in entries.split(":")] if entries else []
+
+
+def _preloaded(variables: Mapping[str, str]) -> list[str]:
+    return re.findall(r"[^\s:]+", variables.get("LD_PRELOAD", ""))
 
 
 def plain(text: str) -> str:
@@ -100,9 +107,154 @@ def plain(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
+def judge_visible_gpus(shell: Shell) -> Iterator[Finding]:
+    """Judge whether `CUDA_VISIBLE_DEVICES` hides GPUs."""
+    if LISTED not in shell.variables:
+        return
+    value, shown = shell.display(LISTED), shell.visible
+    facts = {"value": value, "shown": list(shown), "there": shell.gpus}
+    if not shown:
+        hidden = f", of which the driver has {shell.gpus}" if shell.gpus else ""
+        yield warning(
+            f"{value!r} hides all GPUs{hidden}: jobs compute on the CPU",
+            f"unset {LISTED} to use GPUs, or name some with lockstep run --devices",
+            facts,
+        )
+    elif len(shown) < len(shell.variables[LISTED].split(",")):
+        yield warning(
+            f"{value!r} shows {count(len(shown), 'GPU')} and hides the following ones",
+            f"let {LISTED} name only GPUs",
+            facts,
+        )
+    else:
+        names = plain(", ".join(shown))
+        yield fine(f"names {count(len(shown), 'GPU')} ({names}), by default one per worker", facts)
+
+
+def judge_effect(name: str, shell: Shell) -> Iterator[Finding]:
+    """Tell the effect of a variable of `EFFECTS`."""
+    value = shell.display(name)
+    if name in switched_off(shell.variables):
+        yield warning(
+            f"{value!r} disables deterministic operations: equal bits on GPUs are not guaranteed",
+            f"unset {name}, or remove that part: Lockstep sets what is necessary",
+            {"value": value},
+        )
+    elif shell.variables.get(name, "").strip():
+        yield fine(f"{value}: {EFFECTS[name]}", {"value": value})
+
+
+def judge_platform(name: str, shell: Shell) -> Iterator[Finding]:
+    """Judge where a variable of `PLATFORMS` lets JAX compute."""
+    names = [each.strip().lower() for each in shell.variables.get(name, "").split(",") if each.strip()]
+    value, facts = shell.display(name), {"value": shell.display(name)}
+    if not names:
+        return
+    if names[0] == _WITHOUT_GPU and shell.visible:
+        reason = f"{value}: JAX computes on the CPU despite {count(len(shell.visible), 'visible GPU')}"
+        yield warning(reason, f"unset {name} to use GPUs", facts)
+    elif set(names) <= _OF_GPUS and not shell.visible:
+        reason = f"{value}: JAX uses only GPUs and fails because none is visible"
+        yield warning(reason, f"unset {name}, or make GPUs visible", facts)
+    else:
+        yield fine(f"{value}: where JAX computes, in workers too", facts)
+
+
+def judge_fraction(name: str, shell: Shell) -> Iterator[Finding]:
+    """Judge whether JAX accepts a variable of `FRACTIONS`."""
+    value, facts = shell.display(name), {"value": shell.display(name)}
+    if not value:
+        return
+    if all(shell.variables.get(each) for each in FRACTIONS):
+        reason = f"{value}: JAX refuses to use a GPU if both names of this variable are set"
+        yield warning(reason, f"unset {FRACTIONS[1]}, the old name", facts)
+    elif not _is_number(shell.variables[name]):
+        reason = f"{value!r} is not a number: JAX fails on a GPU"
+        yield warning(reason, f"unset {name}, or give a fraction such as 0.5", facts)
+    else:
+        yield fine(f"{value}: the fraction of GPU memory that JAX may use, in workers too", facts)
+
+
+def judge_legacy_keras(shell: Shell) -> Iterator[Finding]:
+    """Judge whether `tf.keras` is Keras 2."""
+    value = legacy_keras(shell.variables)
+    if value is not None and is_legacy(value):
+        reason = f"{shell.display(LEGACY_KERAS)}: tf.keras is Keras 2, and lockstep run refuses to start"
+        yield failure(reason, f"unset {LEGACY_KERAS}", {"value": value})
+
+
+def judge_python_path(shell: Shell) -> Iterator[Finding]:
+    """Judge whether `PYTHONPATH` hides installed modules."""
+    folders = _search_path(shell.variables, shell.folder)
+    if not folders:
+        return
+    missing = [plain(str(folder)) for folder in folders if folder in shell.missing]
+    facts = {"folders": [plain(str(folder)) for folder in folders], "missing": missing}
+    hiding = [folder for folder in dict.fromkeys(folders) if folder in shell.hiding]
+    for folder in hiding:
+        modules = shell.hiding[folder]
+        yield warning(
+            f"{plain(str(folder))} has {_modules(modules)}, which programs import instead of the installed "
+            "packages",
+            "remove this folder from PYTHONPATH, or rename these files",
+            {"modules": list(modules), **facts},
+        )
+    if not hiding:
+        verb = "does" if len(missing) == 1 else "do"
+        absent = f"; {', '.join(missing)} {verb} not exist" if missing else ""
+        yield fine(f"workers search it before the installed packages{absent}", facts)
+
+
+def judge_current_folder(shell: Shell) -> Iterator[Finding]:
+    """Judge whether a script in the current folder imports other modules than the installed ones."""
+    if modules := shell.hiding.get(shell.folder):
+        yield warning(
+            f"it has {_modules(modules)}, which a script in this folder imports instead of the installed "
+            "packages",
+            "rename these files",
+            {"modules": list(modules)},
+        )
+
+
+def judge_preload(shell: Shell) -> Iterator[Finding]:
+    """Judge whether the libraries in `LD_PRELOAD` exist."""
+    libraries = _preloaded(shell.variables)
+    files = [name for name in libraries if "/" in name and "$" not in name]
+    missing = [name for name in files if Path(name) in shell.missing]
+    facts = {"libraries": libraries, "missing": missing}
+    if missing:
+        reason = (
+            f"{plain(', '.join(missing))} does not exist: the loader reports that when any process starts"
+        )
+        yield warning(reason, "unset LD_PRELOAD, or correct it", facts)
+    elif libraries:
+        yield fine(f"{plain(', '.join(libraries))}: loaded into every worker", facts)
+
+
+def judge_proxies(shell: Shell) -> Iterator[Finding]:
+    """Judge whether a proxy stands before servers on this machine."""
+    variables = shell.variables
+    names = [name for each in _PROXIES for name in (each, each.upper()) if variables.get(name)]
+    if not names:
+        return
+    values = ", ".join(f"{name}={plain(without_secrets(variables[name]))}" for name in names)
+    reason = f"{values}: Lockstep's workers use no proxy; downloads, gRPC and the Kubernetes client may"
+    uncovered = uncovered_names(variables.get("no_proxy") or variables.get("NO_PROXY", ""))
+    facts = {"set": names, "left_out": uncovered}
+    if not uncovered:
+        yield fine(reason, facts)
+        return
+    yield warning(
+        f"{reason}. no_proxy does not contain {' and '.join(uncovered)}: scripts use the proxy even for "
+        "servers on this machine",
+        f"export no_proxy={','.join(uncovered)}${{no_proxy:+,$no_proxy}}",
+        facts,
+    )
+
+
 def without_secrets(proxy: str) -> str:
     """Return the address of a proxy without user name and password."""
-    return _SECRET.sub(lambda found: f"{found[1] or ''}***@", proxy)
+    return _SECRET.sub(lambda match: f"{match[1] or ''}***@", proxy)
 
 
 def uncovered_names(no_proxy: str) -> list[str]:
@@ -111,206 +263,42 @@ def uncovered_names(no_proxy: str) -> list[str]:
     return [name for name in _LOCAL if not any(_covers(entry, name) for entry in entries)]
 
 
-def _visible_devices(shell: Shell) -> Iterator[Finding]:
-    if _LISTED not in shell.environ:
-        return
-    named = len(shell.environ[_LISTED].split(","))
-    shown, there = visible_gpus(shell.environ), visible_gpus({}, shell.driver)
-    facts = {"value": shell.display(_LISTED), "shown": list(shown), "there": len(there)}
-    if not shown:
-        found = f", of which the driver has {len(there)}" if there else ""
-        yield _ROWS.warning(
-            _LISTED,
-            f"{shell.display(_LISTED)!r} hides all GPUs{found}: jobs compute on the CPU",
-            f"unset {_LISTED} to use GPUs, or name some with lockstep run --devices",
-            **facts,
-        )
-    elif len(shown) < named:
-        yield _ROWS.warning(
-            _LISTED,
-            f"{shell.display(_LISTED)!r} shows {count(len(shown), 'GPU')} and hides the following ones",
-            f"let {_LISTED} name only GPUs",
-            **facts,
-        )
-    else:
-        reason = f"names {count(len(shown), 'GPU')} ({plain(', '.join(shown))}), by default one per worker"
-        yield _ROWS.fine(_LISTED, reason, **facts)
-
-
-def _table(shell: Shell) -> Iterator[Finding]:
-    off = switched_off(shell.environ)
-    for name, effect in EFFECTS.items():
-        value = shell.environ.get(name, "")
-        if name in off:
-            yield _ROWS.warning(
-                name,
-                f"{plain(value)!r} disables deterministic operations: equal bits on GPUs are not guaranteed",
-                f"unset {name}, or remove that part: Lockstep sets what is necessary",
-                value=plain(value),
-            )
-        elif value.strip():
-            yield _ROWS.fine(name, f"{plain(value)}: {effect}", value=plain(value))
-
-
-def _platforms(shell: Shell) -> Iterator[Finding]:
-    gpus = visible_gpus(shell.environ, shell.driver)
-    for name in _PLATFORMS:
-        names = [each.strip().lower() for each in shell.environ.get(name, "").split(",") if each.strip()]
-        if not names:
-            continue
-        value = shell.display(name)
-        if names[0] == _WITHOUT_GPU and gpus:
-            reason = f"{value}: JAX computes on the CPU despite {count(len(gpus), 'visible GPU')}"
-            yield _ROWS.warning(name, reason, f"unset {name} to use GPUs", value=value)
-        elif set(names) <= _OF_GPUS and not gpus:
-            reason = f"{value}: JAX uses only GPUs and fails because none is visible"
-            yield _ROWS.warning(name, reason, f"unset {name}, or make GPUs visible", value=value)
-        else:
-            yield _ROWS.fine(name, f"{value}: where JAX computes, in workers too", value=value)
-
-
-def _fractions(shell: Shell) -> Iterator[Finding]:
-    given = [name for name in _FRACTIONS if shell.environ.get(name)]
-    for name in given:
-        value = shell.display(name)
-        if len(given) > 1:
-            reason = f"{value}: JAX refuses to use a GPU if both names of this variable are set"
-            yield _ROWS.warning(name, reason, f"unset {_FRACTIONS[1]}, the old name", value=value)
-        elif not _is_number(shell.environ[name]):
-            reason = f"{value!r} is not a number: JAX fails on a GPU"
-            yield _ROWS.warning(name, reason, f"unset {name}, or give a fraction such as 0.5", value=value)
-        else:
-            reason = f"{value}: the fraction of GPU memory that JAX may use, in workers too"
-            yield _ROWS.fine(name, reason, value=value)
-
-
-def _old_keras(shell: Shell) -> Iterator[Finding]:
-    value = legacy_keras(shell.environ)
-    if value is not None and is_legacy(value):
-        reason = f"{shell.display(LEGACY_KERAS)}: tf.keras is Keras 2, and lockstep run refuses to start"
-        yield Finding(
-            "environment", LEGACY_KERAS, Rating.FAILURE, reason, f"unset {LEGACY_KERAS}", {"value": value}
-        )
-
-
-def _python_path(shell: Shell) -> Iterator[Finding]:
-    value = shell.environ.get("PYTHONPATH", "")
-    if not value:
-        return
-    folders = [Path(entry) if entry else shell.folder for entry in value.split(":")]
-    missing = [plain(str(folder)) for folder in folders if not _exists(folder)]
-    facts = {"folders": [plain(str(folder)) for folder in folders], "missing": missing}
-    hiding = {folder: modules for folder in folders if (modules := hidden_modules(folder, shell.installed))}
-    for folder, modules in hiding.items():
-        yield _ROWS.warning(
-            "PYTHONPATH",
-            f"{plain(str(folder))} has {_modules(modules)}, which programs import instead of the installed "
-            "packages",
-            "remove this folder from PYTHONPATH, or rename these files",
-            modules=list(modules),
-            **facts,
-        )
-    if not hiding:
-        absent = (
-            f"; {', '.join(missing)} {'does' if len(missing) == 1 else 'do'} not exist" if missing else ""
-        )
-        yield _ROWS.fine("PYTHONPATH", f"workers search it before the installed packages{absent}", **facts)
-
-
-def _current_folder(shell: Shell) -> Iterator[Finding]:
-    if modules := hidden_modules(shell.folder, shell.installed):
-        yield _ROWS.warning(
-            "current folder",
-            f"it has {_modules(modules)}, which a script in this folder imports instead of the installed "
-            "packages",
-            "rename these files",
-            modules=list(modules),
-        )
-
-
-def _preload(shell: Shell) -> Iterator[Finding]:
-    libraries = re.findall(r"[^\s:]+", shell.environ.get("LD_PRELOAD", ""))
-    missing = [each for each in libraries if "/" in each and "$" not in each and not _exists(Path(each))]
-    facts = {"libraries": libraries, "missing": missing}
-    if missing:
-        reason = (
-            f"{plain(', '.join(missing))} does not exist: the loader reports that when any process starts"
-        )
-        yield _ROWS.warning("LD_PRELOAD", reason, "unset LD_PRELOAD, or correct it", **facts)
-    elif libraries:
-        yield _ROWS.fine("LD_PRELOAD", f"{plain(', '.join(libraries))}: loaded into every worker", **facts)
-
-
-def _proxies(shell: Shell) -> Iterator[Finding]:
-    names = [name for each in _PROXIES for name in (each, each.upper()) if shell.environ.get(name)]
-    if not names:
-        return
-    shown = ", ".join(f"{name}={plain(without_secrets(shell.environ[name]))}" for name in names)
-    reason = f"{shown}: Lockstep's workers use no proxy; downloads, gRPC and the Kubernetes client may"
-    out = uncovered_names(shell.environ.get("no_proxy") or shell.environ.get("NO_PROXY", ""))
-    if not out:
-        yield _ROWS.fine("proxies", reason, set=names, left_out=out)
-        return
-    yield _ROWS.warning(
-        "proxies",
-        f"{reason}. no_proxy does not contain {' and '.join(out)}: scripts use the proxy even for servers on "
-        "this machine",
-        f"export no_proxy={','.join(out)}${{no_proxy:+,$no_proxy}}",
-        set=names,
-        left_out=out,
-    )
-
-
-def _own_variables(shell: Shell) -> Iterator[Finding]:
-    names = sorted(name for name in shell.environ if name.startswith("LOCKSTEP_"))
+def judge_worker_variables(shell: Shell) -> Iterator[Finding]:
+    """Name variables that Lockstep gives to workers only."""
+    names = sorted(name for name in shell.variables if name.startswith("LOCKSTEP_"))
     if names:
-        yield _ROWS.warning(
-            "LOCKSTEP_*",
+        yield warning(
             f"{plain(', '.join(names))}: only workers use these and remove them at their start; "
             "lockstep run removes them",
             "unset them: they are left over, or belong to another program",
-            names=names,
+            {"names": names},
         )
 
 
-def _slurm(shell: Shell) -> Iterator[Finding]:
-    if not any(name.startswith("SLURM_") for name in shell.environ):
+def judge_slurm(shell: Shell) -> Iterator[Finding]:
+    """Judge whether `lockstep run --slurm` works here."""
+    if not any(name.startswith("SLURM_") for name in shell.variables):
         return
 
     def variable(name: str) -> str | None:
-        return slurm_variable(name, shell.environ)
+        return slurm_variable(name, shell.variables)
 
     missing = [f"SLURM_{name}" for name in STEP_VARIABLES if variable(name) is None]
     if missing:
         reason = f"not a task of a job step, for which srun sets {', '.join(missing)}"
-        yield _ROWS.fine("SLURM_*", f"{reason}; only lockstep run --slurm needs them", missing=missing)
+        yield fine(f"{reason}; only lockstep run --slurm needs them", {"missing": missing})
         return
     try:
         task = SlurmTask.read(variable)
     except ConfigError as error:
-        yield _ROWS.warning("SLURM_*", f"lockstep run --slurm refuses them: {error}", "use srun")
+        yield warning(f"lockstep run --slurm refuses them: {error}", "use srun")
         return
     tasks = sum(tasks for _, tasks in task.hosts)
     reason = (
         f"this is task {task.rank} of {tasks} on {count(len(task.hosts), 'host')}; lockstep run --slurm "
         "makes them one job, and without --slurm each is a job of its own"
     )
-    yield _ROWS.fine("SLURM_*", reason, rank=task.rank, tasks=tasks, hosts=len(task.hosts))
-
-
-_CHECKS: tuple[Callable[[Shell], Iterator[Finding]], ...] = (
-    _visible_devices,
-    _table,
-    _platforms,
-    _fractions,
-    _old_keras,
-    _python_path,
-    _current_folder,
-    _preload,
-    _proxies,
-    _own_variables,
-    _slurm,
-)
+    yield fine(reason, {"rank": task.rank, "tasks": tasks, "hosts": len(task.hosts)})
 
 
 def _site_folders() -> tuple[Path, ...]:
@@ -347,12 +335,8 @@ def _modules(names: Sequence[str]) -> str:
     return f"{'a module' if len(names) == 1 else 'modules'} {' and '.join(names)}"
 
 
-NAMES = ("keras", "jax", "tensorflow", "torch", "numpy")
-_METADATA = (".dist-info", ".egg-info")
-
-
 def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
-    """Return the modules of `NAMES` that a folder hides if it precedes those of installed packages.
+    """Return the modules of frameworks that a folder hides if it precedes those of installed packages.
 
     A folder where packages are installed hides a module only if the module is also installed elsewhere.
 
@@ -367,10 +351,10 @@ def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
     except OSError:
         # The current folder may no longer exist.
         return ()
-    found = [name for name in NAMES if _finds(name, folder)]
+    present = [name for name in _MODULES if _finds(name, folder)]
     return tuple(
         name
-        for name in found
+        for name in present
         if not _is_installed(name, folder) or any(_finds(name, each) for each in installed)
     )
 

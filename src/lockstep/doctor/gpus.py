@@ -1,16 +1,15 @@
-"""The driver's report on GPUs, and whether jobs can use them. Pure."""
+"""The GPUs: the driver's report on them, which of them CUDA shows, and whether jobs can use them."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from lockstep.doctor.cuda_visibility import visibility
-from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.check import Finding, Rating, Sources, fine, warning
 from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process
 from lockstep.system.prose import count
 
-_SECTION = "gpus"
-_LISTED = "CUDA_VISIBLE_DEVICES"
+LISTED = "CUDA_VISIBLE_DEVICES"
 _ORDER = "PCI_BUS_ID"
 _GIB = 2**30
 _LEAST_FREE = 0.1
@@ -23,33 +22,148 @@ _OLDEST_KINDS = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
 """For each CUDA version, the lowest compute capability that it supports."""
 _OLDEST_INSTALLED = 12
 """The oldest CUDA version that backends are still built for."""
+_NUMBER = re.compile(r"\+?[0-9]+")
 
 
-def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> list[Finding]:
-    """Return findings on the driver, on `CUDA_VISIBLE_DEVICES` if it is set, and on each GPU.
+class Visibility(NamedTuple):
+    """CUDA's interpretation of the value.
 
-    Args:
+    Attributes:
+        indices: of the GPUs that CUDA shows, in its order.
+        problem: the entry that CUDA does not accept; empty if it accepts all.
+        by_number: whether the value contains numbers.
+    """
+
+    indices: tuple[int, ...]
+    problem: str
+    by_number: bool
+
+
+def visibility(gpus: Sequence[Gpu], listed: str | None) -> Visibility:
+    """Return which of `gpus`, all GPUs of the machine, CUDA shows for the value `listed`.
+
+    CUDA stops at the first unknown name, and shows no GPU if one is listed twice.
+    """
+    if listed is None:
+        return Visibility(tuple(range(len(gpus))), "", False)
+    names = [name.strip() for name in listed.split(",")]
+    by_number = _kind(names[0]) == "number"
+    shown: dict[str, int] = {}
+    problem = ""
+    # "-1" and "" are common ways to hide GPUs.
+    hidden = next((at for at, name in enumerate(names) if name.startswith("-")), len(names))
+    for name in names[:hidden] if any(names) else ():
+        if _kind(name) != _kind(names[0]):
+            problem = f"{name!r} and {names[0]!r} are names of different kinds, and CUDA stops there"
+            break
+        match = _find(name, gpus)
+        if match is None:
+            problem = f"{name!r} identifies none of the {count(len(gpus), 'GPU')} here, and CUDA stops there"
+            break
+        identity, index = match
+        if identity in shown:
+            return Visibility((), f"{name!r} is listed twice, which CUDA treats as an error", by_number)
+        shown[identity] = index
+    return Visibility(tuple(shown.values()), problem, by_number)
+
+
+def _find(name: str, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
+    """Return the full name and the index of the GPU that `name` refers to; None if none or several match."""
+    if digits := _NUMBER.match(name):
+        # Like CUDA, which uses the number at the beginning of a name.
+        number = int(digits[0])
+        return (str(number), number) if number < len(gpus) else None
+    matches = [
+        (identity, index)
+        for index, gpu in enumerate(gpus)
+        for identity in ((gpu.uuid or "",) if _kind(name) == "GPU" else gpu.instances or ())
+        if name and identity.startswith(name)
+    ]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _kind(name: str) -> str:
+    if _NUMBER.match(name):
+        return "number"
+    return "MIG" if name.startswith("MIG-") else "GPU"
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs, and the variables that choose among them.
+
+    Attributes:
         reading: the driver's report.
         listed: the value of `CUDA_VISIBLE_DEVICES`; None if it is not set.
         order: the value of `CUDA_DEVICE_ORDER`; None if it is not set.
     """
-    findings = []
-    if (driver := reading.driver) is not None:
+
+    reading: GpuReading
+    listed: str | None = None
+    order: str | None = None
+
+    @property
+    def permitted(self) -> list[Gpu]:
+        """The GPUs that this process may use: CUDA does not count others."""
+        return [gpu for gpu in self.reading.gpus if not gpu.denied]
+
+    @property
+    def visible(self) -> Visibility:
+        """Which of the permitted GPUs CUDA shows."""
+        return visibility(self.permitted, self.listed)
+
+    @property
+    def shown(self) -> list[int]:
+        """The driver's numbers of the GPUs that CUDA shows."""
+        return [self.permitted[index].index for index in self.visible.indices]
+
+
+def look_at_gpus(sources: Sources) -> Gpus:
+    """Ask the driver for its GPUs."""
+    environment = sources.environment
+    return Gpus(sources.gpus(), environment.get(LISTED), environment.get("CUDA_DEVICE_ORDER"))
+
+
+def judge_driver(gpus: Gpus) -> Iterator[Finding]:
+    """Name the driver, if there is one."""
+    if (driver := gpus.reading.driver) is not None:
         reason = f"{driver.version}, for CUDA up to {_dotted(driver.cuda)}" if driver.cuda else driver.version
-        findings.append(Finding(_SECTION, "driver", Rating.FINE, reason, "", asdict(driver)))
-    if not reading.gpus:
-        rating = Rating.WARNING if reading.remedy else Rating.FINE
-        return [*findings, Finding(_SECTION, "GPUs", rating, absence(reading), reading.remedy)]
-    # CUDA does not count GPUs that this process may not use.
-    counted = [gpu for gpu in reading.gpus if not gpu.denied]
-    visible, problem, by_number = visibility(counted, listed)
-    indices = [counted[place].index for place in visible]
-    if listed is not None and counted:
-        mixed = by_number and order != _ORDER and len({gpu.name for gpu in counted}) > 1
-        chosen = indices != [gpu.index for gpu in counted]
-        findings.append(_judge_list(listed, indices, problem, len(counted), guessed=mixed and chosen))
-    usable = [gpu for gpu in counted if not gpu.fault]
-    return findings + [_judge_gpu(gpu, usable, is_shown=gpu.index in indices) for gpu in reading.gpus]
+        yield fine(reason, asdict(driver))
+
+
+def judge_absence(gpus: Gpus) -> Iterator[Finding]:
+    """Judge a machine without GPUs."""
+    if not gpus.reading.gpus:
+        rating = Rating.WARNING if gpus.reading.remedy else Rating.FINE
+        yield Finding(rating, absence(gpus.reading), gpus.reading.remedy)
+
+
+def judge_list(gpus: Gpus) -> Iterator[Finding]:
+    """Judge whether `CUDA_VISIBLE_DEVICES` shows what it names."""
+    listed, permitted, shown = gpus.listed, gpus.permitted, gpus.shown
+    if listed is None or not permitted:
+        return
+    _, problem, by_number = gpus.visible
+    names = "GPU " + " and ".join(map(str, shown)) if shown else "no GPU"
+    facts = {"listed": listed, "shown": shown}
+    is_mixed = len({gpu.name for gpu in permitted}) > 1 and gpus.order != _ORDER
+    if problem:
+        remedy = (
+            f"name numbers from 0 to {len(permitted) - 1}, or UUIDs as nvidia-smi -L shows them, each once"
+        )
+        yield warning(f"{problem}: it shows {names}", remedy, facts)
+    elif by_number and is_mixed and shown != [gpu.index for gpu in permitted]:
+        reason = f"{listed!r} may name other GPUs than below: if models differ, CUDA counts the fastest first"
+        yield warning(reason, f"set CUDA_DEVICE_ORDER={_ORDER}, or name UUIDs", facts)
+    else:
+        yield fine(f"{listed!r} shows {names}" + ("" if shown else f": {_ON_CPU}"), facts)
+
+
+def judge_gpus(gpus: Gpus) -> Iterator[Finding]:
+    """Judge each GPU."""
+    usable, shown = [gpu for gpu in gpus.permitted if not gpu.fault], gpus.shown
+    for gpu in gpus.reading.gpus:
+        yield _judge_gpu(gpu, usable, is_shown=gpu.index in shown)
 
 
 def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str | None) -> Finding:
@@ -78,7 +192,7 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
         effect = f"so it computes on the CPU, despite {count(len(usable), 'GPU')}"
         rating, remedy = Rating.WARNING, _install(backend, driver)
     facts = {"cuda": cuda, "cudnn": cudnn, "driver": None if driver is None else asdict(driver)}
-    return Finding("backends", f"{backend} and the driver", rating, f"{built}, {effect}", remedy, facts)
+    return Finding(rating, f"{built}, {effect}", remedy, facts, f"{backend} and the driver")
 
 
 def absence(reading: GpuReading) -> str:
@@ -125,21 +239,6 @@ def _show_process(process: Process) -> str:
     return f"{process.pid} {process.name}".rstrip() + memory
 
 
-def _judge_list(listed: str, indices: Sequence[int], problem: str, counted: int, *, guessed: bool) -> Finding:
-    names = "GPU " + " and ".join(map(str, indices)) if indices else "no GPU"
-    facts = {"listed": listed, "shown": list(indices)}
-    if problem:
-        reason = f"{problem}: it shows {names}"
-        remedy = f"name numbers from 0 to {counted - 1}, or UUIDs as nvidia-smi -L shows them, each once"
-        return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
-    if guessed:
-        reason = f"{listed!r} may name other GPUs than below: if models differ, CUDA counts the fastest first"
-        remedy = f"set CUDA_DEVICE_ORDER={_ORDER}, or name UUIDs"
-        return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
-    reason = f"{listed!r} shows {names}" + ("" if indices else f": {_ON_CPU}")
-    return Finding(_SECTION, _LISTED, Rating.FINE, reason, "", facts)
-
-
 def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
     rating, reasons = Rating.FINE, [describe(gpu)]
     remedies: list[str] = []
@@ -152,37 +251,37 @@ def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
         rating = Rating.FAILURE if is_shown else Rating.WARNING
         remedies.append("look for its Xid in the kernel's log (sudo dmesg | grep -i xid), and reboot")
         if usable and is_shown:
-            remedies.append(f"until then, name the UUIDs of the others in {_LISTED}")
+            remedies.append(f"until then, name the UUIDs of the others in {LISTED}")
     elif is_shown and (problems := _problems(gpu)):
         rating = Rating.WARNING
         reasons += [problem for problem, _ in problems]
         remedies += [remedy for _, remedy in problems]
     if not is_shown and not gpu.denied:
-        reasons.append(f"{_LISTED} hides it")
+        reasons.append(f"{LISTED} hides it")
     facts = asdict(gpu) | {"shown": is_shown}
-    return Finding(_SECTION, f"GPU {gpu.index}", rating, "; ".join(reasons), "; ".join(remedies), facts)
+    return Finding(rating, "; ".join(reasons), "; ".join(remedies), facts, f"GPU {gpu.index}")
 
 
 def _problems(gpu: Gpu) -> list[tuple[str, str]]:
     """Return the problems of a GPU with their remedies."""
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     if gpu.instances == ():
         switch = (
             f"create instances with nvidia-smi mig, or disable MIG: sudo nvidia-smi -i {gpu.index} -mig 0"
         )
-        found.append(("MIG is enabled but no instance exists, so CUDA cannot use it", switch))
+        problems.append(("MIG is enabled but no instance exists, so CUDA cannot use it", switch))
     now, limit = gpu.temperature, gpu.slowdown
     if "thermal" in gpu.throttled or (now is not None and limit is not None and now >= limit):
         since = "" if limit is None else f" (from {limit} C)"
-        found.append((f"it is throttled because it is hot{since}", "check its fans and its air flow"))
+        problems.append((f"it is throttled because it is hot{since}", "check its fans and its air flow"))
     if gpu.repair_failed:
-        found.append(("a defective part of its memory could not be replaced", "replace the GPU"))
+        problems.append(("a defective part of its memory could not be replaced", "replace the GPU"))
     if gpu.repair_pending:
         reset = f"when no process uses it, sudo nvidia-smi --gpu-reset -i {gpu.index}, or reboot"
-        found.append(("a defective part of its memory is pending replacement", reset))
+        problems.append(("a defective part of its memory is pending replacement", reset))
     if gpu.memory is not None and gpu.memory.free < _LEAST_FREE * gpu.memory.total:
-        found.append(_used_up(gpu.processes or (), gpu.memory))
-    return found
+        problems.append(_used_up(gpu.processes or (), gpu.memory))
+    return problems
 
 
 def _used_up(processes: Sequence[Process], memory: GpuMemory) -> tuple[str, str]:
@@ -196,7 +295,7 @@ def _used_up(processes: Sequence[Process], memory: GpuMemory) -> tuple[str, str]
         )
     else:
         end = "stop the processes that use it; they may belong to another user or run in another container"
-    return reason, f"{end}; or name other GPUs in {_LISTED}"
+    return reason, f"{end}; or name other GPUs in {LISTED}"
 
 
 def _compare(
@@ -214,8 +313,8 @@ def _compare(
         remedy = f"install a {backend} built for an older CUDA"
         return Rating.WARNING, f"which has no code for {names}", remedy
     if driver.cuda is not None and wanted > driver.cuda:
-        known = f"but the driver supports up to {_dotted(driver.cuda)}"
-        return Rating.FINE, f"{known}: only code that the driver must compile (PTX) does not work", ""
+        limit = f"but the driver supports up to {_dotted(driver.cuda)}"
+        return Rating.FINE, f"{limit}: only code that the driver must compile (PTX) does not work", ""
     return Rating.FINE, "which the driver supports", ""
 
 

@@ -23,9 +23,9 @@ _BYTES = 16 << 20
 
 def main() -> None:
     """Measure, and print the result."""
-    own = job.current()
-    communicator = own.communicator
-    (replica,) = own.view.replicas_of(own.worker)
+    context = job.current()
+    communicator = context.communicator
+    (replica,) = context.view.replicas_of(context.worker)
     leaves = [np.ones(_BYTES // 4, np.float32)]
     barrier = _median(_BARRIERS, communicator.barrier)
     # With two hosts, each sends half of its array and half of the total.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.doctor.finding import Finding, Section
+from lockstep.doctor.check import Finding, failure, fine, in_section
 from lockstep.errors import ConfigError
 from lockstep.system.child_process import command_of
 from lockstep.system.programs import ProbeProgram, ProgramResult
@@ -15,7 +15,6 @@ from lockstep.system.programs import ProbeProgram, ProgramResult
 SECONDS = 120.0
 """The time limit of one measurement."""
 
-_SECTION = Section("hosts")
 _GRACE = 10.0
 _NOTE = "lockstep: "
 
@@ -31,10 +30,11 @@ def examine_links(names: Sequence[str], measure: Measure, say: Callable[[str], N
     """
     if len(names) < 2:
         raise ConfigError("--hosts needs two hosts or more: node1,node2")
-    findings = []
+    findings: list[Finding] = []
     for pair in itertools.combinations(names, 2):
         say(f"measuring the link between {pair[0]} and {pair[1]}")
-        findings.append(_judge(pair, *(measure(pair, encrypted) for encrypted in (True, False))))
+        finding = _judge(pair, *(measure(pair, encrypted) for encrypted in (True, False)))
+        findings += in_section("hosts", f"{pair[0]} - {pair[1]}", [finding])
     return findings
 
 
@@ -43,14 +43,12 @@ def _judge(
     encrypted: tuple[ProgramResult, Mapping[str, float]],
     plain: tuple[ProgramResult, Mapping[str, float]],
 ) -> Finding:
-    name = f"{pair[0]} - {pair[1]}"
-    for ended, _ in (encrypted, plain):
-        if ended.status != 0:
-            return _SECTION.failure(
-                name,
-                f"a job on both hosts {_failure(ended)}",
+    for job, _ in (encrypted, plain):
+        if job.status != 0:
+            return failure(
+                f"a job on both hosts {_failure(job)}",
                 f"run it yourself: lockstep run --hosts {','.join(pair)} -m lockstep.doctor.link_program",
-                status=ended.status,
+                {"status": job.status},
             )
     (_, with_tls), (_, without) = encrypted, plain
     share = with_tls["bytes_per_second"] / without["bytes_per_second"]
@@ -59,18 +57,18 @@ def _judge(
         f"{1 / share:.1f} times as fast"
     )
     facts = {"encrypted": dict(with_tls), "plain": dict(without)}
-    return _SECTION.fine(name, reason, **facts)
+    return fine(reason, facts)
 
 
-def _failure(ended: ProgramResult) -> str:
+def _failure(job: ProgramResult) -> str:
     """Describe the failure of a job by its last note, which names the cause."""
-    notes = [line for line in ended.errors.splitlines() if line.startswith(_NOTE)]
-    return f"failed: {notes[-1].removeprefix(_NOTE)}" if notes and ended.status else ended.how()
+    notes = [line for line in job.errors.splitlines() if line.startswith(_NOTE)]
+    return f"failed: {notes[-1].removeprefix(_NOTE)}" if notes and job.status else job.how()
 
 
-def _text(measured: Mapping[str, float]) -> str:
-    rate = measured["bytes_per_second"] / 1e6
-    return f"{measured['barrier'] * 1e3:.2f} ms for a barrier, {rate:,.0f} MB/s in each direction"
+def _text(link: Mapping[str, float]) -> str:
+    rate = link["bytes_per_second"] / 1e6
+    return f"{link['barrier'] * 1e3:.2f} ms for a barrier, {rate:,.0f} MB/s in each direction"
 
 
 def measured_by_a_job(environment: Mapping[str, str]) -> Measure:
@@ -86,9 +84,9 @@ def measured_by_a_job(environment: Mapping[str, str]) -> Measure:
             ]
             program = ProbeProgram.start(command, environment, _GRACE)
             try:
-                ended = program.result(time.monotonic() + SECONDS)
+                job = program.result(time.monotonic() + SECONDS)
             finally:
                 program.end()
-        return ended, json.loads(ended.output) if ended.status == 0 else {}
+        return job, json.loads(job.output) if job.status == 0 else {}
 
     return measure

@@ -82,7 +82,7 @@ def is_secret(name: str) -> bool:
 
 
 class Redaction:
-    """Replaces secrets, names, home folders and addresses by placeholders such as `<secret>` and `<user>`.
+    """Replaces secrets, names, home folders and addresses with placeholders such as `<secret>` and `<user>`.
 
     Args:
         environ: the variables of the process, which name secrets, users and hosts.
@@ -138,8 +138,8 @@ class Redaction:
 
 def _secretive(texts: Iterable[str], least: int) -> list[str]:
     """Return the texts that identify something, the longest first: one may contain another."""
-    known = {text for text in texts if len(text) >= least and text.lower() not in _HARMLESS}
-    return sorted(known, key=len, reverse=True)
+    names = {text for text in texts if len(text) >= least and text.lower() not in _HARMLESS}
+    return sorted(names, key=len, reverse=True)
 
 
 def _names(names: Iterable[str]) -> re.Pattern[str]:
@@ -189,12 +189,12 @@ def _with_words(users: Iterable[str]) -> Iterator[str]:
         yield from user.split()
 
 
-def _address(found: re.Match[str]) -> str:
+def _address(match: re.Match[str]) -> str:
     # A colon or a full stop may follow.
-    text = found[0] if found[0].endswith("::") else found[0].rstrip(":.")
+    text = match[0] if match[0].endswith("::") else match[0].rstrip(":.")
     try:
         address = ip_address(text.partition("%")[0])
     except ValueError:
-        return found[0]
-    known = address.is_loopback or address.is_unspecified
-    return found[0] if known else _ADDRESS + found[0][len(text) :]
+        return match[0]
+    is_common = address.is_loopback or address.is_unspecified
+    return match[0] if is_common else _ADDRESS + match[0][len(text) :]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.doctor.finding import Finding, Rating, worst
+from lockstep.doctor.check import Finding, Rating, worst
 from lockstep.system.prose import count, printable
 
 _MARKS = {

@@ -23,7 +23,7 @@ _STEPS = 20
 
 def main(file: Path) -> None:
     """Train, and write the result to `file`."""
-    drawn = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     strategy = lockstep.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = keras.Sequential(
@@ -36,8 +36,8 @@ def main(file: Path) -> None:
         )
         model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     batch = _BATCH * strategy.num_replicas_in_sync
-    images = drawn.standard_normal((_STEPS * batch, 16, 16, 1), np.float32)
-    labels = drawn.integers(0, 10, _STEPS * batch)
+    images = generator.standard_normal((_STEPS * batch, 16, 16, 1), np.float32)
+    labels = generator.integers(0, 10, _STEPS * batch)
     clock = _Clock()
     model.fit(images, labels, batch_size=batch, epochs=2, verbose=0, callbacks=[clock])
     rate = len(images) / clock.seconds[-1]

@@ -1,19 +1,19 @@
 """Whether the versions of Python, Lockstep, Keras and the backends fit, and which backend a job would use."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from platform import python_version
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-from lockstep.doctor.finding import Finding, Rating, Section
+from lockstep.doctor.check import Finding, Rating, Sources, failure, fine, warning
 from lockstep.errors import LockstepError
-from lockstep.launcher.backend import BACKENDS, Wishes, choose_backend
-
-_ROWS = Section("versions")
+from lockstep.launcher.backend import BACKENDS, Choice, choose_backend
 
 LOCKSTEP = "keras-lockstep"
 _CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")}
@@ -38,16 +38,16 @@ class Packages:
     @classmethod
     def installed(cls) -> "Packages":
         """Return the packages of this process."""
-        found: dict[str, metadata.Distribution] = {}
+        distributions: dict[str, metadata.Distribution] = {}
         for distribution in metadata.distributions():
             fields = distribution.metadata
             # An interrupted installation leaves a folder without a name or a version. Of several
             # distributions with one name, Python imports the first one on the path.
             if "Name" in fields and "Version" in fields:
-                found.setdefault(canonicalize_name(fields["Name"]), distribution)
+                distributions.setdefault(canonicalize_name(fields["Name"]), distribution)
         return cls(
-            {name: each.version for name, each in found.items()},
-            {name: tuple(each.requires or ()) for name, each in found.items()},
+            {name: each.version for name, each in distributions.items()},
+            {name: tuple(each.requires or ()) for name, each in distributions.items()},
         )
 
     def provider(self, backend: str) -> str | None:
@@ -67,25 +67,25 @@ class Packages:
         for requirement in map(Requirement, self.requirements.get(name, ())):
             if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
                 continue
-            found = self._found(requirement.name)
-            if found is None:
+            version = self._version(requirement.name)
+            if version is None:
                 yield f"{name} {self.versions[name]} needs {requirement.name}, which is not installed"
-            elif not requirement.specifier.contains(found, prereleases=True):
+            elif not requirement.specifier.contains(version, prereleases=True):
                 yield (
                     f"{name} {self.versions[name]} needs {requirement.name}{requirement.specifier}, "
-                    f"not {found}"
+                    f"not {version}"
                 )
 
     def extras(self) -> dict[str, bool]:
         """Return Lockstep's extras by name, each with whether everything that it needs is installed."""
-        found: dict[str, bool] = {}
+        extras: dict[str, bool] = {}
         for requirement in map(Requirement, self.requirements.get(LOCKSTEP, ())):
             for extra in _EXTRA.findall(str(requirement.marker or "")):
                 if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
-                    version = self._found(requirement.name)
+                    version = self._version(requirement.name)
                     fits = version is not None and requirement.specifier.contains(version, prereleases=True)
-                    found[extra] = found.get(extra, True) and fits
-        return dict(sorted(found.items()))
+                    extras[extra] = extras.get(extra, True) and fits
+        return dict(sorted(extras.items()))
 
     def lowest(self, name: str) -> Requirement | None:
         """Return Lockstep's requirement of a distribution, or that of the extra with its name; or None."""
@@ -96,118 +96,120 @@ class Packages:
                 return requirement
         return None
 
-    def _found(self, name: str) -> str | None:
+    def _version(self, name: str) -> str | None:
         name = canonicalize_name(name)
         names = _CPU_BUILDS.get(name, (name,))
         return next((self.versions[each] for each in names if each in self.versions), None)
 
 
-def examine_versions(
-    packages: Packages, python: str, version: str, wishes: Wishes, installed: Callable[[str], bool]
-) -> tuple[list[Finding], str | None]:
-    """Return the findings, and the backend that a job would use; None if it could not use any.
+@dataclass(frozen=True)
+class Installation:
+    """What is installed for this Python.
 
-    Args:
+    Attributes:
         packages: the installed packages.
         python: the interpreter's path.
-        version: of Python.
-        wishes: the user's requests for a backend.
-        installed: whether a backend can be imported.
+        version: Python's version.
+        importable: the backends that can be imported.
+        choice: the backend that a job would use; None if it could not use any.
+        refusal: why it could not; empty if it could.
     """
-    findings = [
-        _ROWS.fine("Python", f"{version}, {python}", version=version, executable=python),
-        _of_lockstep(packages),
-        _of_keras(packages),
-    ]
-    chosen, why = _choose(wishes, installed, python)
-    findings += [_of_backend(packages, backend, installed(backend), chosen) for backend in BACKENDS]
-    findings.append(why)
-    checked = {
-        name
-        for name in (LOCKSTEP, *_CHECKED, *map(packages.provider, BACKENDS))
-        if name is not None and name in packages.versions
-    }
-    plugins = (name for name in packages.versions if name.startswith(_PLUGINS))
-    findings.append(_of_requirements(list(packages.unmet(sorted({*checked, *plugins})))))
-    return findings, chosen
+
+    packages: Packages
+    python: str
+    version: str
+    importable: tuple[str, ...]
+    choice: Choice | None
+    refusal: str = ""
+
+    @property
+    def chosen(self) -> str | None:
+        """The name of the backend that a job would use; None if it could not use any."""
+        return None if self.choice is None else self.choice.backend
 
 
-def _of_lockstep(packages: Packages) -> Finding:
-    version = packages.versions.get(LOCKSTEP)
+def look_at_installation(sources: Sources) -> Installation:
+    """Look at what is installed for this Python."""
+    importable = tuple(filter(sources.is_importable, BACKENDS))
+    choice, refusal = None, ""
+    try:
+        choice = choose_backend(sources.wishes, sources.is_importable, sys.executable)
+    except LockstepError as error:
+        refusal = str(error)
+    return Installation(Packages.installed(), sys.executable, python_version(), importable, choice, refusal)
+
+
+def judge_python(installation: Installation) -> Finding:
+    """Name the interpreter."""
+    version, executable = installation.version, installation.python
+    return fine(f"{version}, {executable}", {"version": version, "executable": executable})
+
+
+def judge_lockstep(installation: Installation) -> Finding:
+    """Judge whether the requirements of Lockstep are known."""
+    version = installation.packages.versions.get(LOCKSTEP)
     if version is None:
-        return Finding(
-            "versions",
-            "Lockstep",
-            Rating.WARNING,
+        return warning(
             "it is imported but not installed, so its requirements are unknown",
             "pip install . in its checkout, or pip install --editable .",
         )
-    return _ROWS.fine("Lockstep", version, version=version)
+    return fine(version, {"version": version})
 
 
-def _of_keras(packages: Packages) -> Finding:
-    version, wanted = packages.versions.get("keras"), packages.lowest("keras")
+def judge_keras(installation: Installation) -> Finding:
+    """Judge whether Lockstep supports this Keras."""
+    packages = installation.packages
+    version, requirement = packages.versions.get("keras"), packages.lowest("keras")
     if version is None:
-        return Finding(
-            "versions", "Keras", Rating.FAILURE, "is not installed", "pip install 'keras-lockstep[jax]'"
-        )
-    if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
-        return Finding(
-            "versions",
-            "Keras",
-            Rating.FAILURE,
-            f"{version}, but Lockstep needs keras{wanted.specifier}",
-            f"pip install 'keras{wanted.specifier}'",
-            {"version": version},
-        )
-    return _ROWS.fine("Keras", version, version=version)
+        return failure("is not installed", "pip install 'keras-lockstep[jax]'")
+    if requirement is not None and not requirement.specifier.contains(version, prereleases=True):
+        needed = f"keras{requirement.specifier}"
+        reason = f"{version}, but Lockstep needs {needed}"
+        return failure(reason, f"pip install '{needed}'", {"version": version})
+    return fine(version, {"version": version})
 
 
-def _of_backend(packages: Packages, backend: str, importable: bool, chosen: str | None) -> Finding:
-    name = packages.provider(backend)
-    facts = {"installed": importable, "chosen": backend == chosen}
-    if not importable:
-        return Finding("versions", backend, Rating.FINE, "not installed", "", facts)
-    version = packages.versions[name] if name is not None else None
-    wanted = packages.lowest(backend)
-    if version is None or wanted is None or wanted.specifier.contains(version, prereleases=True):
-        text = f"{version or 'of an unknown version'}{f', by {name}' if name != backend else ''}"
-        return Finding("versions", backend, Rating.FINE, text, "", {**facts, "version": version})
+def judge_backend(backend: str, installation: Installation) -> Finding:
+    """Judge whether Lockstep supports this version of a backend."""
+    packages = installation.packages
+    is_importable, is_chosen = backend in installation.importable, backend == installation.chosen
+    facts: dict[str, object] = {"installed": is_importable, "chosen": is_chosen}
+    if not is_importable:
+        return fine("not installed", facts)
+    provider, requirement = packages.provider(backend), packages.lowest(backend)
+    version = packages.versions[provider] if provider is not None else None
+    facts["version"] = version
+    if version is None or requirement is None or requirement.specifier.contains(version, prereleases=True):
+        by = f", by {provider}" if provider != backend else ""
+        return fine(f"{version or 'of an unknown version'}{by}", facts)
+    needed = f"{backend}{requirement.specifier}"
     return Finding(
-        "versions",
-        backend,
-        Rating.FAILURE if backend == chosen else Rating.WARNING,
-        f"{version}, but Lockstep needs {backend}{wanted.specifier}",
-        f"pip install '{backend}{wanted.specifier}'",
-        {**facts, "version": version},
+        Rating.FAILURE if is_chosen else Rating.WARNING,
+        f"{version}, but Lockstep needs {needed}",
+        f"pip install '{needed}'",
+        facts,
     )
 
 
-def _choose(wishes: Wishes, installed: Callable[[str], bool], python: str) -> tuple[str | None, Finding]:
-    try:
-        choice = choose_backend(wishes, installed, python)
-    except LockstepError as error:
-        return None, Finding(
-            "versions",
-            "chosen backend",
-            Rating.FAILURE,
-            str(error),
-            "set KERAS_BACKEND to a backend that is installed, or unset it",
-        )
-    return choice.backend, _ROWS.fine(
-        "chosen backend",
-        f"{choice.backend}, because {choice.reason}; set KERAS_BACKEND to choose another",
-        backend=choice.backend,
-    )
+def judge_choice(installation: Installation) -> Finding:
+    """Name the backend that a job would use, and why."""
+    choice = installation.choice
+    if choice is None:
+        remedy = "set KERAS_BACKEND to a backend that is installed, or unset it"
+        return failure(installation.refusal, remedy)
+    reason = f"{choice.backend}, because {choice.reason}; set KERAS_BACKEND to choose another"
+    return fine(reason, {"backend": choice.backend})
 
 
-def _of_requirements(unmet: list[str]) -> Finding:
+def judge_requirements(installation: Installation) -> Finding:
+    """Judge whether the packages of a job fit together."""
+    packages = installation.packages
+    names = {LOCKSTEP, *_CHECKED, *filter(None, map(packages.provider, BACKENDS))}
+    names |= {name for name in packages.versions if name.startswith(_PLUGINS)}
+    unmet = list(packages.unmet(sorted(names & packages.versions.keys())))
     if not unmet:
-        return _ROWS.fine("requirements", "the requirements of all packages are met")
-    return Finding(
-        "versions",
-        "requirements",
-        Rating.WARNING,
+        return fine("the requirements of all packages are met")
+    return warning(
         "; ".join(unmet),
         "install compatible versions, in a new environment if necessary; pip check lists conflicts",
         {"unmet": unmet},

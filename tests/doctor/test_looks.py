@@ -1,4 +1,4 @@
-"""Inspection of this machine and of prepared files, and the resulting findings."""
+"""Looks at this machine and at prepared files, and the resulting findings."""
 
 import os
 import subprocess
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.doctor import resources
-from lockstep.doctor.finding import Finding, Rating, worst
-from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.resources import SystemPaths, inspect_cores, inspect_machine, inspect_system
+from lockstep.doctor import machine
+from lockstep.doctor.check import Finding, Rating, Sources, judge, look, worst
+from lockstep.doctor.checkup import CHECKS
+from lockstep.doctor.machine import look_at_clocks, look_at_cores, look_at_memory, look_at_system
 from lockstep.system.cgroups import cpu_quota, processes_left
 from lockstep.system.process_limits import threads_of
 from virtual_clock import VirtualClock
@@ -20,27 +20,28 @@ from virtual_clock import VirtualClock
 NOW = 2e9
 
 
-def found(name: str, **places: Any) -> Finding:
-    """Return a finding on this machine, with other paths."""
-    findings = examine_machine(SystemPaths(**places), VirtualClock(NOW))
-    return {finding.name: finding for finding in findings}[name]
+def found(name: str, **sources: Any) -> Finding:
+    """Return a finding on this machine, with other sources."""
+    [check] = (check for check in CHECKS["machine"] if check.name == name)
+    [finding] = judge("machine", [check], look([check], Sources(**{"clock": VirtualClock(NOW), **sources})))
+    return finding
 
 
 def test_this_machine_can_run_jobs(tmp_path: Path) -> None:
-    assert worst(examine_machine(SystemPaths(folder=tmp_path))) < Rating.FAILURE
-    system = inspect_system()
-    assert system.name == "Linux"
-    machine = inspect_machine(system)
-    assert machine.cores.usable == len(os.sched_getaffinity(0))
-    assert 0 < machine.memory.usable <= machine.memory.total
-    assert machine.clocks.installed > 1e9
-    assert 0 < machine.clocks.cost < 1e-3
+    checks, sources = CHECKS["machine"], Sources(folder=tmp_path)
+    facts = look(checks, sources)
+    assert worst(judge("machine", checks, facts)) < Rating.FAILURE
+    assert facts[look_at_system].system == "Linux"
+    assert facts[look_at_cores].usable == len(os.sched_getaffinity(0))
+    assert 0 < facts[look_at_memory].usable <= facts[look_at_memory].total
+    assert facts[look_at_clocks].installed > 1e9
+    assert 0 < facts[look_at_clocks].seconds_a_reading < 1e-3
 
 
 def test_the_load_average_is_read_where_it_is_visible(tmp_path: Path) -> None:
-    assert inspect_cores(SystemPaths(proc=tmp_path)).load == 0.0
+    assert look_at_cores(Sources(proc=tmp_path)).load == 0.0
     (tmp_path / "loadavg").write_text("6.25 4.05 4.86 6/165 11789\n")
-    assert inspect_cores(SystemPaths(proc=tmp_path)).load == 6.25
+    assert look_at_cores(Sources(proc=tmp_path)).load == 6.25
 
 
 class Groups:
@@ -133,14 +134,16 @@ def limited(limits: str, name: str) -> Finding:
     """Return a finding of a process with these limits."""
     script = (
         "import os, resource\n"
-        "from lockstep.doctor.machine import examine_machine\n"
+        "from lockstep.doctor.check import Sources, judge, look\n"
+        "from lockstep.doctor.checkup import CHECKS\n"
         f"{limits}\n"
-        f"[finding] = [each for each in examine_machine() if each.name == {name!r}]\n"
+        f"checks = [check for check in CHECKS['machine'] if check.name == {name!r}]\n"
+        "[finding] = judge('machine', checks, look(checks, Sources()))\n"
         "print(int(finding.rating), finding.reason, finding.remedy, sep='|')"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     rating, reason, remedy = result.stdout.strip().split("|")
-    return Finding("machine", name, Rating(int(rating)), reason, remedy)
+    return Finding(Rating(int(rating)), reason, remedy)
 
 
 def test_too_few_open_files_are_a_warning() -> None:
@@ -169,9 +172,10 @@ def test_a_low_limit_of_processes_is_a_warning() -> None:
 def test_root_has_no_limit_of_processes() -> None:
     script = (
         "import resource\n"
-        "from lockstep.doctor.resources import inspect_machine, inspect_system\n"
+        "from lockstep.doctor.check import Sources\n"
+        "from lockstep.doctor.machine import look_at_limits\n"
         "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))\n"
-        "print(inspect_machine(inspect_system()).limits.user_left)"
+        "print(look_at_limits(Sources()).user_left)"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == "None\n"
@@ -181,7 +185,7 @@ def test_a_sandbox_without_shared_memory_is_a_failure(monkeypatch: pytest.Monkey
     def refuse(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(resources.os, "memfd_create", refuse)
+    monkeypatch.setattr(machine.os, "memfd_create", refuse)
     finding = found("shared memory")
     assert finding.rating is Rating.FAILURE
     assert "memfd_create: Operation not permitted" in finding.reason
@@ -189,7 +193,7 @@ def test_a_sandbox_without_shared_memory_is_a_failure(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("closes_descriptors")
 def test_the_test_allocation_is_freed() -> None:
-    examine_machine()
+    found("shared memory")
 
 
 def test_a_missing_folder_for_shared_files_is_a_warning(tmp_path: Path) -> None:
@@ -260,7 +264,7 @@ class JumpingClock(VirtualClock):
     ("jump", "rating"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
 )
 def test_a_clock_that_goes_back_is_a_warning(jump: float, rating: Rating) -> None:
-    finding = {each.name: each for each in examine_machine(clock=JumpingClock(jump))}["monotonic clock"]
+    finding = found("monotonic clock", clock=JumpingClock(jump))
     assert finding.rating is rating
     assert ("it went back by 0.5 s" in finding.reason) == (rating is Rating.WARNING)
     assert finding.facts["seconds_back"] == pytest.approx(max(0.0, -jump), abs=1e-5)
@@ -271,7 +275,7 @@ def test_a_clock_behind_the_installation_is_a_warning(tmp_path: Path) -> None:
     for file, age in ((new, NOW + 3600), (old, NOW - 3600)):
         file.write_text("")
         os.utime(file, (age, age))
-    assert found("wall clock", installed=(old, tmp_path / "absent")).rating is Rating.FINE
-    finding = found("wall clock", installed=(old, new))
+    assert found("wall clock", dated_files=(old, tmp_path / "absent")).rating is Rating.FINE
+    finding = found("wall clock", dated_files=(old, new))
     assert finding.rating is Rating.WARNING
     assert time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(NOW + 3600)) in finding.reason
