@@ -20,7 +20,7 @@ class View:
         hosts: ids of the live workers of each host that has some, the longest-serving first; the first host
             is that of the longest-serving worker.
         owners: `owners[r]` is the id of the worker that computes replica `r`; never decreasing in
-            the position of the worker, so that each worker, and each host, owns one contiguous range.
+            the rank of the worker, so that each worker, and each host, owns one contiguous range.
     """
 
     number: int

@@ -57,13 +57,13 @@ class Member:
     Attributes:
         communicator: of this member.
         plan: of the view.
-        position: of this member among the view's workers.
+        rank: of this member among the view's workers.
         releases: how often the script has waited for a release.
     """
 
     communicator: Communicator
     plan: ReducePlan
-    position: int
+    rank: int
     _await_release: Callable[[], object]
     releases: int = 0
 
@@ -95,13 +95,13 @@ class Outcome:
 class Control(Protocol):
     """What a test can do to running members."""
 
-    def release(self, position: int) -> None: ...
+    def release(self, rank: int) -> None: ...
 
     def abort(self, reason: str) -> None: ...
 
     def post_notice(self, notice: int) -> None: ...
 
-    def signal(self, position: int, number: int) -> None: ...
+    def signal(self, rank: int, number: int) -> None: ...
 
 
 Listener = Callable[[Control, int, PeerWait], None]
@@ -122,8 +122,8 @@ def plan_of(replicas: int, workers: Sequence[int] | int) -> ReducePlan:
 
 def _release_last(control: Control, plan: ReducePlan, ended: Collection[int], absent: Sequence[int]) -> None:
     if set(range(plan.members)) - set(ended) == set(absent):
-        for position in absent:
-            control.release(position)
+        for rank in absent:
+            control.release(rank)
 
 
 def _check_releases(control: "_ReleaseCount", outcomes: dict[int, Outcome]) -> None:
@@ -131,10 +131,10 @@ def _check_releases(control: "_ReleaseCount", outcomes: dict[int, Outcome]) -> N
 
     A member process would read the surplus message as its next task.
     """
-    for position, outcome in outcomes.items():
-        if outcome.error is not ProcessLookupError and outcome.releases != control.releases[position]:
+    for rank, outcome in outcomes.items():
+        if outcome.error is not ProcessLookupError and outcome.releases != control.releases[rank]:
             raise AssertionError(
-                f"member {position} was released {control.releases[position]} times, "
+                f"member {rank} was released {control.releases[rank]} times, "
                 f"but waited {outcome.releases} times"
             )
 
@@ -175,39 +175,38 @@ class Threads:
         """
         settings = settings or Settings()
         events: queue.Queue[tuple[int, PeerWait | Outcome]] = queue.Queue()
-        position_of = threading.local()
+        rank_of = threading.local()
         waits: list[list[PeerWait]] = [[] for _ in plan.workers]
 
         def observe(waiting: PeerWait) -> None:
-            waits[position_of.value].append(waiting)
-            events.put((position_of.value, waiting))
+            waits[rank_of.value].append(waiting)
+            events.put((rank_of.value, waiting))
 
         clock = TickingClock(settings.clock_step) if settings.clock_step else None
         control = _ThreadControl(Hub(plan, settings.policy, observe, clock))
 
-        def serve_member(position: int) -> None:
-            position_of.value = position
-            member = Member(control.hub.member(position), plan, position, control.gate(position).acquire)
-            events.put((position, perform(script, member, args, waits[position])))
+        def serve_member(rank: int) -> None:
+            rank_of.value = rank
+            member = Member(control.hub.member(rank), plan, rank, control.gate(rank).acquire)
+            events.put((rank, perform(script, member, args, waits[rank])))
 
         threads = [
-            threading.Thread(target=serve_member, args=(position,), daemon=True)
-            for position in range(plan.members)
+            threading.Thread(target=serve_member, args=(rank,), daemon=True) for rank in range(plan.members)
         ]
         for thread in threads:
             thread.start()
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < plan.members:
-            position, event = events.get(timeout=DEADLINE)
+            rank, event = events.get(timeout=DEADLINE)
             if isinstance(event, Outcome):
-                outcomes[position] = event
+                outcomes[rank] = event
                 _release_last(control, plan, outcomes, absent)
             elif listen:
-                listen(control, position, event)
+                listen(control, rank, event)
         for thread in threads:
             thread.join()
         _check_releases(control, outcomes)
-        return [outcomes[position] for position in range(plan.members)]
+        return [outcomes[rank] for rank in range(plan.members)]
 
     def close(self) -> None:
         pass
@@ -219,12 +218,12 @@ class _ThreadControl(_ReleaseCount):
         self.hub = hub
         self._gates: dict[int, threading.Semaphore] = {}
 
-    def gate(self, position: int) -> threading.Semaphore:
-        return self._gates.setdefault(position, threading.Semaphore(0))
+    def gate(self, rank: int) -> threading.Semaphore:
+        return self._gates.setdefault(rank, threading.Semaphore(0))
 
-    def release(self, position: int) -> None:
-        self.releases[position] += 1
-        self.gate(position).release()
+    def release(self, rank: int) -> None:
+        self.releases[rank] += 1
+        self.gate(rank).release()
 
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)
@@ -232,7 +231,7 @@ class _ThreadControl(_ReleaseCount):
     def post_notice(self, notice: int) -> None:
         self.hub.post_notice(notice)
 
-    def signal(self, position: int, number: int) -> None:
+    def signal(self, rank: int, number: int) -> None:
         raise NotImplementedError("threads receive no signals")
 
 
@@ -269,10 +268,10 @@ class Processes:
                 stack.callback(pool.close)
                 segments.append(segment)
                 for worker in ids:
-                    position = plan.workers.index(worker)
-                    process, connection = members[position]
-                    place = self._place(plan, host, position)
-                    connection.send((plan, position, place, settings or Settings(), script, args))
+                    rank = plan.workers.index(worker)
+                    process, connection = members[rank]
+                    place = self._place(plan, host, rank)
+                    connection.send((plan, rank, place, settings or Settings(), script, args))
                     send_handle(connection, segment.fd, process.pid)
                     send_handle(connection, pool.fd, process.pid)
             self._connect(plan, members)
@@ -285,7 +284,7 @@ class Processes:
     def _hosts(self, plan: ReducePlan) -> Sequence[Sequence[int]]:
         return [plan.workers]
 
-    def _place(self, plan: ReducePlan, host: int, position: int) -> "OnHost | None":
+    def _place(self, plan: ReducePlan, host: int, rank: int) -> "OnHost | None":
         return None
 
     def _connect(self, plan: ReducePlan, members: Sequence[tuple[Any, Connection]]) -> None:
@@ -306,26 +305,26 @@ class Processes:
             if not ready:
                 raise TimeoutError(f"members {sorted(running.values())} do not end")
             for connection in ready:
-                position = running[connection]
+                rank = running[connection]
                 try:
                     event = connection.recv()
                 except (EOFError, ConnectionResetError):
                     event = Outcome(error=ProcessLookupError, message="killed")
-                    self._replace(position)
+                    self._replace(rank)
                 if isinstance(event, Outcome):
-                    outcomes[position] = event
+                    outcomes[rank] = event
                     control.spread_abort()
                     _release_last(control, plan, outcomes, absent)
                 elif listen:
-                    listen(control, position, event)
+                    listen(control, rank, event)
         _check_releases(control, outcomes)
-        return [outcomes[position] for position in range(plan.members)]
+        return [outcomes[rank] for rank in range(plan.members)]
 
-    def _replace(self, position: int) -> None:
-        process, connection = self._members[position]
+    def _replace(self, rank: int) -> None:
+        process, connection = self._members[rank]
         process.wait()
         connection.close()
-        self._members[position] = _start()
+        self._members[rank] = _start()
 
     def close(self) -> None:
         for process, connection in self._members:
@@ -420,9 +419,9 @@ class Hosts(Processes):
         ends = list(itertools.accumulate(counts))
         return [plan.workers[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
-    def _place(self, plan: ReducePlan, host: int, position: int) -> OnHost:
+    def _place(self, plan: ReducePlan, host: int, rank: int) -> OnHost:
         hosts = tuple(tuple(ids) for ids in self._hosts(plan))
-        local = hosts[host].index(plan.workers[position])
+        local = hosts[host].index(plan.workers[rank])
         return OnHost(view_of(plan, hosts), host, local, self._certificate)
 
     def _connect(self, plan: ReducePlan, members: Sequence[tuple[Any, Connection]]) -> None:
@@ -496,9 +495,9 @@ class _ProcessControl(_ReleaseCount):
         self._segments = segments
         self._members = members
 
-    def release(self, position: int) -> None:
-        self.releases[position] += 1
-        self._members[position][1].send("proceed")
+    def release(self, rank: int) -> None:
+        self.releases[rank] += 1
+        self._members[rank][1].send("proceed")
 
     def abort(self, reason: str) -> None:
         for segment in self._segments:
@@ -513,8 +512,8 @@ class _ProcessControl(_ReleaseCount):
         for segment in self._segments:
             segment.post_notice(notice)
 
-    def signal(self, position: int, number: int) -> None:
-        process, _ = self._members[position]
+    def signal(self, rank: int, number: int) -> None:
+        process, _ = self._members[rank]
         process.send_signal(number)
         if number == signal.SIGKILL:
             # Like the agent, which reaps a dead member before it notifies the others.
@@ -542,7 +541,7 @@ def serve(fd: int) -> None:
 
 
 def _join_view(connection: Connection) -> None:
-    plan, position, place, settings, script, args = connection.recv()
+    plan, rank, place, settings, script, args = connection.recv()
     segment = ControlSegment.attach(recv_handle(connection))
     pool = SharedPool.attach(recv_handle(connection), lambda: settings.available or available_memory())
     waits: list[PeerWait] = []
@@ -555,11 +554,11 @@ def _join_view(connection: Connection) -> None:
     communicator: Communicator
     if place is None:
         buffers = Buffers(pool)
-        communicator = SharedCommunicator(segment, buffers, position, plan, settings.policy, observe, clock)
+        communicator = SharedCommunicator(segment, buffers, rank, plan, settings.policy, observe, clock)
     else:
         links = receive_links(connection, place)
         communicator = place.communicator(segment, pool, links, settings.policy, observe, clock)
-    member = Member(communicator, plan, position, connection.recv)
+    member = Member(communicator, plan, rank, connection.recv)
     outcome = perform(script, member, args, waits)
     communicator.close()
     segment.close()

@@ -47,9 +47,9 @@ class Barrier(NamedTuple):
 Operation = Reduce | Gather | Broadcast | AllToAll | Barrier
 
 
-def partials_of(plan: ReducePlan, position: int, case: Reduce) -> dict[Span, Leaves]:
+def partials_of(plan: ReducePlan, rank: int, case: Reduce) -> dict[Span, Leaves]:
     """Return a member's partials: one for each replica, for each span that it publishes, or a mixture."""
-    owned = plan.owned[position]
+    owned = plan.owned[rank]
     replicas = {
         replica: leaves_of(case.seed, replica, case.shapes, case.dtypes)
         for replica in range(owned.start, owned.stop)
@@ -57,10 +57,10 @@ def partials_of(plan: ReducePlan, position: int, case: Reduce) -> dict[Span, Lea
     if case.given == "replicas":
         spans = [Span(replica, replica + 1) for replica in replicas]
     elif case.given == "merged":
-        spans = list(plan.published[position])
+        spans = list(plan.published[rank])
     else:
-        coin = random.Random(case.seed * 97 + position)
-        spans = [part for span in plan.published[position] for part in _divide(span, coin)]
+        coin = random.Random(case.seed * 97 + rank)
+        spans = [part for span in plan.published[rank] for part in _divide(span, coin)]
         coin.shuffle(spans)
     return {span: reference([replicas[replica] for replica in range(*span)]) for span in spans}
 
@@ -77,14 +77,14 @@ def perform_all(member: Member, operations: Sequence[Operation]) -> list[str]:
 
 
 def _perform(member: Member, operation: Operation) -> str:
-    communicator, position = member.communicator, member.position
+    communicator, rank = member.communicator, member.rank
     match operation:
         case Reduce():
             return sha(reduce(member, operation))
         case Gather(seed, sizes):
-            return digest(communicator.gather(blob_of(seed, position, sizes[position])))
+            return digest(communicator.gather(blob_of(seed, rank, sizes[rank])))
         case Broadcast(seed, root, size):
-            blob = blob_of(seed, root, size) if position == root else None
+            blob = blob_of(seed, root, size) if rank == root else None
             return digest([communicator.broadcast(blob, root=root)])
         case AllToAll():
             return all_to_all_twice(member, operation)
@@ -101,7 +101,7 @@ def expected(plan: ReducePlan, operation: Operation) -> str:
                 reference([leaves_of(seed, replica, shapes, dtypes) for replica in range(plan.replicas)])
             )
         case Gather(seed, sizes):
-            return digest([blob_of(seed, position, sizes[position]) for position in range(plan.members)])
+            return digest([blob_of(seed, rank, sizes[rank]) for rank in range(plan.members)])
         case Broadcast(seed, root, size):
             return digest([blob_of(seed, root, size)])
         case AllToAll():
@@ -116,11 +116,11 @@ def all_to_all_twice(member: Member, case: AllToAll) -> str:
     for each in cases:
         parts = []
         for other in range(len(case.sizes)):
-            array = np.frombuffer(part_of(each, member.position, other), np.uint8)
+            array = np.frombuffer(part_of(each, member.rank, other), np.uint8)
             parts.append([array[: array.size // 3], array[array.size // 3 :]] if array.size else [])
         received.append(member.communicator.all_to_all(parts))
     for each, given in zip(cases, received, strict=True):
-        wanted = [part_of(each, other, member.position) for other in range(len(case.sizes))]
+        wanted = [part_of(each, other, member.rank) for other in range(len(case.sizes))]
         if [part.tobytes() for part in given] != wanted or any(
             part.size and part.ctypes.data % 64 for part in given
         ):
@@ -139,14 +139,14 @@ def digest(blobs: Sequence[bytes]) -> str:
 
 
 def reduce(member: Member, case: Reduce, **options: Any) -> Leaves:
-    return member.communicator.reduce(partials_of(member.plan, member.position, case), **options)
+    return member.communicator.reduce(partials_of(member.plan, member.rank, case), **options)
 
 
 def keep_total(member: Member, first: Reduce, second: Reduce) -> list[str]:
     """Member 0 hashes its total again while all other members wait in the next call."""
     total = reduce(member, first)
     digests = [sha(total)]
-    if member.position == 0:
+    if member.rank == 0:
         for _ in range(member.plan.members - 1):
             member.proceed()
         digests.append(sha(total))
@@ -162,7 +162,7 @@ def properties_of_total(member: Member, case: Reduce) -> list[tuple[bool, bool, 
 def reduce_strided(member: Member, case: Reduce) -> str:
     """Reduce partials that are read-only, not contiguous and not aligned."""
     strided: dict[Span, Leaves] = {}
-    for span, leaves in partials_of(member.plan, member.position, case).items():
+    for span, leaves in partials_of(member.plan, member.rank, case).items():
         strided[span] = [_strided(leaf) for leaf in leaves]
     return sha(member.communicator.reduce(strided))
 
@@ -177,7 +177,7 @@ def _strided(leaf: Array) -> Array:
 
 def different_calls(member: Member, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Each member makes its own call; then all members make the same call."""
-    kind, options = calls[member.position]
+    kind, options = calls[member.rank]
     try:
         _call(member, kind, options)
     except DisagreementError as error:
@@ -198,7 +198,7 @@ def _call(member: Member, kind: str, options: dict[str, Any]) -> None:
 
 def call(member: Member, calls: Sequence[tuple[str, dict[str, Any]] | None]) -> None:
     """Each member makes its own call, or waits for its release if it has none."""
-    mine = calls[member.position]
+    mine = calls[member.rank]
     if mine is None:
         member.proceed()
     else:
@@ -206,10 +206,10 @@ def call(member: Member, calls: Sequence[tuple[str, dict[str, Any]] | None]) -> 
 
 
 def abort_twice_then_call(member: Member, calls: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    if member.position == 0:
+    if member.rank == 0:
         member.communicator.abort("the first reason: ä")
         member.communicator.abort("the second reason")
-    _call(member, *calls[member.position])
+    _call(member, *calls[member.rank])
 
 
 def abort_after_close(member: Member) -> None:
@@ -219,7 +219,7 @@ def abort_after_close(member: Member) -> None:
 
 
 def abort_after_close_of_one(member: Member) -> None:
-    if member.position == 0:
+    if member.rank == 0:
         abort_after_close(member)
     else:
         member.proceed()
@@ -234,7 +234,7 @@ def call_after_close(member: Member, kind: str, options: dict[str, Any]) -> None
 
 def leave_early(member: Member) -> None:
     member.communicator.barrier()
-    if member.position == 0:
+    if member.rank == 0:
         member.communicator.close()
     else:
         member.communicator.gather(b"", what="evaluate 1")
@@ -254,7 +254,7 @@ def large_then_small(member: Member, big: Reduce, small: Reduce) -> tuple[str, s
 
 def limited_file_size(member: Member, big: Reduce, small: Reduce, limit: int) -> tuple[str, str]:
     """Limit the file size of the member that grows the memfd."""
-    if member.position > 0:
+    if member.rank > 0:
         return large_then_small(member, big, small)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -267,7 +267,7 @@ def limited_file_size(member: Member, big: Reduce, small: Reduce, limit: int) ->
 def wait_for_the_last(member: Member) -> tuple[float, float]:
     """Call a barrier, the last member after its release; return the seconds of waiting before and after."""
     before = member.communicator.waited
-    if member.position == member.plan.members - 1:
+    if member.rank == member.plan.members - 1:
         member.proceed()
     member.communicator.barrier()
     return before, member.communicator.waited
@@ -277,9 +277,9 @@ def notices(member: Member, calls: int) -> list[int]:
     """Make calls; the last member waits for its release before the middle one."""
     seen = [member.communicator.notice]
     for number in range(calls):
-        if number == calls // 2 and member.position == member.plan.members - 1:
+        if number == calls // 2 and member.rank == member.plan.members - 1:
             member.proceed()
-        partials = partials_of(member.plan, member.position, Reduce(1, ((3,),), ("int32",)))
+        partials = partials_of(member.plan, member.rank, Reduce(1, ((3,),), ("int32",)))
         member.communicator.reduce(partials, what=f"call {number}")
         seen.append(member.communicator.notice)
     return seen

@@ -76,6 +76,6 @@ def sha(leaves: Sequence[Array]) -> str:
     return digest.hexdigest()
 
 
-def blob_of(seed: int, position: int, size: int) -> bytes:
+def blob_of(seed: int, rank: int, size: int) -> bytes:
     """Return a member's blob."""
-    return np.random.default_rng([seed, position]).bytes(size)
+    return np.random.default_rng([seed, rank]).bytes(size)

@@ -168,9 +168,9 @@ def test_a_total_is_valid_until_the_next_call(world: World, workers: int, size: 
     plan = plan_of(workers, workers)
     waiting = set()
 
-    def listen(control: Control, position: int, report: PeerWait) -> None:
-        if position != 0 and position not in waiting and 0 in report.workers:
-            waiting.add(position)
+    def listen(control: Control, rank: int, report: PeerWait) -> None:
+        if rank != 0 and rank not in waiting and 0 in report.workers:
+            waiting.add(rank)
             control.release(0)
 
     outcomes = world.run(plan, keep_total, first, second, settings=Settings(quick_reports()), listen=listen)
@@ -185,7 +185,7 @@ def quick_reports(timeout: float = 60.0) -> WaitPolicy:
 def test_a_surplus_release_is_an_error(world: World) -> None:
     """The worlds detect a message that a member would read as its next task."""
 
-    def listen(control: Control, position: int, _: PeerWait) -> None:
+    def listen(control: Control, rank: int, _: PeerWait) -> None:
         for _ in range(2):
             control.release(1)
 
@@ -291,10 +291,10 @@ def test_names_of_calls_are_not_compared(world: World) -> None:
 def test_all_members_see_a_notice_after_the_same_call(world: World) -> None:
     waiting = set()
 
-    def listen(control: Control, position: int, wait: PeerWait) -> None:
+    def listen(control: Control, rank: int, wait: PeerWait) -> None:
         # Before this call, a member may wait for one that starts later.
         if "call 3" in wait.what:
-            waiting.add(position)
+            waiting.add(rank)
         if waiting == {0, 1}:
             # The first member is already in the call, so it has read the old notice.
             waiting.add(2)
@@ -311,27 +311,27 @@ def test_all_members_see_a_notice_after_the_same_call(world: World) -> None:
 @pytest.mark.parametrize(("kind", "options"), CALLS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_abort_before_a_call(world: World, workers: int, kind: str, options: dict[str, object]) -> None:
-    calls = [call_of(kind, options, position) for position in range(workers)]
+    calls = [call_of(kind, options, rank) for rank in range(workers)]
     for outcome in world.run(plan_of(workers, workers), abort_twice_then_call, calls):
         assert outcome.error is PeerLostError
         assert outcome.message == "the first reason: ä"
 
 
-def call_of(kind: str, options: dict[str, object], position: int) -> tuple[str, dict[str, object]]:
+def call_of(kind: str, options: dict[str, object], rank: int) -> tuple[str, dict[str, object]]:
     """Return the call of a member: in a broadcast, only the root passes a blob."""
-    return kind, {**options, "blob": None} if kind == "broadcast" and position > 0 else options
+    return kind, {**options, "blob": None} if kind == "broadcast" and rank > 0 else options
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)
 def test_abort_from_outside_while_members_wait(world: World, kind: str, options: dict[str, object]) -> None:
     waiting = set()
 
-    def listen(control: Control, position: int, _: PeerWait) -> None:
-        waiting.add(position)
+    def listen(control: Control, rank: int, _: PeerWait) -> None:
+        waiting.add(rank)
         if waiting == {0, 1}:
             control.abort("worker 2 exited with status 1")
 
-    calls = [call_of(kind, {**options, "what": "step 4"}, position) for position in (0, 1)]
+    calls = [call_of(kind, {**options, "what": "step 4"}, rank) for rank in (0, 1)]
     outcomes = world.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
     )
@@ -380,9 +380,9 @@ def test_a_wait_ends_at_the_timeout(world: World, kind: str, options: dict[str, 
 def test_waiting_time_is_counted(world: World) -> None:
     reported = 0.0
 
-    def listen(control: Control, position: int, wait: PeerWait) -> None:
+    def listen(control: Control, rank: int, wait: PeerWait) -> None:
         nonlocal reported
-        if position == 0 and not reported:
+        if rank == 0 and not reported:
             reported = wait.seconds
             control.release(1)
 

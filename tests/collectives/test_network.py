@@ -110,8 +110,8 @@ def test_the_bits_do_not_depend_on_hosts(spread: tuple[int, tuple[int, ...]], re
     def script(worker: int) -> Callable[[], list[str]]:
         def run() -> list[str]:
             communicator = view.entrances[worker].enter(workers[worker])
-            position = plan.workers.index(worker)
-            found = [sha(communicator.reduce(partials_of(plan, position, case))) for case in reduces]
+            rank = plan.workers.index(worker)
+            found = [sha(communicator.reduce(partials_of(plan, rank, case))) for case in reduces]
             communicator.close()
             return found
 
@@ -137,30 +137,30 @@ Call = Callable[[NetworkCommunicator, ReducePlan, int], Any]
 
 
 def reduce_of(case: Reduce) -> Call:
-    def call(communicator: NetworkCommunicator, plan: ReducePlan, position: int) -> Any:
-        return sha(communicator.reduce(partials_of(plan, position, case)))
+    def call(communicator: NetworkCommunicator, plan: ReducePlan, rank: int) -> Any:
+        return sha(communicator.reduce(partials_of(plan, rank, case)))
 
     return call
 
 
-def gather(communicator: NetworkCommunicator, plan: ReducePlan, position: int) -> Any:
-    return communicator.gather(bytes([position]) * (position + 1))
+def gather(communicator: NetworkCommunicator, plan: ReducePlan, rank: int) -> Any:
+    return communicator.gather(bytes([rank]) * (rank + 1))
 
 
-def broadcast(communicator: NetworkCommunicator, plan: ReducePlan, position: int) -> Any:
-    return communicator.broadcast(b"root" if position == 1 else None, root=1)
+def broadcast(communicator: NetworkCommunicator, plan: ReducePlan, rank: int) -> Any:
+    return communicator.broadcast(b"root" if rank == 1 else None, root=1)
 
 
-def all_to_all(communicator: NetworkCommunicator, plan: ReducePlan, position: int) -> Any:
-    parts = [[np.full(3 + other, 10 * position + other, np.uint8)] for other in range(plan.members)]
+def all_to_all(communicator: NetworkCommunicator, plan: ReducePlan, rank: int) -> Any:
+    parts = [[np.full(3 + other, 10 * rank + other, np.uint8)] for other in range(plan.members)]
     received = [part.tobytes() for part in communicator.all_to_all(parts)]
-    wanted = [bytes([10 * other + position]) * (3 + position) for other in range(plan.members)]
+    wanted = [bytes([10 * other + rank]) * (3 + rank) for other in range(plan.members)]
     return "right" if received == wanted else received
 
 
-def disagree(communicator: NetworkCommunicator, plan: ReducePlan, position: int) -> Any:
+def disagree(communicator: NetworkCommunicator, plan: ReducePlan, rank: int) -> Any:
     try:
-        communicator.reduce(partials_of(plan, position, SMALL), check=bytes([position]))
+        communicator.reduce(partials_of(plan, rank, SMALL), check=bytes([rank]))
     except DisagreementError as error:
         return str(error)
     return "no error"
@@ -204,12 +204,12 @@ class Trial:
         entrances = iter([view.entrances[worker] for view in self._views])
         kept = self._workers[worker]
         communicator = next(entrances).enter(kept)
-        position = self._plan.workers.index(worker)
+        rank = self._plan.workers.index(worker)
         results: list[Any] = []
         repeated: list[int] = []
         while len(results) < len(self._names):
             try:
-                results.append(CALLS[self._names[len(results)]](communicator, self._plan, position))
+                results.append(CALLS[self._names[len(results)]](communicator, self._plan, rank))
             except PeerLostError:
                 repeated.append(len(results))
                 communicator.close()
@@ -332,12 +332,12 @@ def make_calls(
     view: ConnectedView, workers: dict[int, WorkerOfHost], worker: int, names: list[str]
 ) -> Callable[[], list[Any]]:
     plan = ReducePlan.of(view.view)
-    position = plan.workers.index(worker)
+    rank = plan.workers.index(worker)
 
     def run() -> list[Any]:
         communicator = view.entrances[worker].enter(workers[worker])
         try:
-            return [CALLS[name](communicator, plan, position) for name in names]
+            return [CALLS[name](communicator, plan, rank) for name in names]
         finally:
             communicator.close()
 
@@ -431,15 +431,15 @@ def test_all_hosts_raise_if_one_has_too_little_memory(counts: tuple[int, ...], n
 
     def script(worker: int) -> list[Any]:
         communicator = view.entrances[worker].enter(workers[worker])
-        position = plan.workers.index(worker)
-        results = [CALLS["large"](communicator, plan, position)]
+        rank = plan.workers.index(worker)
+        results = [CALLS["large"](communicator, plan, rank)]
         calls: dict[str, Callable[[], object]] = {
-            "reduce": lambda: communicator.reduce(partials_of(plan, position, big)),
+            "reduce": lambda: communicator.reduce(partials_of(plan, rank, big)),
             "all_to_all": lambda: communicator.all_to_all([[np.zeros(1 << 20, np.uint8)]] * plan.members),
         }
         with pytest.raises(SharedMemoryError, match="Use fewer workers") as raised:
             calls[name]()
-        results += [str(raised.value), CALLS["all_to_all"](communicator, plan, position)]
+        results += [str(raised.value), CALLS["all_to_all"](communicator, plan, rank)]
         communicator.close()
         return results
 
@@ -586,7 +586,7 @@ def test_every_host_sees_the_same_sums(spread: tuple[int, tuple[int, ...]]) -> N
     )
     for plan in plans:
         assert plan.workers == whole.workers
-        own = [plan.seen.published[plan.position(local)] for local in range(len(plan.own))]
+        own = [plan.seen.published[plan.rank(local)] for local in range(len(plan.own))]
         first = whole.workers.index(plan.own[0])
         assert own == list(whole.published[first : first + len(own)])
         parts = [span for spans in own for span in spans]
@@ -594,7 +594,7 @@ def test_every_host_sees_the_same_sums(spread: tuple[int, tuple[int, ...]]) -> N
             Span(each.operands[0].start, each.operands[-1].stop) for each in plan.host_sums(parts)
         ] == list(plan.published[plan.host])
         for local in range(len(plan.own)):
-            total = plan.seen.total(plan.position(local), own[local])
+            total = plan.seen.total(plan.rank(local), own[local])
             assert (total.operands[0].start, total.operands[-1].stop) == plan.seen.whole
 
 
@@ -652,17 +652,17 @@ class Pausing:
         names = (name, "large")
 
         def script(worker: int) -> Any:
-            position = self._plan.workers.index(worker)
+            rank = self._plan.workers.index(worker)
             results: list[Any] = []
             for number, view in enumerate(self.views):
                 communicator = view.entrances[worker].enter(self.workers[worker])
                 try:
                     if number == 0:
-                        CALLS["small"](communicator, self._plan, position)
+                        CALLS["small"](communicator, self._plan, rank)
                         self._met.wait(DEADLINE)
                         self._met.wait(DEADLINE)
                     while len(results) < len(names):
-                        results.append(CALLS[names[len(results)]](communicator, self._plan, position))
+                        results.append(CALLS[names[len(results)]](communicator, self._plan, rank))
                 except PeerLostError:
                     continue
                 finally:

@@ -128,9 +128,9 @@ def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
     placement = SlicePlacement.of(layout, plan)
     memory = nans(layout.size), nans(placement.size)
     adder, reduces, owns = Adder(), [], []
-    for position in range(plan.members):
-        partials = partials_of(plan, position, case)
-        reduces.append(SliceReduce.of(layout, plan, placement, position, tuple(partials), memory))
+    for rank in range(plan.members):
+        partials = partials_of(plan, rank, case)
+        reduces.append(SliceReduce.of(layout, plan, placement, rank, tuple(partials), memory))
         owns.append({span: flat(leaves) for span, leaves in partials.items()})
     with np.errstate(all="ignore"):
         for reduce, own in zip(reduces, owns, strict=True):
@@ -146,9 +146,9 @@ def simulate_packed(plan: ReducePlan, case: Reduce) -> list[str]:
     totals, shared = [nans(layout.size) for _ in plan.workers], nans(packed_reduce.packed_size(layout, plan))
     adder, reduces = Adder(), []
     with np.errstate(all="ignore"):
-        for position, total in enumerate(totals):
-            partials = partials_of(plan, position, case)
-            reduces.append(PackedReduce.of(layout, plan, position, tuple(partials), (total, shared)))
+        for rank, total in enumerate(totals):
+            partials = partials_of(plan, rank, case)
+            reduces.append(PackedReduce.of(layout, plan, rank, tuple(partials), (total, shared)))
             reduces[-1].publish({span: flat(leaves) for span, leaves in partials.items()}, adder)
         for reduce in reduces:
             reduce.sum(adder)

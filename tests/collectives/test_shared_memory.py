@@ -43,14 +43,14 @@ def test_members_raise_when_one_is_killed(
     """The member dies while the others wait for it; a process that is not a member aborts the view."""
     waiting = set()
 
-    def listen(control: Control, position: int, _: PeerWait) -> None:
-        waiting.add(position)
+    def listen(control: Control, rank: int, _: PeerWait) -> None:
+        waiting.add(rank)
         if waiting == {0, 1}:
             waiting.add(2)
             control.signal(2, signal.SIGKILL)
             control.abort("worker 2 was killed by signal 9 (SIGKILL)")
 
-    calls = [call_of(kind, options, position) for position in (0, 1)]
+    calls = [call_of(kind, options, rank) for rank in (0, 1)]
     outcomes = processes.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen
     )
@@ -66,13 +66,13 @@ def test_an_interrupted_member_ends_the_view(
 ) -> None:
     waiting = set()
 
-    def listen(control: Control, position: int, _: PeerWait) -> None:
-        waiting.add(position)
+    def listen(control: Control, rank: int, _: PeerWait) -> None:
+        waiting.add(rank)
         if waiting == {0, 1}:
             waiting.add(2)
             control.signal(0, signal.SIGINT)
 
-    calls = [call_of(kind, {**options, "what": "step 7"}, position) for position in (0, 1)]
+    calls = [call_of(kind, {**options, "what": "step 7"}, rank) for rank in (0, 1)]
     outcomes = processes.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
     )
@@ -195,9 +195,7 @@ def barriers(members: int, policy: WaitPolicy) -> tuple[ControlSegment, list[Bar
     control = ControlSegment.create(members)
     segments = [ControlSegment.attach(os.dup(control.fd)) for _ in range(members)]
     workers = range(members)
-    return control, [
-        Barrier(segments[position], position, workers, policy, None, SystemClock()) for position in workers
-    ]
+    return control, [Barrier(segments[rank], rank, workers, policy, None, SystemClock()) for rank in workers]
 
 
 def test_a_member_that_arrives_after_others_have_given_up_does_not_complete_the_call() -> None:

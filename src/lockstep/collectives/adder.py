@@ -83,14 +83,14 @@ def flat(leaves: Leaves) -> list[Array]:
     return [np.asarray(leaf).reshape(-1) for leaf in leaves]
 
 
-def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leaves]) -> Layout:
+def common_layout(plan: ReducePlan, rank: int, partials: Mapping[Span, Leaves]) -> Layout:
     """Return the layout that all partials of one member share.
 
     Raises:
         InternalError: the layouts differ, or the partials do not cover the span that the member owns.
         ModelError: the leaves cannot be summed.
     """
-    plan.local_sums(position, partials)
+    plan.local_sums(rank, partials)
     layout, *others = map(Layout.of, partials.values())
     if any(other is not layout for other in others):
         raise InternalError("the partials of a member differ in the shapes or dtypes of their leaves")

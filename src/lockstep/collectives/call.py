@@ -21,7 +21,7 @@ class CollectiveCall(NamedTuple):
         kind: the name of the method.
         what: the caller's name for this call; not compared.
         check: must be equal on all members.
-        root: the position of the root of a broadcast.
+        root: the rank of the root of a broadcast.
         layout: 16 bytes, the digest of the leaves' shapes and dtypes; zeros if there are no leaves.
     """
 

@@ -106,7 +106,7 @@ class Communicator(Protocol):
         """
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
-        """Give every member the blob of the member at position `root`; the others pass None."""
+        """Give every member the blob of the member at rank `root`; the others pass None."""
 
     def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
         """Give each member the part that each member has for it.

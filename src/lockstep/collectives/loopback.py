@@ -74,9 +74,9 @@ class Hub:
         self._notice = 0
         self.waited = [0.0] * plan.members
 
-    def member(self, position: int) -> "LoopbackCommunicator":
-        """Return the communicator of the member at `position` among the view's workers."""
-        return LoopbackCommunicator(self, position)
+    def member(self, rank: int) -> "LoopbackCommunicator":
+        """Return the communicator of the member at `rank` among the view's workers."""
+        return LoopbackCommunicator(self, rank)
 
     def abort(self, reason: str) -> None:
         """End the view for all members; the first reason stays."""
@@ -89,14 +89,14 @@ class Hub:
         """Set the notice of the view; all members see it from the same call on."""
         self._notice = notice
 
-    def leave(self, position: int) -> None:
+    def leave(self, rank: int) -> None:
         """Record that a member makes no more calls."""
         with self._changed:
-            self._left.add(position)
+            self._left.add(rank)
             self._changed.notify_all()
 
     def call(
-        self, position: int, entry: _Entry, execute: Callable[[Sequence[_Entry]], Result]
+        self, rank: int, entry: _Entry, execute: Callable[[Sequence[_Entry]], Result]
     ) -> tuple[Result, int]:
         """Wait for all members; return the result of `execute` on their entries, and the notice.
 
@@ -105,18 +105,18 @@ class Hub:
             LockstepError: as the contract states, or the error that `execute` raised, on every member.
         """
         with self._changed:
-            if position in self._left:
+            if rank in self._left:
                 raise InternalError(f"{entry.call} on a closed communicator")
             if self._reason is not None:
                 raise PeerLostError(self._reason)
             current = self._round
-            current.entries[position] = entry
-            if position == 0:
+            current.entries[rank] = entry
+            if rank == 0:
                 current.notice = self._notice
             if len(current.entries) == self.plan.members:
                 self._execute(current, execute)
             else:
-                self._wait(current, position, entry.call)
+                self._wait(current, rank, entry.call)
         if current.error is not None:
             raise type(current.error)(*current.error.args)
         outcome: Result = current.outcome
@@ -124,7 +124,7 @@ class Hub:
 
     def _execute(self, current: _Round, execute: Callable[[Sequence[_Entry]], Result]) -> None:
         self._round = _Round()
-        entries = [current.entries[position] for position in range(self.plan.members)]
+        entries = [current.entries[rank] for rank in range(self.plan.members)]
         try:
             calls = [entry.call for entry in entries]
             compare(calls, self.plan.workers, lambda: [entry.describe() for entry in entries])
@@ -138,7 +138,7 @@ class Hub:
         current.entries.clear()
         self._changed.notify_all()
 
-    def _wait(self, current: _Round, position: int, call: CollectiveCall) -> None:
+    def _wait(self, current: _Round, rank: int, call: CollectiveCall) -> None:
         workers = self.plan.workers
         wait = CallWait(call, self._policy, self._observe, self._clock)
         begun = time.perf_counter()
@@ -153,10 +153,10 @@ class Hub:
                 self._changed.wait(wait.check(tuple(workers[other] for other in missing)))
         except BaseException as error:
             # This member cannot withdraw its entry, so the others cannot continue without it.
-            self.abort(abort_reason(workers[position], call, error))
+            self.abort(abort_reason(workers[rank], call, error))
             raise
         finally:
-            self.waited[position] += time.perf_counter() - begun
+            self.waited[rank] += time.perf_counter() - begun
 
     def sum(self, entries: Sequence[_Entry]) -> Leaves:
         """Sum the partials of all members in tree order."""
@@ -191,9 +191,9 @@ class _Total:
 class LoopbackCommunicator:
     """The communicator of one member of a `Hub`; implements `Communicator`."""
 
-    def __init__(self, hub: Hub, position: int) -> None:
+    def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub
-        self._position = position
+        self._rank = rank
         self._notice = 0
 
     @property
@@ -204,7 +204,7 @@ class LoopbackCommunicator:
     @property
     def waited(self) -> float:
         """Seconds of waiting for others; see `Communicator`."""
-        return self._hub.waited[self._position]
+        return self._hub.waited[self._rank]
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas; see `Communicator`.
@@ -212,7 +212,7 @@ class LoopbackCommunicator:
         The total of a single partial is a view of it.
         """
         check_length(check)
-        layout = common_layout(self._hub.plan, self._position, partials)
+        layout = common_layout(self._hub.plan, self._rank, partials)
         call = CollectiveCall("reduce", what, check, layout=layout.digest)
         return self._call(_Entry(call, layout.describe, partials), self._hub.sum)
 
@@ -222,14 +222,14 @@ class LoopbackCommunicator:
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at `root`; see `Communicator`."""
-        sent = blob_to_send(blob, is_root=self._position == root)
+        sent = blob_to_send(blob, is_root=self._rank == root)
         return self._gather(CollectiveCall("broadcast", what, root=root), sent)[root]
 
     def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
         """Give each member the part that each member has for it; see `Communicator`."""
         check_parts(parts, self._hub.plan.members)
         given = self._gather(CollectiveCall("all_to_all", what), parts)
-        return [joined(sent[self._position]) for sent in given]
+        return [joined(sent[self._rank]) for sent in given]
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""
@@ -239,7 +239,7 @@ class LoopbackCommunicator:
         return self._call(_Entry(call, list, blob), lambda entries: [entry.payload for entry in entries])
 
     def _call(self, entry: _Entry, execute: Callable[[Sequence[_Entry]], Result]) -> Result:
-        outcome, self._notice = self._hub.call(self._position, entry, execute)
+        outcome, self._notice = self._hub.call(self._rank, entry, execute)
         return outcome
 
     def abort(self, reason: str) -> None:
@@ -248,4 +248,4 @@ class LoopbackCommunicator:
 
     def close(self) -> None:
         """Make no more calls; members that wait for this one raise `PeerLostError`. See `Communicator`."""
-        self._hub.leave(self._position)
+        self._hub.leave(self._rank)

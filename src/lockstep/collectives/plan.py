@@ -112,7 +112,7 @@ class ReducePlan:
 
     Attributes:
         replicas: R, the number of replicas.
-        workers: ids of the members' workers, in the order of their positions.
+        workers: ids of the members' workers, in the order of their ranks.
         owned: the contiguous span of replicas of each member.
         published: the subtrees that each member sums locally and publishes: the cover of its span.
     """
@@ -151,26 +151,26 @@ class ReducePlan:
         """The root of the tree: all replicas."""
         return Span(0, self.replicas)
 
-    def foreign(self, position: int) -> tuple[Span, ...]:
+    def foreign(self, rank: int) -> tuple[Span, ...]:
         """Return the spans that the other members publish, in order."""
-        others = [spans for other, spans in enumerate(self.published) if other != position]
+        others = [spans for other, spans in enumerate(self.published) if other != rank]
         return tuple(span for spans in others for span in spans)
 
-    def total(self, position: int, partials: Collection[Span]) -> Sum:
+    def total(self, rank: int, partials: Collection[Span]) -> Sum:
         """Plan the total from a member's own `partials` and the spans that the others publish.
 
         Raises:
             InternalError: `partials` do not cover the span that the member owns.
         """
-        return Sum.of(self.whole, [*partials, *self.foreign(position)])
+        return Sum.of(self.whole, [*partials, *self.foreign(rank)])
 
-    def local_sums(self, position: int, partials: Collection[Span]) -> tuple[Sum, ...]:
+    def local_sums(self, rank: int, partials: Collection[Span]) -> tuple[Sum, ...]:
         """Plan the sum of each span that a member publishes, from its `partials`.
 
         Raises:
             InternalError: `partials` do not cover the span that the member owns.
         """
-        return _local_sums(self.owned[position], self.published[position], tuple(partials))
+        return _local_sums(self.owned[rank], self.published[rank], tuple(partials))
 
 
 @lru_cache(maxsize=256)
@@ -249,8 +249,8 @@ class HostPlan:
         """The number of lanes: as many as the host with the fewest workers has workers."""
         return min(map(len, self.hosts))
 
-    def position(self, local: int) -> int:
-        """Return the position in `seen` of this host's worker with index `local`."""
+    def rank(self, local: int) -> int:
+        """Return the rank in `seen` of this host's worker with index `local`."""
         return self.host + local
 
     def host_sums(self, parts: Collection[Span]) -> tuple[Sum, ...]:

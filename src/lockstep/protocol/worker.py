@@ -166,7 +166,7 @@ class NetworkEndpoint(msgspec.Struct, frozen=True, tag="network"):
         control: the control segment of the members on this host.
         term: of the coordinator that began the view.
         hosts: the members of all hosts, in the order of the view.
-        here: the position of this host in `hosts`.
+        here: the index of this host in `hosts`.
     """
 
     control: Attachment

@@ -269,10 +269,10 @@ class AgentMembership:
         self._segment = ControlSegment.attach(endpoint.control.take())
         if isinstance(endpoint, NetworkEndpoint):
             return self._enter_network(view, endpoint, self._segment)
-        position = view.workers.index(self._config.worker)
+        rank = view.workers.index(self._config.worker)
         plan = ReducePlan.of(view)
         self._communicator = SharedCommunicator(
-            self._segment, self._buffers, position, plan, self._policy, self._observe
+            self._segment, self._buffers, rank, plan, self._policy, self._observe
         )
         return view, self._communicator
 

@@ -86,15 +86,15 @@ class NetworkEntrance:
             PeerStuckError: a worker on another host has not connected in time.
         """
         plan, self._endpoint = HostPlan.of(view, endpoint.here), endpoint
-        position = plan.own.index(self._config.worker)
+        local = plan.own.index(self._config.worker)
         links: Mapping[int, Link] = {}
-        if position < plan.lanes:
+        if local < plan.lanes:
             connected = LaneConnector(
                 self._job,
                 self._credentials,
                 endpoint,
                 view.number,
-                position,
+                local,
                 self._client.connections(view.number),
                 self._client.receive_any,
                 self._wake,
@@ -112,7 +112,7 @@ class NetworkEntrance:
             tuple(host.name for host in endpoint.hosts),
         )
         self._current = NetworkCommunicator(
-            segment, self._buffers, self._last, position, plan, of_job, links, self._policy, observe
+            segment, self._buffers, self._last, local, plan, of_job, links, self._policy, observe
         )
         return self._current
 
@@ -186,7 +186,7 @@ class LaneConnector:
     _abandoned: bool = False
 
     def connect(self) -> Mapping[int, Link] | AgentMessage:
-        """Return the connections to each other host, by its position in the view.
+        """Return the connections to each other host, by its index in the view.
 
         Returns:
             Or the message with which the agent ends the view before they are complete.

@@ -159,7 +159,7 @@ class NetworkCommunicator:
         segment: ControlSegment,
         buffers: NetworkBuffers,
         last: LastCall,
-        position: int,
+        local: int,
         hosts: HostPlan,
         view: ViewOfJob,
         links: Mapping[int, Link],
@@ -173,7 +173,7 @@ class NetworkCommunicator:
             segment: of this host, for its members in this view.
             buffers: this worker's, of all views.
             last: this worker's, of all views.
-            position: the index of this worker among those of its host.
+            local: the index of this worker among those of its host.
             hosts: how this host takes part.
             view: of the job.
             links: connections to the other hosts, by their indices; empty if the worker has no lane.
@@ -190,17 +190,17 @@ class NetworkCommunicator:
         self._segment = segment
         self._buffers = buffers
         self._last = last
-        self._local = position
+        self._local = local
         self._hosts = hosts
         self._view = view
         self._alone = len(hosts.own) == 1
-        self._position = hosts.position(position)
+        self._rank = hosts.rank(local)
         self._lane: Lane | None = None
         policy, clock = policy or WaitPolicy(), clock or SystemClock()
-        self._barrier = Barrier(segment, position, hosts.own, policy, observe, clock, hosts.hosts)
-        if position < hosts.lanes and hosts.others:
-            self._lane = Lane(position, position, links, hosts, view.names, segment, policy, observe, clock)
-        self._first = self._lane if position == 0 else None
+        self._barrier = Barrier(segment, local, hosts.own, policy, observe, clock, hosts.hosts)
+        if local < hosts.lanes and hosts.others:
+            self._lane = Lane(local, local, links, hosts, view.names, segment, policy, observe, clock)
+        self._first = self._lane if local == 0 else None
         self._entered = False
         self._has_room = False
         self._number = 0
@@ -227,7 +227,7 @@ class NetworkCommunicator:
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas; see `Communicator`."""
         check_length(check)
-        layout = common_layout(self._hosts.seen, self._position, partials)
+        layout = common_layout(self._hosts.seen, self._rank, partials)
         call = CollectiveCall("reduce", what, check, layout=layout.digest)
         with self._during(call), np.errstate(all="ignore"):
             kept = self._enter(call, layout.size)
@@ -323,14 +323,14 @@ class NetworkCommunicator:
         for host in hosts.others:
             first = list(places).index(hosts.published[host][0])
             receives[host] = memory[first * size : (first + len(hosts.published[host])) * size].data
-        reduce = PackedReduce.of(layout, seen, self._position, spans, (total, memory))
+        reduce = PackedReduce.of(layout, seen, self._rank, spans, (total, memory))
         sums: list[StretchSum] = []
         if self._alone:
             first = list(places).index(hosts.published[hosts.host][0])
             sends = memory[first * size : (first + len(hosts.published[hosts.host])) * size]
         else:
             sends = allocate(len(hosts.published[hosts.host]) * size)
-            own = [span for local in range(len(hosts.own)) for span in seen.published[hosts.position(local)]]
+            own = [span for local in range(len(hosts.own)) for span in seen.published[hosts.rank(local)]]
             operands = {span: packed(layout, places[span]) for span in own}
             for index, each in enumerate(hosts.host_sums(own)):
                 sums += stretch_sums(each, operands, packed(layout, sends[index * size : (index + 1) * size]))

@@ -79,7 +79,7 @@ def published_beside(hosts: HostPlan, local: int) -> tuple[Span, ...]:
         span
         for other in range(len(hosts.own))
         if other != local
-        for span in hosts.seen.published[hosts.position(other)]
+        for span in hosts.seen.published[hosts.rank(other)]
     )
 
 
@@ -218,13 +218,13 @@ class _Planner:
     outside: Bytes
 
     def published(self) -> tuple[PieceSum, ...]:
-        position = self.hosts.position(self.local)
+        rank = self.hosts.rank(self.local)
         seen, sums = self.hosts.seen, list[PieceSum]()
         for lane in range(self.hosts.lanes):
             if lane != self.local:
                 start, stop = self.placement.whole(lane)
                 for local_sum, span in zip(
-                    seen.local_sums(position, self.given), seen.published[position], strict=True
+                    seen.local_sums(rank, self.given), seen.published[rank], strict=True
                 ):
                     place = self._place(lane, span, start, stop)
                     sums += self._sums(local_sum, start, stop, {}, place)
@@ -253,7 +253,7 @@ class _Planner:
     def chunks(self, start: int, stop: int) -> tuple[_OwnChunk, ...]:
         """Plan the sums of the bytes `start` to `stop`, the slice of this host."""
         hosts = self.hosts
-        everything = hosts.seen.total(hosts.position(self.local), self.given)
+        everything = hosts.seen.total(hosts.rank(self.local), self.given)
         beside = published_beside(hosts, self.local)
         length = min(self._chunk_size(hosts.host), stop - start)
         memory = {host: allocate(len(hosts.published[host]) * length) for host in hosts.others}

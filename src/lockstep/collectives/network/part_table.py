@@ -14,11 +14,11 @@ class PartTable:
     """The sizes of the parts of an all-to-all, and their places in the shared memory of a host.
 
     First come the parts that the workers of this host send, then those that they receive from other hosts,
-    both by the positions of the sender and of the receiver.
+    both by the ranks of the sender and of the receiver.
 
     Attributes:
         sizes: for each sender, for each receiver.
-        first: the position in the view of the first worker of this host.
+        first: the rank in the view of the first worker of this host.
         hosts: of the view.
         places: for each part, its end in the memory; only of those that this host sends or receives.
         room: bytes of all of them.
@@ -46,7 +46,7 @@ class PartTable:
         return cls(sizes, first, hosts, received, sent + int(concerned.sum()))
 
     def members(self, host: int) -> range:
-        """Return the positions of the workers of a host."""
+        """Return the ranks of the workers of a host."""
         first = sum(map(len, self.hosts.hosts[:host]))
         return range(first, first + len(self.hosts.hosts[host]))
 

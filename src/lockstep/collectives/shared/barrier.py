@@ -53,7 +53,7 @@ class Barrier:
     def __init__(
         self,
         segment: ControlSegment,
-        position: int,
+        rank: int,
         workers: Sequence[int],
         policy: WaitPolicy,
         observe: WaitObserver | None,
@@ -64,7 +64,7 @@ class Barrier:
 
         Args:
             segment: of the view.
-            position: of this member.
+            rank: of this member.
             workers: ids of all members.
             policy: for waits.
             observe: receives reports on waits.
@@ -73,13 +73,13 @@ class Barrier:
         """
         self._segment = segment
         self._hosts = hosts
-        self._position = position
+        self._rank = rank
         self._workers = tuple(workers)
-        self._others = [other for other in range(len(workers)) if other != position]
+        self._others = [other for other in range(len(workers)) if other != rank]
         self._policy = policy
         self._observe = observe
         self._clock = clock
-        self._arrive = futex.adder(segment.address(position))
+        self._arrive = futex.adder(segment.address(rank))
         self._slots = [
             [segment.slot(member, arrival) for member in range(len(workers))] for arrival in range(2)
         ]
@@ -105,7 +105,7 @@ class Barrier:
 
     def abort_call(self, call: CollectiveCall, error: BaseException) -> None:
         """End the view for all members: this one does not complete `call`."""
-        self._segment.abort(abort_reason(self._workers[self._position], call, error))
+        self._segment.abort(abort_reason(self._workers[self._rank], call, error))
 
     def arrive_and_compare(
         self,
@@ -156,10 +156,10 @@ class Barrier:
             return None, [blob]
         own = encode(call, len(blob))
         slots = self._slots[arrival % 2]
-        segment.control[slots[self._position] : slots[self._position] + len(own)] = own
+        segment.control[slots[self._rank] : slots[self._rank] + len(own)] = own
         if blob:
             self._send(blob, 0)
-        if self._position == 0:
+        if self._rank == 0:
             segment.publish_notice(arrival)
         self.arrive_and_wait(within or call)
         self.notice = segment.notice(arrival)
@@ -224,12 +224,12 @@ class Barrier:
         if not self._closed:
             self._closed = True
             if not self._segment.control.closed:
-                self._segment.leave(self._position)
+                self._segment.leave(self._rank)
 
     def _send(self, blob: bytes, part: int) -> None:
         """Write a part of `blob` to the mailbox that the other members read after the next arrival."""
         data = blob[part * MAILBOX : (part + 1) * MAILBOX]
-        start = self._segment.mailbox(self._position, self._arrival + 1)
+        start = self._segment.mailbox(self._rank, self._arrival + 1)
         self._segment.control[start : start + len(data)] = data
 
     def _receive(self, call: CollectiveCall, blob: bytes, lengths: Sequence[int]) -> list[bytes]:
@@ -243,11 +243,11 @@ class Barrier:
                 start = self._segment.mailbox(other, self._arrival)
                 size = min(max(lengths[other] - part * MAILBOX, 0), MAILBOX)
                 received[other].append(self._segment.control[start : start + size])
-        received[self._position] = [blob]
+        received[self._rank] = [blob]
         return [b"".join(parts) for parts in received]
 
-    def _has_arrived(self, position: int) -> bool:
-        return (self._segment.arrivals(position) - self._arrival) % (1 << 32) < _BEHIND
+    def _has_arrived(self, rank: int) -> bool:
+        return (self._segment.arrivals(rank) - self._arrival) % (1 << 32) < _BEHIND
 
     def _spin(self, end: float) -> bool:
         """Spin until `end`, yielding the core; return whether all members have arrived."""

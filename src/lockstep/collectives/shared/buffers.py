@@ -102,25 +102,25 @@ class Buffers:
         self._sizes, self._memory, self._half = sizes, memory, 0
 
     def slice_reduce(
-        self, layout: Layout, plan: ReducePlan, placement: SlicePlacement, position: int, given: Given
+        self, layout: Layout, plan: ReducePlan, placement: SlicePlacement, rank: int, given: Given
     ) -> tuple[SliceReduce, Leaves]:
         """Return this member's part in the reduce of a large total, and the total, read-only."""
 
         def make() -> tuple[SliceReduce, Leaves]:
             total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]
-            reduce = SliceReduce.of(layout, plan, placement, position, given, (total, outside))
+            reduce = SliceReduce.of(layout, plan, placement, rank, given, (total, outside))
             return reduce, layout.shaped(layout.views(total))
 
         return cached(self._sliced, (layout, given), make)
 
     def packed_reduce(
-        self, layout: Layout, plan: ReducePlan, position: int, given: Given
+        self, layout: Layout, plan: ReducePlan, rank: int, given: Given
     ) -> tuple[PackedReduce, Leaves]:
         """Return this member's part in the reduce of a small total, and the total, read-only."""
 
         def make() -> tuple[PackedReduce, Leaves]:
             total, half = allocate(layout.size), self._sizes.total + self._half * (self._sizes.outside // 2)
-            reduce = PackedReduce.of(layout, plan, position, given, (total, self._memory[half:]))
+            reduce = PackedReduce.of(layout, plan, rank, given, (total, self._memory[half:]))
             return reduce, layout.shaped(layout.views(total))
 
         return cached(self._packed, (layout, given, self._half), make)

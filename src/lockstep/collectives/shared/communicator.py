@@ -33,7 +33,7 @@ class SharedCommunicator:
         self,
         segment: ControlSegment,
         buffers: Buffers,
-        position: int,
+        rank: int,
         plan: ReducePlan,
         policy: WaitPolicy | None = None,
         observe: WaitObserver | None = None,
@@ -43,10 +43,10 @@ class SharedCommunicator:
             raise InternalError(
                 f"a control segment for {segment.members} members, but a plan for {plan.members}"
             )
-        self._position = position
+        self._rank = rank
         self._plan = plan
         self._barrier = Barrier(
-            segment, position, plan.workers, policy or WaitPolicy(), observe, clock or SystemClock()
+            segment, rank, plan.workers, policy or WaitPolicy(), observe, clock or SystemClock()
         )
         self._buffers = buffers
         self._has_room = False
@@ -56,7 +56,7 @@ class SharedCommunicator:
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas; see `Communicator`."""
         check_length(check)
-        layout = common_layout(self._plan, self._position, partials)
+        layout = common_layout(self._plan, self._rank, partials)
         call = CollectiveCall("reduce", what, check, layout=layout.digest)
         with self._barrier.during(call), np.errstate(all="ignore"):
             if layout.size <= SMALL:
@@ -68,7 +68,7 @@ class SharedCommunicator:
         if not self._fits(needed):
             self._barrier.arrive_and_compare(call, describe=layout.describe)
             self._grow(call, needed)
-        reduce, total = self._buffers.packed_reduce(layout, self._plan, self._position, tuple(partials))
+        reduce, total = self._buffers.packed_reduce(layout, self._plan, self._rank, tuple(partials))
         reduce.publish({span: flat(leaves) for span, leaves in partials.items()}, self._adder)
         self._barrier.arrive_and_compare(call, describe=layout.describe)
         self._buffers.switch_halves()
@@ -82,7 +82,7 @@ class SharedCommunicator:
         if not self._fits(needed):
             self._grow(call, needed)
         spans = tuple(partials)
-        reduce, total = self._buffers.slice_reduce(layout, self._plan, placement, self._position, spans)
+        reduce, total = self._buffers.slice_reduce(layout, self._plan, placement, self._rank, spans)
         own = {span: flat(leaves) for span, leaves in partials.items()}
         reduce.publish(own, self._adder)
         self._barrier.arrive_and_wait(call)
@@ -108,7 +108,7 @@ class SharedCommunicator:
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at `root`; see `Communicator`."""
-        sent = blob_to_send(blob, is_root=self._position == root)
+        sent = blob_to_send(blob, is_root=self._rank == root)
         call = CollectiveCall("broadcast", what, root=root)
         with self._barrier.during(call):
             return self._barrier.arrive_and_compare(call, sent)[root]
@@ -128,12 +128,12 @@ class SharedCommunicator:
             needed = Sizes(0, int(stops[-1, -1]))
             if needed.outside and not self._fits(needed):
                 self._grow(call, needed)
-            memory, position = self._buffers.parts(needed.outside), self._position
-            for stop, size, part in zip(stops[position], own, parts, strict=True):
+            memory, rank = self._buffers.parts(needed.outside), self._rank
+            for stop, size, part in zip(stops[rank], own, parts, strict=True):
                 if part:
                     np.concatenate(part, out=memory[stop - size : stop])
             self._barrier.arrive_and_wait(call)
-            columns = zip(stops[:, position], sizes[:, position], strict=True)
+            columns = zip(stops[:, rank], sizes[:, rank], strict=True)
             received = [joined([memory[stop - size : stop]]) for stop, size in columns]
             self._barrier.arrive_and_wait(call)
             return received
@@ -166,7 +166,7 @@ class SharedCommunicator:
                 CollectiveCall("sizes", call.what), self._buffers.enlarged(needed).encode()
             )
         )
-        self._on_all_members(call, lambda: self._buffers.grow(sizes) if self._position == 0 else None)
+        self._on_all_members(call, lambda: self._buffers.grow(sizes) if self._rank == 0 else None)
         self._buffers.use(sizes, self._on_all_members(call, lambda: self._buffers.map(sizes)))
         self._has_room = True
 

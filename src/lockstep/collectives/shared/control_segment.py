@@ -104,22 +104,22 @@ class ControlSegment:
         os.set_inheritable(fd, False)
         return cls(fd, members, mmap.mmap(fd, control_size(members)))
 
-    def address(self, position: int) -> int:
+    def address(self, rank: int) -> int:
         """Return the address of the word that counts a member's arrivals."""
-        return self._address + _ARRIVALS + position * _LINE
+        return self._address + _ARRIVALS + rank * _LINE
 
-    def arrivals(self, position: int) -> int:
+    def arrivals(self, rank: int) -> int:
         """Return how often a member has arrived, modulo 2**32."""
-        return self._words[(_ARRIVALS + position * _LINE) // 4]
+        return self._words[(_ARRIVALS + rank * _LINE) // 4]
 
-    def has_left(self, position: int) -> bool:
+    def has_left(self, rank: int) -> bool:
         """Whether a member has announced that it makes no more calls."""
-        return self._words[(_ARRIVALS + position * _LINE) // 4 + 1] != 0
+        return self._words[(_ARRIVALS + rank * _LINE) // 4 + 1] != 0
 
-    def leave(self, position: int) -> None:
+    def leave(self, rank: int) -> None:
         """Announce that a member makes no more calls."""
-        self._words[(_ARRIVALS + position * _LINE) // 4 + 1] = 1
-        futex.wake(self.address(position))
+        self._words[(_ARRIVALS + rank * _LINE) // 4 + 1] = 1
+        futex.wake(self.address(rank))
 
     def post_notice(self, notice: int) -> None:
         """Set the notice; all members see it from the same call on. Does nothing once closed."""
@@ -155,23 +155,23 @@ class ControlSegment:
         """Block until the next `permit` or `abort`, for at most `seconds`."""
         futex.wait(self._address + _ABORT, 0, seconds)
 
-    def post_missing(self, position: int, hosts: int) -> None:
+    def post_missing(self, rank: int, hosts: int) -> None:
         """Announce for which other hosts a member waits: bit `h` stands for host `h`."""
-        start = _ARRIVALS + position * _LINE + _MISSING
+        start = _ARRIVALS + rank * _LINE + _MISSING
         self.control[start : start + _MISSING_SIZE] = hosts.to_bytes(_MISSING_SIZE, "little")
 
-    def missing(self, position: int) -> int:
+    def missing(self, rank: int) -> int:
         """Return for which other hosts a member waits; 0 if it does not."""
-        start = _ARRIVALS + position * _LINE + _MISSING
+        start = _ARRIVALS + rank * _LINE + _MISSING
         return int.from_bytes(self.control[start : start + _MISSING_SIZE], "little")
 
-    def slot(self, position: int, arrival: int) -> int:
+    def slot(self, rank: int, arrival: int) -> int:
         """Return the offset in `control` of a member's slot for an arrival."""
-        return _slots(self.members) + (2 * position + arrival % 2) * SLOT
+        return _slots(self.members) + (2 * rank + arrival % 2) * SLOT
 
-    def mailbox(self, position: int, arrival: int) -> int:
+    def mailbox(self, rank: int, arrival: int) -> int:
         """Return the offset in `control` of a member's mailbox for an arrival."""
-        return _mailboxes(self.members) + (2 * position + arrival % 2) * MAILBOX
+        return _mailboxes(self.members) + (2 * rank + arrival % 2) * MAILBOX
 
     def abort(self, reason: str) -> None:
         """End the view: members that wait, or call later, raise `PeerLostError(reason)`.
@@ -187,8 +187,8 @@ class ControlSegment:
                 self.control[_REASON : _REASON + len(text)] = text
                 self._words[_REASON_LENGTH // 4] = len(text)
                 futex.adder(self._address + _ABORT)()
-        for position in range(self.members):
-            futex.wake(self.address(position))
+        for rank in range(self.members):
+            futex.wake(self.address(rank))
 
     def reason(self) -> str | None:
         """Return why the view was aborted, or None if it was not."""

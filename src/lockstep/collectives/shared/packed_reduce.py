@@ -86,16 +86,16 @@ class PackedReduce:
         cls,
         layout: Layout,
         plan: ReducePlan,
-        position: int,
+        rank: int,
         given: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of the member at `position`, which passes partials over the spans `given`.
+        """Plan the part of the member at `rank`, which passes partials over the spans `given`.
 
         Args:
             layout: of every partial.
             plan: of the view.
-            position: of this member.
+            rank: of this member.
             given: the spans of its partials.
             memory: this member's private memory for the total, and the shared memory for packed partials.
         """
@@ -110,7 +110,7 @@ class PackedReduce:
             for span in given
         }
         local_sums = []
-        for span, local_sum in zip(plan.published[position], plan.local_sums(position, given), strict=True):
+        for span, local_sum in zip(plan.published[rank], plan.local_sums(rank, given), strict=True):
             if local_sum.steps:
                 local_sums += stretch_sums(local_sum, own, published[span])
         everything = stretch_sums(Sum.of(plan.whole, spans), published, packed(layout, total))

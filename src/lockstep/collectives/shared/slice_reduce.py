@@ -52,11 +52,11 @@ class SlicePlacement:
         inside: list[Span | None] = []
         outside: dict[tuple[int, Span], int] = {}
         end = 0
-        for position, (start, stop) in enumerate(bounds):
-            first, *others = plan.foreign(position) or (None,)
+        for rank, (start, stop) in enumerate(bounds):
+            first, *others = plan.foreign(rank) or (None,)
             inside.append(first)
             for span in others:
-                outside[position, span] = end
+                outside[rank, span] = end
                 end += stop - start
         return cls(bounds, tuple(inside), outside, end)
 
@@ -93,17 +93,17 @@ class SliceReduce:
         layout: Layout,
         plan: ReducePlan,
         placement: SlicePlacement,
-        position: int,
+        rank: int,
         given: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of the member at `position`, which passes partials over the spans `given`.
+        """Plan the part of the member at `rank`, which passes partials over the spans `given`.
 
         Args:
             layout: of every partial.
             plan: of the view.
             placement: of the slices.
-            position: of this member.
+            rank: of this member.
             given: the spans of its partials.
             memory: the memory of the total, and the memory of the places outside it.
         """
@@ -124,17 +124,15 @@ class SliceReduce:
 
         local_sums = []
         for other in range(plan.members):
-            if other != position:
+            if other != rank:
                 pieces = layout.pieces(*placement.bounds[other])
-                for span, local_sum in zip(
-                    plan.published[position], plan.local_sums(position, given), strict=True
-                ):
+                for span, local_sum in zip(plan.published[rank], plan.local_sums(rank, given), strict=True):
                     own = (None,) * len(local_sum.operands)
                     for piece, out in zip(pieces, place(other, span, pieces), strict=True):
                         local_sums.append(PieceSum(local_sum, piece, own, out))
-        pieces = layout.pieces(*placement.bounds[position])
-        everything = plan.total(position, given)
-        foreign = {span: place(position, span, pieces) for span in plan.foreign(position)}
+        pieces = layout.pieces(*placement.bounds[rank])
+        everything = plan.total(rank, given)
+        foreign = {span: place(rank, span, pieces) for span in plan.foreign(rank)}
         totals = []
         for index, piece in enumerate(pieces):
             operands = tuple(
