@@ -18,6 +18,7 @@ from lockstep.agent.agent import Agent
 from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import LocalOutput
+from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability import events as run_events
@@ -90,26 +91,16 @@ def nothing() -> Attachment:
     return Attachment(os.open(os.devnull, os.O_RDONLY))
 
 
-class FakeExchange:
+class FakeExchange(ControlSegment):
     """An exchange whose abort ends all workers."""
 
-    def __init__(self, members: int, aborts: list[str], workers: list[FakeHandle]) -> None:
-        self.control = nothing()
-        self._aborts, self._workers = aborts, workers
-
-    def post_notice(self, notice: int) -> None:
-        pass
-
-    def permit(self, until: float) -> None:
-        pass
+    aborts: list[str]
+    workers: list[FakeHandle]
 
     def abort(self, reason: str) -> None:
-        self._aborts.append(reason)
-        for worker in self._workers:
+        self.aborts.append(reason)
+        for worker in self.workers:
             worker.end(1)
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
@@ -139,7 +130,9 @@ class Stage:
         to_agent, to_coordinator = self.connect()
 
         def open_exchange(members: int) -> FakeExchange:
-            return FakeExchange(members, aborts, launcher.started)
+            exchange = FakeExchange.create(members)
+            exchange.aborts, exchange.workers = aborts, launcher.started
+            return exchange
 
         out, err = self.folder / "out", self.folder / "err"
         with out.open("wb", 0) as stdout, err.open("wb", 0) as stderr:

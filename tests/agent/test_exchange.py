@@ -1,14 +1,10 @@
-"""The contract of each exchange with the agent that opens it and with its members."""
+"""The exchange between the agent that opens it and the members that enter it by a message."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from lockstep.agent.exchange import HostExchange, open_shared
 from lockstep.collectives.contract import Communicator
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
@@ -20,33 +16,13 @@ from lockstep.protocol.worker import EnterView, SharedMemoryEndpoint
 from lockstep.topology import View, place
 from lockstep.transport.packet_channel import PacketDecoder, encode
 
-Enter = Callable[[Any, View, int], Communicator]
-Kind = tuple[Callable[[int], HostExchange], Enter]
 
-
-class FakeExchange:
-    """An exchange between threads, without shared memory."""
-
-    def __init__(self, members: int) -> None:
-        self._hub = Hub(ReducePlan.of(place(members, tuple(range(members)))))
-        self.control = Attachment.missing()
-        self.post_notice = self._hub.post_notice
-        self.abort = self._hub.abort
-
-    def permit(self, until: float) -> None:
-        """Do nothing: its members are on one host."""
-
-    def close(self) -> None:
-        pass
-
-    def enter(self, view: View, position: int) -> Communicator:
-        return self._hub.member(position)
-
-
-def enter_shared(exchange: HostExchange, view: View, position: int) -> Communicator:
+def enter(exchange: ControlSegment, view: View, position: int) -> Communicator:
     """Enter as a worker does, with an endpoint from a message."""
     attachments: list[Attachment] = []
-    packet = encode(EnterView(1, view.hosts, SharedMemoryEndpoint(exchange.control)), attachments)
+    packet = encode(
+        EnterView(1, view.hosts, SharedMemoryEndpoint(Attachment.copy_of(exchange.fd))), attachments
+    )
     own = [Attachment.copy_of(attachment.descriptor) for attachment in attachments]
     decoder: PacketDecoder[EnterView] = PacketDecoder(EnterView)
     segment = ControlSegment.attach(decoder.decode(packet, own).endpoint.control.take())
@@ -54,45 +30,30 @@ def enter_shared(exchange: HostExchange, view: View, position: int) -> Communica
     return SharedCommunicator(segment, buffers, position, ReducePlan.of(view))
 
 
-def enter_fake(exchange: Any, view: View, position: int) -> Communicator:
-    member: Communicator = exchange.enter(view, position)
-    return member
-
-
-@pytest.fixture(params=[(open_shared, enter_shared), (FakeExchange, enter_fake)], ids=["shared", "fake"])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
-
-
-def opened(kind: Kind) -> tuple[HostExchange, list[Communicator]]:
+def opened() -> tuple[ControlSegment, list[Communicator]]:
     view = place(2, (0, 1))
-    exchange = kind[0](2)
-    return exchange, [kind[1](exchange, view, position) for position in (0, 1)]
+    exchange = ControlSegment.create(2)
+    return exchange, [enter(exchange, view, position) for position in (0, 1)]
 
 
-def test_an_endpoint_connects_the_members(kind: Kind) -> None:
-    exchange, members = opened(kind)
+def test_an_endpoint_connects_the_members() -> None:
+    exchange, members = opened()
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda at: members[at].gather(b"%d" % at), (0, 1)))
     assert results == [[b"0", b"1"], [b"0", b"1"]]
     exchange.close()
 
 
-def test_a_notice_reaches_all_members_in_the_same_call(
-    kind: Kind,
-) -> None:
-    exchange, members = opened(kind)
+def test_a_notice_reaches_all_members_in_the_same_call() -> None:
+    exchange, members = opened()
     exchange.post_notice(2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda member: member.barrier(), members))
     assert [member.notice for member in members] == [2, 2]
 
 
-def test_an_abort_ends_the_current_and_all_later_calls(
-    kind: Kind,
-) -> None:
-    exchange, members = opened(kind)
+def test_an_abort_ends_the_current_and_all_later_calls() -> None:
+    exchange, members = opened()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(members[0].barrier)
         exchange.abort("worker 1 is lost")
@@ -102,10 +63,8 @@ def test_an_abort_ends_the_current_and_all_later_calls(
         members[1].barrier()
 
 
-def test_members_exchange_after_the_agent_has_closed_its_end(
-    kind: Kind,
-) -> None:
-    exchange, members = opened(kind)
+def test_members_exchange_after_the_agent_has_closed_its_end() -> None:
+    exchange, members = opened()
     exchange.close()
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda member: member.gather(b"x"), members)) == [[b"x", b"x"]] * 2

@@ -11,6 +11,7 @@ import pytest
 from lockstep.agent.agent import Agent
 from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.worker_handle import WorkerHandle
+from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import (
     HostReport,
@@ -41,19 +42,15 @@ class Host:
         nothing: Any = SimpleNamespace(
             start=lambda *_, **__: WorkerHandle(0, 0, handle, None, (), folder / "stack"),
             waits=lambda worker: False,
-            post_notice=lambda notice: None,
             prepare=lambda: None,
-            permit=lambda until: None,
-            abort=lambda reason: None,
             reap=lambda owned: None,
             end=lambda grace: (),
             close=lambda: None,
-            control=Attachment.missing(),
         )
         pool = Attachment.missing()
         meter = LoadMeter()
         self.agent = Agent(
-            *("a", theirs, loop, nothing, lambda members: nothing, pool, nothing, nothing, meter),
+            *("a", theirs, loop, nothing, ControlSegment.create, pool, nothing, nothing, meter),
             host=2,
             name="node3",
         )

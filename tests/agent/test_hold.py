@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.host_load import LoadMeter
+from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import KeepAlive, StartView
 from lockstep.protocol.worker import HostMembers
@@ -17,26 +18,14 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
 
 
-class NotedExchange:
-    """An exchange that notes until when calls may end."""
+class NotedExchange(ControlSegment):
+    """An exchange that notes until when its calls may end."""
 
-    def __init__(self) -> None:
-        self.control = Attachment.missing()
-        self.permitted: list[float] = []
-        self.closed = False
-
-    def post_notice(self, notice: int) -> None:
-        pass
+    permitted: list[float]
 
     def permit(self, until: float) -> None:
-        assert not self.closed
-        self.permitted.append(until)
-
-    def abort(self, reason: str) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
+        assert not self.control.closed
+        self.permitted = [*getattr(self, "permitted", ()), until]
 
 
 class Host:
@@ -63,7 +52,7 @@ class Host:
         )
 
     def _open(self, members: int) -> NotedExchange:
-        self.exchanges.append(NotedExchange())
+        self.exchanges.append(NotedExchange.create(members))
         return self.exchanges[-1]
 
     def hear(self, *messages: Any) -> None:
@@ -74,7 +63,8 @@ class Host:
 
     @property
     def permitted(self) -> list[list[float]]:
-        return [exchange.permitted for exchange in self.exchanges]
+        # The first is that of a new exchange.
+        return [exchange.permitted[1:] for exchange in self.exchanges]
 
 
 @pytest.fixture

@@ -32,13 +32,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lockstep.agent.exchange import HostExchange, OpenExchange
 from lockstep.agent.held_states import HeldStates
 from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import StackDump, WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
+from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.errors import LockstepError
 from lockstep.observability.events import (
     MessageMisunderstood,
@@ -118,7 +118,7 @@ class Agent:
         coordinator: the channel to the job's coordinator.
         loop: serves this agent.
         starter: starts workers.
-        open_exchange: opens the exchange of a view.
+        open_exchange: opens the exchange of a view for the number of its members on this host.
         pool: the memory for partials and totals.
         output: takes the output of workers.
         descendants: the processes of the job on this host.
@@ -140,7 +140,7 @@ class Agent:
     coordinator: Channel[HostReport, Instruction]
     loop: EventLoop
     starter: Starter
-    open_exchange: OpenExchange
+    open_exchange: Callable[[int], ControlSegment]
     pool: Attachment
     output: WorkerOutput
     descendants: Descendants
@@ -160,7 +160,8 @@ class Agent:
     _waits_at: int | None = None
     _broken_view: int = 0
     _view: StartView = field(default_factory=lambda: StartView(0, ()))
-    _exchange: HostExchange | None = None
+    _exchange: ControlSegment | None = None
+    _control: Attachment = field(default_factory=Attachment.missing)
     _stacks: list[StackDump] = field(default_factory=list)
     _permitted: float = field(init=False)
     _connected: list[tuple[int, PeerConnected]] = field(default_factory=list)
@@ -317,13 +318,14 @@ class Agent:
         here = next((host.workers for host in view.hosts if host.host == self.host), ())
         try:
             exchange = self.open_exchange(len(here)) if here else None
+            control = Attachment.missing() if exchange is None else Attachment.copy_of(exchange.fd)
         except (LockstepError, OSError) as error:
             self._tell(ViewRefused(view.number, str(error)))
             return
         if exchange is not None:
             exchange.permit(self._permitted)
         before, old = self._view.workers, self._exchange
-        self._view, self._exchange = view, exchange
+        self._view, self._exchange, self._control = view, exchange, control
         self._connected = []
         for worker in here:
             if worker in self._workers:
@@ -343,8 +345,7 @@ class Agent:
         self._tell(EventReport(WorkerConnectedLate(self.name, address, view)))
 
     def _let_in(self, worker: WorkerHandle, *, joins: bool = False) -> None:
-        assert self._exchange is not None
-        view, control = self._view, self._exchange.control
+        view, control = self._view, self._control
         hosts = tuple(host.workers for host in view.hosts)
         endpoint: Endpoint = SharedMemoryEndpoint(control)
         if view.networked:

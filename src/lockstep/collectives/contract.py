@@ -1,6 +1,6 @@
 """What every communicator promises: collective calls between the workers of one view."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -31,11 +31,8 @@ class PeerWait:
     seconds: float
 
 
-class WaitObserver(Protocol):
-    """Receives a report every few seconds while a member waits for others."""
-
-    def __call__(self, wait: PeerWait) -> None:
-        """Handle one report; called on the waiting thread, must not block."""
+WaitObserver = Callable[[PeerWait], None]
+"""Called on the waiting thread every few seconds while a member waits for others; must not block."""
 
 
 @dataclass

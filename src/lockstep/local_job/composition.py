@@ -6,11 +6,11 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from lockstep.agent.agent import Agent
-from lockstep.agent.exchange import open_shared
 from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_output import WorkerOutput
+from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
@@ -85,7 +85,7 @@ def start_agent(
         coordinator=coordinator,
         loop=loop,
         starter=local.starter,
-        open_exchange=open_shared,
+        open_exchange=ControlSegment.create,
         pool=Attachment(SharedPool.create().fd),
         output=local.output,
         descendants=local.descendants,

@@ -13,7 +13,7 @@ measured only while it has a subscriber, and stays in its worker.
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lockstep.observability.events import Event
 from lockstep.system.clock import Clock
@@ -34,11 +34,8 @@ class PublishedEvent(NamedTuple):
     event: Event
 
 
-class Subscriber(Protocol):
-    """Receives events, on any thread."""
-
-    def __call__(self, published: PublishedEvent, /) -> None:
-        """Process one event; must not block."""
+Subscriber = Callable[[PublishedEvent], None]
+"""Processes an event, on any thread; must not block."""
 
 
 class Bus:

@@ -1,8 +1,7 @@
 """How much memory this process may still allocate, to check before it does."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 from lockstep.system.cgroups import groups, read
 
@@ -13,11 +12,8 @@ _FILES = (
 """For versions 2 and 1: the files of the limit and the usage, and the reclaimable part in `memory.stat`."""
 
 
-class Available(Protocol):
-    """Returns how much memory may be allocated."""
-
-    def __call__(self) -> int:
-        """Return the number of bytes."""
+Available = Callable[[], int]
+"""Returns how many bytes of memory may be allocated."""
 
 
 def available_memory() -> int:
