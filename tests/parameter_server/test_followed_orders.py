@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError, DisagreementError
 from lockstep.keras.parameter_server.followed_orders import Answered, Attempt, FollowedOrders, Gradients
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Servers
-from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
+from lockstep.parameter_server.order import OrderWriter, Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, place_variables
 from lockstep.protocol.parameter_server import Assigned, Done, Pull
 
@@ -47,7 +47,7 @@ class Noted(OrderWriter):
         super().__init__(None)
         self.records: list[Record] = []
 
-    def add(self, kind: Kind, worker: int, step: int, part: int = 0) -> None:
+    def add(self, kind: RecordKind, worker: int, step: int, part: int = 0) -> None:
         self.records.append(Record(kind, worker, step, part))
 
 
@@ -90,7 +90,7 @@ class Simulation:
             elif worker not in self.work:
                 if self.waiting:
                     self.work[worker] = Running(self.waiting.pop(0))
-                    self.chief.append(Record(Kind.ASSIGN, worker, self.work[worker].step))
+                    self.chief.append(Record(RecordKind.ASSIGN, worker, self.work[worker].step))
             else:
                 self.advance(worker, self.work[worker], applied)
 
@@ -99,7 +99,7 @@ class Simulation:
         if missing:
             server = self.random.choice(missing)
             own.pulled[server] = self.values[server].copy()
-            self.orders[server].append(Record(Kind.PULL, worker, own.step, own.part))
+            self.orders[server].append(Record(RecordKind.PULL, worker, own.step, own.part))
             return
         pulled = [own.pulled[server] for server in range(len(self.values))]
         self.seen[worker, own.step] = np.concatenate(pulled)
@@ -115,7 +115,7 @@ class Simulation:
                 applied.add((server, own.step, own.part))
                 gradient = self.shards[server].part_of(gradient_of(own.step, own.part, pulled))
                 self.values[server] = updated(self.values[server], gradient)
-                self.orders[server].append(Record(Kind.PUSH, worker, own.step, own.part))
+                self.orders[server].append(Record(RecordKind.PUSH, worker, own.step, own.part))
             return
         if parts == 1:
             self.complete(worker)
@@ -123,7 +123,7 @@ class Simulation:
             own.part, own.pulled, own.pushed = own.part + 1, {}, set()
 
     def complete(self, worker: int) -> None:
-        self.chief.append(Record(Kind.DONE, worker, self.work.pop(worker).step))
+        self.chief.append(Record(RecordKind.DONE, worker, self.work.pop(worker).step))
 
 
 class Workers:
@@ -176,14 +176,14 @@ def test_the_orders_of_a_run_are_followed(seed: int) -> None:
     run = Simulation(seed, chosen.choice((1, 2, 4)), chosen.randint(1, 5), chosen.randint(1, 40), seed % 4)
     orders, vectors, writers, workers = followed(run)
     for turn in run.chief:
-        if turn.kind is Kind.ASSIGN:
+        if turn.kind is RecordKind.ASSIGN:
             orders.assign(turn.worker, assigned(turn.step), ())
         else:
             told: Any = orders.done(turn.worker, turn.step).message
             assert told.step == turn.step
             assert np.array_equal(workers.seen[turn.worker, turn.step], run.seen[turn.worker, turn.step])
     orders.servers.end_call()
-    assert workers.completed_steps == [turn.step for turn in run.chief if turn.kind is Kind.DONE]
+    assert workers.completed_steps == [turn.step for turn in run.chief if turn.kind is RecordKind.DONE]
     for vector, value in zip(vectors, run.values, strict=True):
         assert vector.value.tobytes() == value.tobytes()
     assert [writer.records[:-1] for writer in writers] == run.orders
@@ -195,7 +195,7 @@ def test_a_step_that_the_recorded_run_has_not_computed_is_refused() -> None:
     with pytest.raises(ConfigError, match="the chief has not assigned step 8 to worker 1"):
         orders.done(1, 7)
     for turn in run.chief:
-        if turn.kind is Kind.ASSIGN:
+        if turn.kind is RecordKind.ASSIGN:
             orders.assign(turn.worker, assigned(turn.step), ())
         else:
             orders.done(turn.worker, turn.step)

@@ -12,7 +12,14 @@ import pytest
 from lockstep.errors import PeerLostError, PeerStuckError
 from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.function_dispatcher import MAX_WAITING, FunctionDispatcher, combined
-from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record, RecordedOrder, read_order
+from lockstep.parameter_server.order import (
+    OrderFile,
+    OrderWriter,
+    Record,
+    RecordedOrder,
+    RecordKind,
+    read_order,
+)
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import (
     Assigned,
@@ -73,7 +80,7 @@ def make() -> Iterator[Make]:
             lost: Callable[[], frozenset[int]] = frozenset,
         ) -> FunctionDispatcher:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
-            writer.add(Kind.CALL, 0, 1)
+            writer.add(RecordKind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
             dispatcher = FunctionDispatcher(
                 DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout, lost=lost)
@@ -340,7 +347,7 @@ def test_a_worker_that_joins_learns_what_calls_have_found_since(
     dispatcher._writer.end()
     dispatcher.close()
     order = read_order(path, 1)
-    assert order == [Record(Kind.JOINED, 1, 5), Record(Kind.ASSIGN, 1, 0)]
+    assert order == [Record(RecordKind.JOINED, 1, 5), Record(RecordKind.ASSIGN, 1, 0)]
     assert "functions 1: worker 5 takes the place of worker 1" in capfd.readouterr().err
 
     again = make(tmp_path / "again", order)
@@ -380,7 +387,10 @@ def test_a_worker_that_has_joined_before_is_in_the_order_of_the_functions(
     one.close()
     dispatcher._writer.end()
     dispatcher.close()
-    assert read_order(tmp_path / "order", 1) == [Record(Kind.JOINED, 1, 5), Record(Kind.ASSIGN, 1, 0)]
+    assert read_order(tmp_path / "order", 1) == [
+        Record(RecordKind.JOINED, 1, 5),
+        Record(RecordKind.ASSIGN, 1, 0),
+    ]
 
 
 def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, connect: Any) -> None:

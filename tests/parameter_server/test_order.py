@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.parameter_server.order import (
-    Kind,
     OrderedArrivals,
     OrderFile,
     OrderWriter,
     ReceivedOrders,
     Record,
     RecordedOrder,
+    RecordKind,
     read_order,
 )
 
 RECORD_BYTES = 8
 
-kinds = st.sampled_from([kind for kind in Kind if kind not in (Kind.CALL, Kind.TAKEN)])
+kinds = st.sampled_from([kind for kind in RecordKind if kind not in (RecordKind.CALL, RecordKind.TAKEN)])
 records = st.builds(
     Record, kinds, st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**8 - 1)
 )
@@ -39,14 +39,14 @@ class Noted(OrderWriter):
         super().__init__(None)
         self.records: list[Record] = []
 
-    def add(self, kind: Kind, worker: int, step: int, part: int = 0) -> None:
+    def add(self, kind: RecordKind, worker: int, step: int, part: int = 0) -> None:
         self.records.append(Record(kind, worker, step, part))
 
 
 def write(path: Path, calls: dict[int, Sequence[Record]]) -> None:
     writer = OrderWriter(OrderFile(path).write)
     for call, order in calls.items():
-        writer.add(Kind.CALL, 0, call)
+        writer.add(RecordKind.CALL, 0, call)
         for record in order:
             writer.add(*record)
         writer.end()
@@ -59,7 +59,7 @@ def in_turn(workers: Sequence[int]) -> list[Record]:
     made = []
     for worker in workers:
         step, push = divmod(counts[worker], 2)
-        made.append(Record(Kind.PUSH if push else Kind.PULL, worker, step))
+        made.append(Record(RecordKind.PUSH if push else RecordKind.PULL, worker, step))
         counts[worker] += 1
     return made
 
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 def test_a_disk_without_room_does_not_end_the_training(capfd: pytest.CaptureFixture[str]) -> None:
     writer = OrderWriter(OrderFile(Path("/dev/full")).write)
     for step in range(10**4):
-        writer.add(Kind.PULL, 1, step)
+        writer.add(RecordKind.PULL, 1, step)
     writer.close()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith("(No space left on device): lockstep rerun cannot repeat this run")
@@ -133,7 +133,7 @@ def test_an_order_that_arrives_in_parts_is_read_as_it_was_written(
     folder = tmp_path_factory.mktemp("orders")
     parts: list[bytes] = []
     writer = OrderWriter(parts.append)
-    writer.add(Kind.CALL, 0, 1)
+    writer.add(RecordKind.CALL, 0, 1)
     for number, record in enumerate(order):
         writer.add(*record)
         if number % size == 0:
@@ -156,21 +156,21 @@ def test_what_a_lost_server_processed_without_an_answer_counts_once(
     repeated = {
         worker: known[position]
         for worker, position in last.items()
-        if worker in again and known[position].kind is Kind.PULL
+        if worker in again and known[position].kind is RecordKind.PULL
     }
     order = data.draw(st.permutations(list(repeated.values())))
     left = [
         record for k, record in enumerate(known) if record.worker not in repeated or k != last[record.worker]
     ]
-    later = [Record(Kind.PULL, worker, 100) for worker in range(1, 5)]
+    later = [Record(RecordKind.PULL, worker, 100) for worker in range(1, 5)]
     path = tmp_path_factory.mktemp("order") / "ps-0"
     # The lost server wrote a part of its order.
     writer = OrderWriter(OrderFile(path).write)
-    writer.add(Kind.CALL, 0, 7)
+    writer.add(RecordKind.CALL, 0, 7)
     for record in known[: len(known) // 2]:
         writer.add(*record)
     writer.close()
-    write(path, {7: [*known, Record(Kind.TAKEN, 0, 0), *order, *later]})
+    write(path, {7: [*known, Record(RecordKind.TAKEN, 0, 0), *order, *later]})
     assert read_order(path, 7) == [*left, *order, *later]
 
 
@@ -179,7 +179,7 @@ def test_a_call_of_which_a_part_is_lost_is_refused_and_the_next_one_is_read(tmp_
     for call in (1, 2):
         parts: list[bytes] = []
         writer = OrderWriter(parts.append)
-        for record in (Record(Kind.CALL, 0, call), *in_turn([1, 2])):
+        for record in (Record(RecordKind.CALL, 0, call), *in_turn([1, 2])):
             writer.add(*record)
             writer.close()
         writer.end()
@@ -199,7 +199,7 @@ def test_only_orders_of_tasks_are_received(tmp_path: Path, name: str) -> None:
 
 def test_a_writer_without_a_file_writes_nothing(tmp_path: Path) -> None:
     writer = OrderWriter(None)
-    writer.add(Kind.CALL, 0, 1)
+    writer.add(RecordKind.CALL, 0, 1)
     writer.close()
     assert not list(tmp_path.iterdir())
 
@@ -284,7 +284,13 @@ def test_what_the_recorded_process_never_processed_is_ignored_at_once(
     recorded, arriving = map(in_turn, orders)
     unknown = list[Record]()
     for place, kind in strange:
-        unknown.append(Record([Kind.PULL, Kind.PUSH, Kind.READ, Kind.DONE][kind], 1, 1000 + len(unknown)))
+        unknown.append(
+            Record(
+                [RecordKind.PULL, RecordKind.PUSH, RecordKind.READ, RecordKind.DONE][kind],
+                1,
+                1000 + len(unknown),
+            )
+        )
         arriving.insert(min(place, len(arriving)), unknown[-1])
 
     def check(count: int, processed: list[Record], arrivals: OrderedArrivals) -> None:
@@ -307,7 +313,7 @@ def test_awaited_names_the_arrival_that_others_wait_for() -> None:
 
 def test_an_arrival_that_is_recorded_twice_is_processed_at_both_turns() -> None:
     """The chief may read twice between two steps; it waits for each answer."""
-    read, push = Record(Kind.READ, 0, 1), Record(Kind.PUSH, 1, 1)
+    read, push = Record(RecordKind.READ, 0, 1), Record(RecordKind.PUSH, 1, 1)
     seen = list[str]()
     arrivals = OrderedArrivals(Noted(), RecordedOrder([read, push, read]))
     arrivals.arrive(read, lambda: seen.append("first"), pytest.fail)
@@ -321,7 +327,7 @@ def test_following_writes_the_order_that_it_follows(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     write(old, {1: in_turn([1, 2, 3, 1, 2])})
     writer = OrderWriter(OrderFile(new).write)
-    writer.add(Kind.CALL, 0, 1)
+    writer.add(RecordKind.CALL, 0, 1)
     arrivals = OrderedArrivals(writer, RecordedOrder(read_order(old, 1)))
     for record in in_turn([3, 2, 2, 1, 1]):
         arrivals.arrive(record, lambda: None, pytest.fail)
@@ -337,4 +343,4 @@ def test_the_last_turn_is_followed_by_none() -> None:
         assert order.has(record)
         order.advance()
     assert order.awaited() is None
-    assert not order.has(Record(Kind.PUSH, 3, 0))
+    assert not order.has(Record(RecordKind.PUSH, 3, 0))

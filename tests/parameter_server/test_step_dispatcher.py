@@ -12,7 +12,14 @@ import pytest
 from lockstep.errors import PeerLostError, PeerStuckError
 from lockstep.keras.parameter_server.dispatcher import DispatchedCall
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
-from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record, RecordedOrder, read_order
+from lockstep.parameter_server.order import (
+    OrderFile,
+    OrderWriter,
+    Record,
+    RecordedOrder,
+    RecordKind,
+    read_order,
+)
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import (
     Assigned,
@@ -74,7 +81,7 @@ def make() -> Iterator[Make]:
             lost: Callable[[], frozenset[int]] = frozenset,
         ) -> StepDispatcher:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
-            writer.add(Kind.CALL, 0, 1)
+            writer.add(RecordKind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
             coordinator = StepDispatcher(
                 DispatchedCall(TASKS, "fit 1", max_staleness, writer, order, timeout, lost=lost)
@@ -393,15 +400,15 @@ def test_the_order_of_assignments_and_completions_is_recorded(make: Make, enter:
     coordinator._writer.end()
     coordinator.close()
     assert read_order(path, 1) == [
-        *(Record(Kind.ASSIGN, 1, 0), Record(Kind.ASSIGN, 2, 1), Record(Kind.DONE, 2, 1)),
-        *(Record(Kind.ASSIGN, 2, 2), Record(Kind.DONE, 2, 2), Record(Kind.ASSIGN, 2, 0)),
+        *(Record(RecordKind.ASSIGN, 1, 0), Record(RecordKind.ASSIGN, 2, 1), Record(RecordKind.DONE, 2, 1)),
+        *(Record(RecordKind.ASSIGN, 2, 2), Record(RecordKind.DONE, 2, 2), Record(RecordKind.ASSIGN, 2, 0)),
     ]
 
 
 RECORDED = [
-    *(Record(Kind.ASSIGN, 2, 0), Record(Kind.ASSIGN, 1, 1), Record(Kind.ASSIGN, 3, 2)),
-    *(Record(Kind.DONE, 3, 2), Record(Kind.DONE, 1, 1), Record(Kind.ASSIGN, 1, 3)),
-    *(Record(Kind.DONE, 2, 0), Record(Kind.DONE, 1, 3)),
+    *(Record(RecordKind.ASSIGN, 2, 0), Record(RecordKind.ASSIGN, 1, 1), Record(RecordKind.ASSIGN, 3, 2)),
+    *(Record(RecordKind.DONE, 3, 2), Record(RecordKind.DONE, 1, 1), Record(RecordKind.ASSIGN, 1, 3)),
+    *(Record(RecordKind.DONE, 2, 0), Record(RecordKind.DONE, 1, 3)),
 ]
 
 
@@ -434,7 +441,11 @@ def test_a_recorded_order_is_followed_whatever_the_order_of_arrival(
 
 def test_following_repeats_the_loss_of_a_worker_that_lives(make: Make, enter: Any) -> None:
     """What it computes counts no more once the recorded run has given its step to another."""
-    recorded = [Record(Kind.ASSIGN, 1, 0), Record(Kind.ASSIGN, 2, 0), Record(Kind.DONE, 2, 0)]
+    recorded = [
+        Record(RecordKind.ASSIGN, 1, 0),
+        Record(RecordKind.ASSIGN, 2, 0),
+        Record(RecordKind.DONE, 2, 0),
+    ]
     coordinator, (one, two, _) = begun(make, enter, recorded=recorded)
     two.send(Next())
     assert one.ask(Next()).step == 0
@@ -448,7 +459,11 @@ def test_following_repeats_the_loss_of_a_worker_that_lives(make: Make, enter: An
 
 def test_following_keeps_a_step_for_a_worker_that_is_epochs_behind(make: Make, enter: Any) -> None:
     """The recorded worker had joined later; it was lost with the step, which another has computed."""
-    recorded = [Record(Kind.ASSIGN, 2, 5), Record(Kind.ASSIGN, 1, 5), Record(Kind.DONE, 1, 5)]
+    recorded = [
+        Record(RecordKind.ASSIGN, 2, 5),
+        Record(RecordKind.ASSIGN, 1, 5),
+        Record(RecordKind.DONE, 1, 5),
+    ]
     coordinator, (one, two, _) = begun(make, enter, recorded=recorded)
     assert two.ask(Next()).step == 5
     assert one.ask(Next()).step == 5
@@ -465,7 +480,7 @@ def test_following_keeps_a_step_for_a_worker_that_is_epochs_behind(make: Make, e
 
 
 def test_draining_waits_for_the_end_of_the_recorded_order(make: Make, enter: Any) -> None:
-    recorded = [Record(Kind.ASSIGN, 1, 0), Record(Kind.DONE, 1, 0)]
+    recorded = [Record(RecordKind.ASSIGN, 1, 0), Record(RecordKind.DONE, 1, 0)]
     coordinator, (one, *_) = begun(make, enter, recorded=recorded)
     completed = list[int]()
 

@@ -26,7 +26,7 @@ from lockstep.diff.recording import Key, read_recording
 from lockstep.monitoring.run_folder import RunFolder
 from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.run_state import METRIC_COLUMNS
-from lockstep.parameter_server.order import Kind, read_order
+from lockstep.parameter_server.order import RecordKind, read_order
 
 GOLDEN = Path(__file__).parent / "golden"
 SAVED, RUN, KINDS = GOLDEN / "saved", GOLDEN / "run", GOLDEN / "kinds"
@@ -226,19 +226,19 @@ def test_the_digest_log_of_a_run() -> None:
 
 def test_the_orders_of_arrival_of_a_run() -> None:
     assert read_order(RUN / "order" / "chief", 1) == [
-        (Kind.ASSIGN, 2, 0, 0),
-        (Kind.ASSIGN, 1, 1, 0),
-        (Kind.DONE, 2, 0, 0),
-        (Kind.ASSIGN, 2, 2, 0),
-        (Kind.DONE, 1, 1, 0),
-        (Kind.ASSIGN, 1, 3, 0),
+        (RecordKind.ASSIGN, 2, 0, 0),
+        (RecordKind.ASSIGN, 1, 1, 0),
+        (RecordKind.DONE, 2, 0, 0),
+        (RecordKind.ASSIGN, 2, 2, 0),
+        (RecordKind.DONE, 1, 1, 0),
+        (RecordKind.ASSIGN, 1, 3, 0),
     ]
     assert read_order(RUN / "order" / "ps-0", 1) == [
-        (Kind.PULL, 2, 0, 0),
-        (Kind.PUSH, 2, 0, 0),
-        (Kind.PULL, 1, 1, 0),
-        (Kind.PUSH, 1, 1, 0),
-        (Kind.READ, 0, 2, 0),
+        (RecordKind.PULL, 2, 0, 0),
+        (RecordKind.PUSH, 2, 0, 0),
+        (RecordKind.PULL, 1, 1, 0),
+        (RecordKind.PUSH, 1, 1, 0),
+        (RecordKind.READ, 0, 2, 0),
     ]
 
 

@@ -124,7 +124,7 @@ class TestWhereTheTrainingResumes:
             random.seed(5)
             now = random.getstate()
             for _ in range(2):
-                found = calls.standing()
+                found = calls.next_call()
                 assert isinstance(found, Replay)
                 assert isinstance(found.finished.error, ValueError)
                 assert random.getstate() == now
@@ -134,14 +134,14 @@ class TestWhereTheTrainingResumes:
             finished.raise_error()
         with calls.call("fit") as call:
             with calls.call("evaluate"):
-                assert calls.standing() == Fresh()
-            assert [calls.standing(), calls.standing()] == [SkipTo(3), SkipTo(3)]
+                assert calls.next_call() == Fresh()
+            assert [calls.next_call(), calls.next_call()] == [SkipTo(3), SkipTo(3)]
             assert call.skipped == 0
             calls.resume()
             assert call.skipped == 3
             calls.arrive()
         with calls.call("fit"):
-            assert calls.standing() == Fresh()
+            assert calls.next_call() == Fresh()
 
     def test_another_call_is_refused(self, begun: Callable[[], ResumableCalls]) -> None:
         calls = begun()

@@ -17,7 +17,7 @@ from lockstep.keras.parameter_server.server_process import ServerProcess, Server
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink, TakenOverError
 from lockstep.parameter_server import order
-from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, Record
+from lockstep.parameter_server.order import OrderFile, OrderWriter, Record, RecordKind
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import Applied, EndCall, Keep, Pull, Push, Question, Read, Write
 from lockstep.transport.array_channel import Asked
@@ -154,7 +154,7 @@ def run(
 
     kept = KeptServer()
     writer = OrderWriter(OrderFile(path).write)
-    writer.add(Kind.CALL, 0, 1)
+    writer.add(RecordKind.CALL, 0, 1)
     variables, twin = Variables(), Variables()
     link = linked(Link(kept, lose), repeats=repeats)
     shards = ServerShards(variables, writer, None, link)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def run(
             drawn = random.Random(seed)
             kept.take_over()
             writer = OrderWriter(OrderFile(path).write)
-            writer.add(Kind.CALL, 0, 1)
+            writer.add(RecordKind.CALL, 0, 1)
             variables = twin
             shards = ServerShards(variables, writer, None, None)  # type: ignore[arg-type]
             shards.resume(kept)
@@ -418,5 +418,9 @@ def test_what_was_kept_before_a_state_is_dropped() -> None:
     link.send(1, Pull(2), [gradient])
     link.confirm()
     assert not kept.messages
-    assert list(kept.records) == [Record(Kind.PUSH, 1, 0), Record(Kind.PUSH, 1, 1), Record(Kind.PULL, 1, 2)]
+    assert list(kept.records) == [
+        Record(RecordKind.PUSH, 1, 0),
+        Record(RecordKind.PUSH, 1, 1),
+        Record(RecordKind.PULL, 1, 2),
+    ]
     assert isinstance(link._asked, Keep)

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from lockstep.keras.backends.adapter import adapter
-from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.fit.model_methods import ModelMethods
 from lockstep.keras.host_report import libraries
 from lockstep.keras.kept_saves import KeptSaves
@@ -30,7 +30,7 @@ from lockstep.system.notes import note
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import PATCHES, definer
 
-_FUNCTIONS: dict[str, Kind] = {
+_FUNCTIONS: dict[str, StepKind] = {
     "make_train_function": "train",
     "make_test_function": "test",
     "make_predict_function": "predict",

@@ -23,7 +23,7 @@ _TOGETHER = 32 << 10
 _NAME = re.compile(r"chief|ps-[0-9]{1,6}")
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """What a record says."""
 
     CALL = 0
@@ -55,7 +55,7 @@ class Record(NamedTuple):
             the number of the lookup in the function. The lower 8 bits are recorded.
     """
 
-    kind: Kind
+    kind: RecordKind
     worker: int
     step: int
     part: int = 0
@@ -149,7 +149,7 @@ class OrderWriter:
         self._write = write
         self._records = bytearray()
 
-    def add(self, kind: Kind, worker: int, step: int, part: int = 0) -> None:
+    def add(self, kind: RecordKind, worker: int, step: int, part: int = 0) -> None:
         """Add a record, which is written at the latest with `close`."""
         if self._write is not None:
             self._records += _packed(Record(kind, worker, step, part))
@@ -158,7 +158,7 @@ class OrderWriter:
 
     def end(self) -> None:
         """Mark the end of a call: its order is complete."""
-        self.add(Kind.END, 0, 0)
+        self.add(RecordKind.END, 0, 0)
 
     def drop(self) -> None:
         """Forget what is not written yet: another process writes the order from now on."""
@@ -193,7 +193,7 @@ def read_order(path: Path, call: int) -> list[Record]:
     if call not in calls:
         raise ConfigError(f"{path} has no order of fit {call}")
     order = calls[call]
-    if not order or order.pop().kind is not Kind.END:
+    if not order or order.pop().kind is not RecordKind.END:
         raise ConfigError(f"{path} has only the beginning of the order of fit {call}: that fit did not end")
     return _without_repeated(order)
 
@@ -204,13 +204,13 @@ def _packed(record: Record) -> bytes:
 
 def _records(data: memoryview) -> Iterator[Record]:
     for kind, part, worker, step in _RECORD.iter_unpack(data):
-        yield Record(Kind(kind), worker, step, part)
+        yield Record(RecordKind(kind), worker, step, part)
 
 
 def _calls(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:
     number, found = 0, list[Record]()
     for record in records:
-        if record.kind is Kind.CALL:
+        if record.kind is RecordKind.CALL:
             if number:
                 yield number, found
             number, found = record.step, []
@@ -226,7 +226,7 @@ def _without_repeated(order: Sequence[Record]) -> list[Record]:
     unanswered: dict[int, int] = {}
     repeated = set()
     for position, record in enumerate(order):
-        if record.kind is Kind.TAKEN:
+        if record.kind is RecordKind.TAKEN:
             unanswered = dict(last)
             continue
         before = unanswered.pop(record.worker, None)
@@ -236,7 +236,7 @@ def _without_repeated(order: Sequence[Record]) -> list[Record]:
     return [
         record
         for position, record in enumerate(order)
-        if position not in repeated and record.kind is not Kind.TAKEN
+        if position not in repeated and record.kind is not RecordKind.TAKEN
     ]
 
 

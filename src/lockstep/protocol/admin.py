@@ -86,7 +86,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 AdminRequest = StatusRequest | ScaleRequest | StopRequest | StackRequest
 Reply = Status | StackReply | Refused
-Kind = TypeVar("Kind")
+Packet = TypeVar("Packet")
 
 _requests: msgspec.json.Decoder[AdminRequest] = msgspec.json.Decoder(AdminRequest)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
@@ -125,7 +125,7 @@ def decode_reply(packet: bytes) -> Reply:
     return _decode(_replies, packet)
 
 
-def _decode(decoder: msgspec.json.Decoder[Kind], packet: bytes) -> Kind:
+def _decode(decoder: msgspec.json.Decoder[Packet], packet: bytes) -> Packet:
     if len(packet) > MAX_PACKET:
         raise ValueError(f"a packet of more than {MAX_PACKET} bytes")
     try:

@@ -13,7 +13,7 @@ import keras
 
 from lockstep.errors import ModelError
 from lockstep.keras import assignments
-from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.private.common import build_symbolically, layers_of
 from lockstep.keras.variables import optimizers_of
 from lockstep.worker.script import program_line
@@ -137,7 +137,7 @@ def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
     )
 
 
-def build_by_call(model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+def build_by_call(model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
     """Create variables by calling the model, its metrics and its losses, as Keras does before a loop."""
     if kind != "predict":
         build_symbolically(model, batch)

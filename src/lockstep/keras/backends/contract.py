@@ -12,7 +12,7 @@ from lockstep.data.batch import Share
 if TYPE_CHECKING:
     from lockstep.keras.backends.multi_update import Update
 
-Kind = Literal["train", "test", "predict"]
+StepKind = Literal["train", "test", "predict"]
 Partial = Mapping[str, Any]
 """A replica's contribution to a step: arrays of the backend by name, with equal names for all replicas."""
 
@@ -172,7 +172,7 @@ class ServedProgram(Program, Protocol):
 class Backend(Protocol):
     """One Keras backend, for the steps of Keras's loops."""
 
-    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+    def build(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
         """Create the variables that a step of `model` needs, as Keras does for its first step.
 
         If this runs a step, the step changes nothing else.
@@ -184,16 +184,16 @@ class Backend(Protocol):
                 variables are missing.
         """
 
-    def program(self, model: Any, kind: Kind) -> Program:
+    def program(self, model: Any, kind: StepKind) -> Program:
         """Prepare a step of `model`, whose variables exist."""
 
-    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
+    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
         """Return a function that Keras's loop can call instead of its own.
 
         Each call runs `step(state, batch) -> (logs or outputs, state)` `model.steps_per_execution` times.
         """
 
-    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+    def plain_step(self, model: Any, kind: StepKind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function of the kind, from the values of the variables.
 
         Returns:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.keras.backends.common import replaced
-from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, flat_losses, layers_of
 
 MEAN, SUM = 0, 1
@@ -51,10 +51,10 @@ class Growths:
 
     losses: Mapping[int, int] = field(default_factory=dict)
     layers: Mapping[int, int] = field(default_factory=dict)
-    steps: Mapping[Kind, Mapping[tuple[int, str], int]] = field(default_factory=dict)
+    steps: Mapping[StepKind, Mapping[tuple[int, str], int]] = field(default_factory=dict)
     divisor: int = 1
 
-    def digest(self, kind: Kind) -> bytes:
+    def digest(self, kind: StepKind) -> bytes:
         """Return bytes that are equal on workers that combine the values of a kind of step alike."""
         facts = [sorted(self.losses.items()), sorted(self.layers.values()), self.divisor]
         facts.append(sorted(self.steps.get(kind, {}).items()))
@@ -107,7 +107,9 @@ def means(model: Any, weight: Any) -> Iterator[None]:
         yield
 
 
-def combinable(model: Any, kind: Kind, number: int, partial: dict[str, Any], weight: Any) -> dict[str, Any]:
+def combinable(
+    model: Any, kind: StepKind, number: int, partial: dict[str, Any], weight: Any
+) -> dict[str, Any]:
     """Return the partial of a replica's round, so that its sum over the replicas is the total.
 
     Args:

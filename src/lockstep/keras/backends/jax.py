@@ -26,7 +26,7 @@ from lockstep.keras.backends.common import (
     replaced,
     shapes_of,
 )
-from lockstep.keras.backends.contract import EQUAL, Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import EQUAL, Partial, StepKind, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
@@ -64,11 +64,11 @@ class JaxBackend:
     def __init__(self) -> None:
         self._pending: list[jax.Array] = []
 
-    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+    def build(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
         """Create a model's variables by calling it with symbolic inputs of JAX's dtypes."""
         build_by_call(model, kind, lambda: keras.tree.map_structure(_in_jax, batch()))
 
-    def program(self, model: Any, kind: Kind) -> "JaxProgram":
+    def program(self, model: Any, kind: StepKind) -> "JaxProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
         if hasattr(jax.config, _CHECK_INDICES):
@@ -76,7 +76,7 @@ class JaxBackend:
             jax.config.update(_CHECK_INDICES, True)
         return JaxProgram(model, kind, self._pending)
 
-    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
+    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
         """Return `f(state, iterator) -> (logs or outputs, state)`, as `JAXTrainer` calls it."""
 
         def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ class JaxBackend:
 
         return function
 
-    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+    def plain_step(self, model: Any, kind: StepKind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function; see `Backend`."""
         # The function reuses the memory of its state.
         state = jax.tree_util.tree_map(jnp.copy, JaxState(model, kind).present())
@@ -176,7 +176,7 @@ class JaxState:
     for train, without the optimizer's for test, and without the metrics' for predict.
     """
 
-    def __init__(self, model: Any, kind: Kind) -> None:
+    def __init__(self, model: Any, kind: StepKind) -> None:
         self._model = model
         self._kind = kind
 
@@ -249,7 +249,7 @@ class JaxState:
 class JaxProgram(JaxState):
     """The `lockstep.keras.backends.contract.Program` of one kind of step of one model."""
 
-    def __init__(self, model: Any, kind: Kind, pending: list[jax.Array]) -> None:
+    def __init__(self, model: Any, kind: StepKind, pending: list[jax.Array]) -> None:
         super().__init__(model, kind)
         compiled = model.jit_compile and not model.run_eagerly
         self._compiled = compiled
@@ -536,7 +536,7 @@ class StatelessRecorder:
         return weights, others
 
 
-def refuse_unsupported(model: Any, kind: Kind) -> None:
+def refuse_unsupported(model: Any, kind: StepKind) -> None:
     """Raise ModelError for what this backend cannot combine over replicas."""
     _replace_distribution()
     if kind == "train":

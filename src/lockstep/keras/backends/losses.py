@@ -9,7 +9,7 @@ import keras
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own, replaced
-from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.private.common import (
@@ -26,7 +26,7 @@ _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
 @contextmanager
-def replica_step(model: Any, kind: Kind, weight: Any) -> Iterator[tuple[list[Any], MetricResults]]:
+def replica_step(model: Any, kind: StepKind, weight: Any) -> Iterator[tuple[list[Any], MetricResults]]:
     """Within the block, a replica's step computes losses and metrics that can be combined over replicas.
 
     Yields (the densities of its losses, the results of its metrics).

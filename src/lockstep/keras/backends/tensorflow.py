@@ -34,7 +34,7 @@ from lockstep.keras.backends.common import (
     shapes_of,
     without_effects,
 )
-from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import EQUAL, VARIABLE, Partial, StepKind, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate
@@ -95,7 +95,7 @@ class TensorFlowBackend:
         exempt_from_autograph("lockstep")
         register_lookups()
 
-    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+    def build(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
         """Create a model's variables by calling it, or by trying a step if it cannot be called."""
         if getattr(model, f"{kind}_function") is not None:
             return
@@ -116,12 +116,12 @@ class TensorFlowBackend:
                 # The failed call has built some layers, and the step fails because they are incomplete.
                 raise _programs_own(hindrance) from error
 
-    def program(self, model: Any, kind: Kind) -> "TensorFlowProgram":
+    def program(self, model: Any, kind: StepKind) -> "TensorFlowProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
         return TensorFlowProgram(model, kind)
 
-    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
+    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
         """Return `f(iterator) -> logs` or `f(batches) -> outputs`, as `TensorFlowTrainer` calls them."""
 
         def function(batches: Any) -> Any:
@@ -134,7 +134,7 @@ class TensorFlowBackend:
 
         return function
 
-    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+    def plain_step(self, model: Any, kind: StepKind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function; see `Backend`."""
         # TensorFlow makes one tensor of a list; so Keras passes tuples, too.
         batch = keras.tree.lists_to_tuples(batch)
@@ -303,7 +303,7 @@ class TensorFlowProgram(VariableState):
     The state lives in the model's variables: `state` is None.
     """
 
-    def __init__(self, model: Any, kind: Kind) -> None:
+    def __init__(self, model: Any, kind: StepKind) -> None:
         super().__init__(model)
         self._kind = kind
         self._eager = model.run_eagerly
@@ -723,7 +723,7 @@ class TensorFlowProgram(VariableState):
         )
 
 
-def try_step(model: Any, kind: Kind, data: Any) -> None:
+def try_step(model: Any, kind: StepKind, data: Any) -> None:
     """Create the variables of a step, without other effects: trace it, or run it if it runs eagerly.
 
     Args:
@@ -766,7 +766,7 @@ def known_here(density: Any) -> Any:
     return None
 
 
-def refuse_unsupported(model: Any, kind: Kind) -> None:
+def refuse_unsupported(model: Any, kind: StepKind) -> None:
     """Raise ModelError for what this backend cannot combine over replicas."""
     if tf.distribute.has_strategy():
         raise ModelError(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from lockstep.errors import LockstepError, ModelError
 from lockstep.keras import tf_random_ops
-from lockstep.keras.backends.contract import EQUAL, Kind
+from lockstep.keras.backends.contract import EQUAL, StepKind
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
 from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.private.common import KERAS_SEED
@@ -160,7 +160,7 @@ class AssignedVariables:
     def of_step(
         cls,
         model: Any,
-        kind: Kind,
+        kind: StepKind,
         variables: Sequence[tf.Variable],
         trained: Sequence[tf.Variable],
         updated: Sequence[tf.Variable],

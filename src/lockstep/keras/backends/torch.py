@@ -28,7 +28,7 @@ from lockstep.keras.backends.common import (
     refuse_overwriting_gradients,
     shapes_of,
 )
-from lockstep.keras.backends.contract import EQUAL, VARIABLE, Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import EQUAL, VARIABLE, Partial, StepKind, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
@@ -74,11 +74,11 @@ class TorchBackend:
         if self._prepared:
             enable_determinism(job.current().context.threads)
 
-    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+    def build(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
         """Create a model's variables by calling it with symbolic inputs."""
         build_by_call(model, kind, batch)
 
-    def program(self, model: Any, kind: Kind) -> "TorchProgram":
+    def program(self, model: Any, kind: StepKind) -> "TorchProgram":
         """Prepare a step of a built model."""
         self._prepare()
         refuse_unsupported(model, kind)
@@ -91,11 +91,11 @@ class TorchBackend:
             )
         return TorchProgram(model, kind)
 
-    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
+    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
         """Return `f(batches) -> logs or outputs`, as `TorchTrainer` calls it with a list of one batch."""
         return lambda batches: step(None, batches[0])[0]
 
-    def plain_step(self, model: Any, kind: Kind, function: Any, batch: Any) -> tuple[Any, Any]:
+    def plain_step(self, model: Any, kind: StepKind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function; see `Backend`."""
         tensors = [variable.value for variable in model.trainable_variables]
         before = [None if tensor.grad is None else tensor.grad.clone() for tensor in tensors]
@@ -308,7 +308,7 @@ class TorchProgram(TorchState):
     traced = 0
     varies = True
 
-    def __init__(self, model: Any, kind: Kind) -> None:
+    def __init__(self, model: Any, kind: StepKind) -> None:
         super().__init__(model)
         assignments.install()
         self._kind = kind
@@ -620,7 +620,7 @@ def random_numbers(seed: int) -> Iterator[None]:
         yield
 
 
-def refuse_unsupported(model: Any, kind: Kind) -> None:
+def refuse_unsupported(model: Any, kind: StepKind) -> None:
     """Raise ModelError for what this backend does not support, or cannot combine over replicas."""
     if model.steps_per_execution > 1:
         raise ModelError(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.private.common import TRACE_SEED
 from lockstep.keras.python_state import ObjectGraph, graph_of
 from lockstep.keras.randomness import plain_random_numbers, script_seeds
@@ -26,7 +26,7 @@ from lockstep.worker import job
 class Traces:
     """The traces of one program, a step of one kind of one model."""
 
-    def __init__(self, model: Any, kind: Kind) -> None:
+    def __init__(self, model: Any, kind: StepKind) -> None:
         self._model = model
         self._seed = seed_of(vars(model).get(TRACE_SEED), kind)
         self._graph: ObjectGraph | None = None

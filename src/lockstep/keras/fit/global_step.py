@@ -19,7 +19,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
-from lockstep.keras.backends.contract import Backend, Kind, Partial, Program, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
 from lockstep.keras.backends.growth import growths_of
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import whole_batch
@@ -79,7 +79,7 @@ class GlobalStep:
         job: Job,
         backend: Backend,
         model: Any,
-        kind: Kind,
+        kind: StepKind,
         calls: NumberedCalls,
         snapshots: Snapshots,
         context: Callable[[], AbstractContextManager[None]],

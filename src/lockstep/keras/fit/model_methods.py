@@ -28,7 +28,7 @@ from lockstep.keras.backends.common import (
     refuse_stateful_layers,
     refuse_synchronized_normalization,
 )
-from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.contract import Backend, StepKind
 from lockstep.keras.backends.growth import forget_growths
 from lockstep.keras.backends.traces import seed_traces
 from lockstep.keras.call_turns import CallTurns, key_of
@@ -110,7 +110,11 @@ from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
 Original = Callable[..., Any]
-_KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
+_KINDS: dict[str, StepKind] = {
+    "train_on_batch": "train",
+    "test_on_batch": "test",
+    "predict_on_batch": "predict",
+}
 _ARGUMENTS = ("batch_size", "shuffle", "steps_per_epoch", "class_weight", "validation_split")
 """The arguments of `fit` that are recorded."""
 _FUNCTIONS = {
@@ -144,7 +148,7 @@ class ModelMethods:
         self._compiled = 0
         self._one_by_itself = threading.Lock()
         self._thread = _ThreadByItself()
-        self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
+        self._compared: weakref.WeakKeyDictionary[Any, set[StepKind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._served: weakref.WeakKeyDictionary[Any, ServerOptions] = weakref.WeakKeyDictionary()
         self._built_with: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -164,15 +168,15 @@ class ModelMethods:
         self._joins_functions: list[Callable[[], object]] = []
         self._ends_functions: list[Callable[[], object]] = []
         self._adopts_all = False
-        self._measured: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
+        self._measured: weakref.WeakKeyDictionary[Any, set[StepKind]] = weakref.WeakKeyDictionary()
         self._entered: weakref.WeakKeyDictionary[Any, Callable[[], AbstractContextManager[Any]]] = (
             weakref.WeakKeyDictionary()
         )
         self._introduced = False
         self._told_parts: set[str] = set()
         self._named: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-        self._witnessed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
-        self._compared_steps: tuple[Any, dict[Kind, GlobalStep]] = (None, {})
+        self._witnessed: weakref.WeakKeyDictionary[Any, set[StepKind]] = weakref.WeakKeyDictionary()
+        self._compared_steps: tuple[Any, dict[StepKind, GlobalStep]] = (None, {})
         self._witness = Witness(job, backend, self._compared_step, self._by_itself, self._step_context)
         self._plain_steps = 0
         self._trained_by_batch: tuple[Any, int] | None = None
@@ -709,7 +713,9 @@ class ModelMethods:
                 self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
             return result
 
-    def _begin_batches(self, call: NumberedCall, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+    def _begin_batches(
+        self, call: NumberedCall, model: Any, kind: StepKind, batch: Callable[[], Any]
+    ) -> None:
         """Prepare for single-batch calls of a kind, once: build the model, and check it."""
         if kind != "predict" and (not self._alone or self._models.awaits(model)):
             self._models.build(model, kind, batch)
@@ -731,7 +737,13 @@ class ModelMethods:
             self._compared[model].add(kind)
 
     def _replay_batch(
-        self, kind: Kind, finished: FinishedCall, original: Original, model: Any, *args: Any, **kwargs: Any
+        self,
+        kind: StepKind,
+        finished: FinishedCall,
+        original: Original,
+        model: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Return the result of a finished single-batch call; resume after it, if it was the last one."""
         if self._resumable.at_its_end:
@@ -745,7 +757,7 @@ class ModelMethods:
                 self._snapshots.restore(model)
         return finished.result
 
-    def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
+    def make_function(self, kind: StepKind, original: Original, model: Any, force: bool = False) -> Any:
         """Set the function of an adopted model that Keras's loop calls for each step, and return it."""
         attribute = f"{kind}_function"
         if model not in self._adopted or self._plain or self._thread.by_itself:
@@ -876,7 +888,7 @@ class ModelMethods:
         self,
         call: NumberedCall,
         model: Any,
-        kind: Kind,
+        kind: StepKind,
         data: GlobalInput,
         facts: Callable[[], Facts],
         settings: Callable[[], Facts] = dict,
@@ -892,7 +904,7 @@ class ModelMethods:
         self._compare(call, model, facts, settings)
 
     def _checked(
-        self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]
+        self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]
     ) -> AbstractContextManager[None]:
         """Return a context in which to try a model; a job that checks the script compares a step there."""
         checks = self._job.context.checks
@@ -902,7 +914,7 @@ class ModelMethods:
         witnessed.add(kind)
         return self._witness.compared(call.name, model, kind, read(), lambda: self._named.get(model, ()))
 
-    def _compared_step(self, model: Any, kind: Kind) -> GlobalStep:
+    def _compared_step(self, model: Any, kind: StepKind) -> GlobalStep:
         """Return the step of a model to compare, which lasts as long as the step of Keras's loops.
 
         The two differ, because the compared one draws constants. Both may have learned in an earlier call
@@ -915,11 +927,11 @@ class ModelMethods:
             steps[kind] = self._new_step(model, kind)
         return steps[kind]
 
-    def _new_step(self, model: Any, kind: Kind) -> GlobalStep:
+    def _new_step(self, model: Any, kind: StepKind) -> GlobalStep:
         context = self._step_context(model) if kind == "train" else nullcontext
         return GlobalStep(self._job, self._backend, model, kind, self._calls, self._snapshots, context)
 
-    def _introduce(self, call: NumberedCall, model: Any, kind: Kind, read: Callable[[], Any]) -> None:
+    def _introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
         """Measure how replicas combine what a step of a model computes; name each part that is per replica.
 
         This is done once for a compiled model. The first note says that a script without a strategy is
@@ -998,7 +1010,7 @@ class ModelMethods:
             self._built_with[model] = keras.tree.map_structure(lambda leaf: leaf[:1], _inputs_of(batch))
         return batch
 
-    def _sample(self, data: GlobalInput, model: Any, kind: Kind) -> Any:
+    def _sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:
         """Return a batch to build a model with, read from the data as Keras reads one.
 
         Reading draws random numbers, so it is only done where each process does it.

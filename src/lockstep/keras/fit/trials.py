@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from lockstep.data.batch import Share
 from lockstep.keras.backends.common import has_own, replaced, without_summaries
-from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.contract import Backend, StepKind
 from lockstep.keras.backends.growth import (
     HALF_TOLERANCE,
     MEAN,
@@ -120,7 +120,7 @@ class Trial:
         self.names: list[str] = []
         self.growths = growths_of(model)
 
-    def measure(self, kinds: Sequence[Kind]) -> None:
+    def measure(self, kinds: Sequence[StepKind]) -> None:
         """Measure the losses, layers, metrics, and some kinds of steps, of the program's own."""
         self._losses()
         self._layers()
@@ -332,7 +332,7 @@ class Trial:
 
     # Metrics.
 
-    def _metrics(self, kinds: Sequence[Kind]) -> None:
+    def _metrics(self, kinds: Sequence[StepKind]) -> None:
         """Measure the metrics of the program's own, and what its own `compute_metrics` returns."""
         model = self._model
         own = has_own(model, "compute_metrics")
@@ -383,7 +383,7 @@ class Trial:
 
     # Steps.
 
-    def _step(self, kind: Kind) -> None:
+    def _step(self, kind: StepKind) -> None:
         """Measure the gradients, metrics and figures of a step of the program's own.
 
         Of a step of Keras's, these are only the metrics that layers update.
@@ -425,7 +425,7 @@ class Trial:
             divisor=self._job.view.replicas if summed else self.growths.divisor,
         )
 
-    def _rounds(self, kind: Kind, summed: bool) -> list[list[dict[str, Array]]]:
+    def _rounds(self, kind: StepKind, summed: bool) -> list[list[dict[str, Array]]]:
         """Return the arrays of each round of a step, for some rows and for each half of them."""
         model, growths = self._model, self.growths
         whole, *halves = self._batch.halves
@@ -459,7 +459,9 @@ class Trial:
                 if program.is_last(len(totals) - 1):
                     return rounds
 
-    def _name_if_divided(self, of_two: Mapping[str, Array], of_one: Mapping[str, Array], kind: Kind) -> None:
+    def _name_if_divided(
+        self, of_two: Mapping[str, Array], of_one: Mapping[str, Array], kind: StepKind
+    ) -> None:
         """Name a step whose gradients depend on the number of replicas that the script sees.
 
         It divides the mean of a replica by their number, which is right for replicas with equal numbers of

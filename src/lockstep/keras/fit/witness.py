@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.common import replaced
-from lockstep.keras.backends.contract import Backend, Kind, Total
+from lockstep.keras.backends.contract import Backend, StepKind, Total
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
 from lockstep.keras.fit.deviations import Deviation, deviation
@@ -98,7 +98,7 @@ class Witness:
         self,
         job: Job,
         backend: Backend,
-        step: Callable[[Any, Kind], GlobalStep],
+        step: Callable[[Any, StepKind], GlobalStep],
         plainly: Callable[[Any, str], AbstractContextManager[None]],
         context: Callable[[Any], Callable[[], AbstractContextManager[None]]],
     ) -> None:
@@ -110,7 +110,7 @@ class Witness:
 
     @contextmanager
     def compared(
-        self, call: str, model: Any, kind: Kind, batch: Any, names: Callable[[], Sequence[str]]
+        self, call: str, model: Any, kind: StepKind, batch: Any, names: Callable[[], Sequence[str]]
     ) -> Iterator[None]:
         """Compare a step, and publish the result; the model and the random states stay as they are.
 
@@ -193,12 +193,12 @@ class _Comparison:
     The first one, of plain Keras, is made at once.
     """
 
-    def __init__(self, witness: Witness, model: Any, kind: Kind, batch: Any) -> None:
+    def __init__(self, witness: Witness, model: Any, kind: StepKind, batch: Any) -> None:
         self._witness = witness
         self._backend = witness.backend
         self._job = witness.job
         self._model = model
-        self._kind: Kind = kind
+        self._kind: StepKind = kind
         self._batch = keras.tree.map_structure(self._host, batch)
         self._global = whole_batch(self._batch)
         self._function: Any = None

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lockstep.errors import DisagreementError, PeerLostError, PeerStuckError
 from lockstep.parameter_server.assignments import Assignments
-from lockstep.parameter_server.order import Kind, OrderWriter, Record, RecordedOrder
+from lockstep.parameter_server.order import OrderWriter, Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import Assigned
 from lockstep.system.notes import note
@@ -258,7 +258,7 @@ class Dispatcher(ABC):
 
     def _receive(self, asked: Asked, step: int) -> None:
         """Take a completed step, or hold it until its turn in the recorded order."""
-        record = Record(Kind.DONE, asked.process, step)
+        record = Record(RecordKind.DONE, asked.process, step)
         if self._recorded is None:
             self._take(asked)
         elif self._recorded.has(record):
@@ -281,7 +281,7 @@ class Dispatcher(ABC):
     def _replace(self, process: int, worker: int) -> None:
         """Note that a worker has taken the place of a lost one."""
         self._replacements[process] = worker
-        self._writer.add(Kind.JOINED, process, worker)
+        self._writer.add(RecordKind.JOINED, process, worker)
 
     def _lose(self, process: int) -> None:
         self._parked.pop(process, None)
@@ -303,7 +303,7 @@ class Dispatcher(ABC):
         """Complete a step; return False if another worker computes it."""
         if not self._assignments.complete(worker, step):
             return False
-        self._writer.add(Kind.DONE, worker, step)
+        self._writer.add(RecordKind.DONE, worker, step)
         self.staleness.append(staleness)
         return True
 
@@ -324,7 +324,7 @@ class Dispatcher(ABC):
         return None if step is None else self._assigned(worker, step)
 
     def _assigned(self, worker: int, step: int) -> Answered:
-        self._writer.add(Kind.ASSIGN, worker, step)
+        self._writer.add(RecordKind.ASSIGN, worker, step)
         incomplete = tuple(self._assignments.incomplete_below(step))
         names, arrays = self._layers_for(worker)
         return Assigned(step, incomplete, names, self._replacements.get(worker, -1)), arrays
@@ -342,16 +342,20 @@ class Dispatcher(ABC):
         """
         recorded = self._recorded
         turn = None if recorded is None else recorded.awaited()
-        if recorded is None or turn is None or turn.kind not in (Kind.ASSIGN, Kind.DONE, Kind.JOINED):
+        if (
+            recorded is None
+            or turn is None
+            or turn.kind not in (RecordKind.ASSIGN, RecordKind.DONE, RecordKind.JOINED)
+        ):
             raise DisagreementError(
                 f"{self._what}: the new run needs a further {self._unit}, which the recorded one has not "
                 "computed at this point: the script, its data or its libraries have changed"
             )
         recorded.advance()
         with self._changed:
-            if turn.kind is Kind.JOINED:
+            if turn.kind is RecordKind.JOINED:
                 self._replace(turn.worker, turn.step)
-            elif turn.kind is Kind.ASSIGN:
+            elif turn.kind is RecordKind.ASSIGN:
                 self._assignments.follow(turn.worker, turn.step)
                 here.assign(turn.worker, *self._assigned(turn.worker, turn.step))
             else:
@@ -360,14 +364,14 @@ class Dispatcher(ABC):
     def _follow(self, recorded: RecordedOrder) -> None:
         """Process what has its turn in the recorded order."""
         while (turn := recorded.awaited()) is not None:
-            if turn.kind is Kind.DONE:
+            if turn.kind is RecordKind.DONE:
                 asked = self._arrived.pop(turn, None)
                 if asked is None:
                     return
                 self._take(asked)
-            elif turn.kind is Kind.JOINED:
+            elif turn.kind is RecordKind.JOINED:
                 self._replace(turn.worker, turn.step)
-            elif turn.kind is not Kind.ASSIGN or not self._may_assign(turn):
+            elif turn.kind is not RecordKind.ASSIGN or not self._may_assign(turn):
                 return
             else:
                 self._assignments.follow(turn.worker, turn.step)

@@ -20,7 +20,7 @@ from lockstep.keras.parameter_server.served_variables import ServedVariables, Ta
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.standby import record_of
-from lockstep.parameter_server.order import Kind, Record, RecordedOrder
+from lockstep.parameter_server.order import Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import Assigned, EndCall, PullRows, Question, Read, Write
 from lockstep.transport.array_channel import Asked
@@ -226,7 +226,7 @@ class FollowedOrders:
             DisagreementError: the record does not come next.
         """
         while (turn := server.order.awaited()) != until:
-            if turn is None or turn.kind in (Kind.READ, Kind.WRITE):
+            if turn is None or turn.kind in (RecordKind.READ, RecordKind.WRITE):
                 asks, asked = (_named(one) for one in (until, turn))
                 raise self._differs(
                     f"{asks} on parameter server {server.number}, and the recorded one {asked}"
@@ -258,7 +258,7 @@ class FollowedOrders:
 
     def _push_everywhere(self, attempt: Attempt, part: int) -> None:
         """Let all servers follow their orders up to a push."""
-        push = Record(Kind.PUSH, attempt.worker, attempt.step, part)
+        push = Record(RecordKind.PUSH, attempt.worker, attempt.step, part)
         for server in self._followed:
             # One without the record has applied the step of a lost worker.
             while server.order.has(push) and server.number not in attempt.pushed:
@@ -274,25 +274,25 @@ class FollowedOrders:
     def _looks_up_next(self, server: FollowedServer, attempt: Attempt) -> bool:
         """Whether a server has recorded a lookup of rows next of what it has of a step."""
         later = server.order.next_of(attempt.worker)
-        return later is not None and later.kind is Kind.PULL_ROWS and later.step == attempt.step
+        return later is not None and later.kind is RecordKind.PULL_ROWS and later.step == attempt.step
 
     def _serve_next(self, server: FollowedServer) -> None:
         """Process the next record of a server, which is of a worker."""
         turn = server.order.awaited()
-        if turn is None or turn.kind in (Kind.READ, Kind.WRITE):
+        if turn is None or turn.kind in (RecordKind.READ, RecordKind.WRITE):
             raise self._differs(f"trains on, and the recorded one {_named(turn)}")
         attempt, key = self._attempt(turn.worker, turn.step), (turn.part, server.number)
         match turn.kind:
-            case Kind.PULL:
+            case RecordKind.PULL:
                 asked = self._workers.pull(self.servers, server.number, attempt, turn.part)
                 attempt.pulled[key] = server.answer(turn.worker, *asked)
-            case Kind.PULL_ROWS:
+            case RecordKind.PULL_ROWS:
                 # The step is computed later, and only then knows the rows.
                 tables = server.shards.tables()
                 attempt.tables[server.number].append((turn.part, tables))
                 message = PullRows(turn.step, next(iter(tables)), turn.part)
                 server.answer(turn.worker, message, [_NO_ROWS])
-            case Kind.PUSH:
+            case RecordKind.PUSH:
                 if turn.part not in attempt.gradients:
                     self._compute(attempt, turn.part)
                 if turn.part not in attempt.gradients:
@@ -340,7 +340,9 @@ def _named(record: Record | None) -> str:
     """Return what happens at a record of a server, in the present tense."""
     if record is None:
         return "ends the call"
-    return {Kind.READ: "reads the weights", Kind.WRITE: "changes the weights"}.get(record.kind, "trains on")
+    return {RecordKind.READ: "reads the weights", RecordKind.WRITE: "changes the weights"}.get(
+        record.kind, "trains on"
+    )
 
 
 def _unfit(why: str) -> ConfigError:

@@ -38,7 +38,7 @@ from lockstep.protocol.parameter_server import FunctionFailure, Passed
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
-Kind = Literal["schedule", "join", "done", "fetch", "close"]
+CallKind = Literal["schedule", "join", "done", "fetch", "close"]
 
 MOST_KEPT = 4096
 """Results that all processes keep when the calls end."""
@@ -233,7 +233,9 @@ class FunctionCalls(ABC):
         """Keep a function until it is complete, if this process may run it."""
 
     @abstractmethod
-    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
+    def _make(
+        self, kind: CallKind, steps: Sequence[int] = (), name: str = ""
+    ) -> tuple[Passed, Sequence[Array]]:
         """Make the next call; return its result.
 
         Args:
@@ -259,7 +261,7 @@ class FunctionCalls(ABC):
             )
         return self._kept_results[step]
 
-    def _compared(self, kind: Kind, passed: Passed) -> Passed:
+    def _compared(self, kind: CallKind, passed: Passed) -> Passed:
         """Check that the chief has made the same call.
 
         Raises:
@@ -343,7 +345,7 @@ class FunctionCalls(ABC):
     def _add_shards(self, shards: Sequence[Shard]) -> None:
         """Use the shards of a further optimizer."""
 
-    def _learn(self, kind: Kind, passed: Passed, arrays: Sequence[Array]) -> Passed:
+    def _learn(self, kind: CallKind, passed: Passed, arrays: Sequence[Array]) -> Passed:
         """Take over what a call has found.
 
         Raises:

@@ -11,8 +11,8 @@ from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import (
     MOST_KEPT,
+    CallKind,
     FunctionCalls,
-    Kind,
     ScheduleContext,
     Scheduled,
 )
@@ -151,7 +151,7 @@ class ChiefCalls(FunctionCalls):
         self._read.clear()
 
     def _note_call(
-        self, kind: Kind, name: str, passed: Passed | None = None, arrays: Sequence[Array] = ()
+        self, kind: CallKind, name: str, passed: Passed | None = None, arrays: Sequence[Array] = ()
     ) -> None:
         """Note a call in the log, with what it has found, if that is not nothing."""
         if (log := self._joining.log) is None:
@@ -194,7 +194,9 @@ class ChiefCalls(FunctionCalls):
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: the chief runs no functions."""
 
-    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
+    def _make(
+        self, kind: CallKind, steps: Sequence[int] = (), name: str = ""
+    ) -> tuple[Passed, Sequence[Array]]:
         dispatcher = self._dispatcher
         assert dispatcher is not None
         self._job.timer.lap("other")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.dispatcher import Answered, DispatchedCall, Dispatcher
-from lockstep.parameter_server.order import Kind, Record
+from lockstep.parameter_server.order import Record, RecordKind
 from lockstep.protocol.parameter_server import (
     AtCall,
     FunctionFailure,
@@ -135,7 +135,7 @@ class FunctionDispatcher(Dispatcher):
         Waits while too many functions wait.
         """
         if self._recorded is not None:
-            raises = self._recorded.has(Record(Kind.RAISE, 0, call))
+            raises = self._recorded.has(Record(RecordKind.RAISE, 0, call))
         else:
             self._wait(lambda: self._raised is not None or self._unfinished() < MAX_WAITING * len(self._live))
             raises = self._raised is not None
@@ -154,7 +154,7 @@ class FunctionDispatcher(Dispatcher):
             self._wait(lambda: self._raised is not None or not self._unfinished())
             raises = self._raised is not None
         else:
-            raises = self._recorded.has(Record(Kind.RAISE, 0, call))
+            raises = self._recorded.has(Record(RecordKind.RAISE, 0, call))
             self._wait(lambda: raises or not self._unfinished())
         return self._fail(call) if raises else None
 
@@ -163,12 +163,12 @@ class FunctionDispatcher(Dispatcher):
         with self._changed:
             if self._recorded is None and self._raised is None:
                 done = not self._unfinished()
-                self._writer.add(Kind.POLL, int(done), call)
+                self._writer.add(RecordKind.POLL, int(done), call)
                 return done, None
-        if self._recorded is None or self._recorded.has(Record(Kind.RAISE, 0, call)):
+        if self._recorded is None or self._recorded.has(Record(RecordKind.RAISE, 0, call)):
             return False, self._fail(call)
-        done = self._recorded.has(Record(Kind.POLL, 1, call))
-        return self._in_turn(Record(Kind.POLL, int(done), call), lambda: (done, None))
+        done = self._recorded.has(Record(RecordKind.POLL, 1, call))
+        return self._in_turn(Record(RecordKind.POLL, int(done), call), lambda: (done, None))
 
     def results(
         self, call: int, steps: Sequence[int]
@@ -183,7 +183,7 @@ class FunctionDispatcher(Dispatcher):
             with self._changed:
                 fails = not known()
         else:
-            fails = self._recorded.has(Record(Kind.RAISE, 0, call))
+            fails = self._recorded.has(Record(RecordKind.RAISE, 0, call))
             self._wait(lambda: fails or known())
         if fails:
             return [], self._fail(call)
@@ -221,7 +221,7 @@ class FunctionDispatcher(Dispatcher):
             assert self._layers is not None
             return {name: self._layers[name] for name in sorted(self._changed_variables, key=int)}
 
-        return self._in_turn(Record(Kind.READ, 0, call), changed)
+        return self._in_turn(Record(RecordKind.READ, 0, call), changed)
 
     def add_variables(self, values: Mapping[str, Array]) -> None:
         """Add variables that no process has changed."""
@@ -243,7 +243,7 @@ class FunctionDispatcher(Dispatcher):
             self._changed_variables |= values.keys()
             self._layers = {**(self._layers or {}), **values}
 
-        self._in_turn(Record(Kind.WRITE, 0, call), write)
+        self._in_turn(Record(RecordKind.WRITE, 0, call), write)
 
     def publish(self, call: int, passed: Passed, arrays: Sequence[Array]) -> None:
         """Let the other processes pass a call with a result."""
@@ -293,7 +293,7 @@ class FunctionDispatcher(Dispatcher):
 
         if self._recorded is None:
             self._wait(lambda: not self._assignments.in_work())
-        return self._in_turn(Record(Kind.RAISE, 0, call), fail)
+        return self._in_turn(Record(RecordKind.RAISE, 0, call), fail)
 
     def _in_turn(self, record: Record, act: Callable[[], Found]) -> Found:
         """Return what `act` returns: at once, or at its turn in the recorded order."""
@@ -383,7 +383,7 @@ class FunctionDispatcher(Dispatcher):
         assert isinstance(message, AtCall | FunctionReturned)
         held = (
             isinstance(message, FunctionReturned)
-            and Record(Kind.DONE, turn.worker, message.step) in self._arrived
+            and Record(RecordKind.DONE, turn.worker, message.step) in self._arrived
         )
         return not held and turn.step < min(message.scheduled, self._assignments.stop)
 

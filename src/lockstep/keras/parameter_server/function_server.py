@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lockstep.errors import PeerError
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.function_calls import FunctionCalls, Kind, ScheduleContext, Scheduled
+from lockstep.keras.parameter_server.function_calls import CallKind, FunctionCalls, ScheduleContext, Scheduled
 from lockstep.keras.parameter_server.served_variables import ServedVariables
 from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.parameter_server.partitioners import Shard
@@ -54,7 +54,9 @@ class ServerCalls(FunctionCalls):
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: servers run no functions."""
 
-    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
+    def _make(
+        self, kind: CallKind, steps: Sequence[int] = (), name: str = ""
+    ) -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
         if number < self._until:
             return self._compared(kind, Passed(self._until)), []

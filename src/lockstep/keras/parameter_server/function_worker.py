@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lockstep.errors import DisagreementError, PeerError
 from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.function_calls import FunctionCalls, Kind, ScheduleContext, Scheduled
+from lockstep.keras.parameter_server.function_calls import CallKind, FunctionCalls, ScheduleContext, Scheduled
 from lockstep.keras.parameter_server.function_results import pack_result, report_failure
 from lockstep.keras.parameter_server.process import TaskProcess, same_bits
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
@@ -194,7 +194,9 @@ class WorkerCalls(FunctionCalls):
         if log is None or step >= log.below:
             self._kept[step] = scheduled
 
-    def _make(self, kind: Kind, steps: Sequence[int] = (), name: str = "") -> tuple[Passed, Sequence[Array]]:
+    def _make(
+        self, kind: CallKind, steps: Sequence[int] = (), name: str = ""
+    ) -> tuple[Passed, Sequence[Array]]:
         number, self._calls = self._calls, self._calls + 1
         self._job.timer.lap("other")
         if kind != "schedule" or assignments.count() != self._assigned:

@@ -29,7 +29,7 @@ from lockstep.keras.parameter_server.server_tables import ServerTables, tables_o
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.observability.events import OrderRecorded
-from lockstep.parameter_server.order import Kind, OrderFile, OrderWriter, RecordedOrder, read_order
+from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrder, RecordKind, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
 from lockstep.parameter_server.tasks import ServerPlace, Tasks, TaskType
 from lockstep.system.paths import RunPaths
@@ -161,7 +161,7 @@ class TaskProcess:
         if folder is not None:
             file = OrderFile(RunPaths(folder).orders / name)
             writer = OrderWriter(self._publisher(name) if self.job.context.over_hosts else file.write)
-        writer.add(Kind.CALL, 0, self.call.number)
+        writer.add(RecordKind.CALL, 0, self.call.number)
         if followed is not None:
             recorded = RecordedOrder(read_order(RunPaths(followed).orders / name, self.call.number))
         return writer, recorded

@@ -26,7 +26,7 @@ from lockstep.keras.parameter_server.standby import (
     record_of,
 )
 from lockstep.parameter_server.assignments import StepSet
-from lockstep.parameter_server.order import Kind, OrderedArrivals, OrderWriter, Record, RecordedOrder
+from lockstep.parameter_server.order import OrderedArrivals, OrderWriter, Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import (
     Answer,
@@ -106,12 +106,12 @@ class ServerShards:
         for record in kept.records:
             self._writer.add(*record)
             self._unanswered[record.worker] = record
-            if record.kind is Kind.PULL:
+            if record.kind is RecordKind.PULL:
                 self._pulled[record.worker] = self._version
-            elif record.kind is Kind.PUSH:
+            elif record.kind is RecordKind.PUSH:
                 self._pulled.pop(record.worker, None)
                 self._version += 1
-        self._writer.add(Kind.TAKEN, 0, 0)
+        self._writer.add(RecordKind.TAKEN, 0, 0)
 
     def repeat(self, kept: KeptServer) -> None:
         """Repeat the next message that is kept, if there is one: another server has processed it."""

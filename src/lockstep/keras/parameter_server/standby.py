@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lockstep.errors import PeerLostError
 from lockstep.parameter_server.assignments import StepSet
-from lockstep.parameter_server.order import Kind, Record, RecordList
+from lockstep.parameter_server.order import Record, RecordKind, RecordList
 from lockstep.protocol.parameter_server import (
     Applied,
     Keep,
@@ -47,15 +47,15 @@ def record_of(process: int, question: Ordered) -> Record:
     """Return what the order of arrivals says about a message of a process."""
     match question:
         case Pull():
-            return Record(Kind.PULL, process, question.step, question.part & 0xFF)
+            return Record(RecordKind.PULL, process, question.step, question.part & 0xFF)
         case PullRows():
-            return Record(Kind.PULL_ROWS, process, question.step, question.lookup & 0xFF)
+            return Record(RecordKind.PULL_ROWS, process, question.step, question.lookup & 0xFF)
         case Push():
-            return Record(Kind.PUSH, process, question.step, question.part & 0xFF)
+            return Record(RecordKind.PUSH, process, question.step, question.part & 0xFF)
         case Read():
-            return Record(Kind.READ, 0, question.step)
+            return Record(RecordKind.READ, 0, question.step)
         case Write():
-            return Record(Kind.WRITE, 0, question.step)
+            return Record(RecordKind.WRITE, 0, question.step)
 
 
 class StandbyLink:

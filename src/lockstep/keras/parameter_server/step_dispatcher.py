@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.keras.parameter_server.dispatcher import Answered, DispatchedCall, Dispatcher
-from lockstep.parameter_server.order import Kind, Record
+from lockstep.parameter_server.order import Record, RecordKind
 from lockstep.protocol.parameter_server import Begin, Done, Ended, Enter, EpochDone, Next, Opened
 from lockstep.transport.array_channel import Asked
 
@@ -78,7 +78,7 @@ class StepDispatcher(Dispatcher):
         if self._recorded is None or process not in self._followed:
             return False
         following = self._recorded.next_of(process)
-        return following is None or following.kind is not Kind.ASSIGN
+        return following is None or following.kind is not RecordKind.ASSIGN
 
     def _take(self, asked: Asked) -> None:
         done = asked.message
@@ -118,7 +118,7 @@ class StepDispatcher(Dispatcher):
             return turn.step < message.steps
         return (
             isinstance(message, Next | Done)
-            and Record(Kind.DONE, turn.worker, _step(message)) not in self._arrived
+            and Record(RecordKind.DONE, turn.worker, _step(message)) not in self._arrived
         )
 
 

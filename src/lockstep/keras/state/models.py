@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.contract import Backend, StepKind
 from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.variables import all_variables, assign, named_arrays
 
@@ -29,7 +29,7 @@ class CompiledModels:
         if all(known() is not model for known in self._models):
             self._models.append(weakref.ref(model))
 
-    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+    def build(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
         """Create the variables that a step of `model` needs, and load the pending values.
 
         Args:
@@ -59,7 +59,7 @@ class CompiledModels:
             if index in built and (model := known()) is not None:
                 self._built_before[model] = built[index]
 
-    def was_built(self, model: Any, kind: Kind) -> bool:
+    def was_built(self, model: Any, kind: StepKind) -> bool:
         """Whether a call that this process has skipped has built what a step of `model` needs."""
         return self._built_before.get(model, False) or (kind == "predict" and model in self._built_before)
 

@@ -226,7 +226,7 @@ class ResumableCalls:
         """
         return self._resumption is None or self._calls.current.samples < self._resumption.samples
 
-    def standing(self) -> Fresh | Replay | SkipTo:
+    def next_call(self) -> Fresh | Replay | SkipTo:
         """Return whether the current call is new, replayed or skips steps; has no effects.
 
         Raises:
@@ -317,7 +317,7 @@ class ResumableCalls:
         """
         if self._resumption is None and self._job.joins and len(self._calls.stack) == 2:
             self._follow(self._job.membership.position())
-        match self.standing():
+        match self.next_call():
             case Replay(finished):
                 self._move_past(finished)
                 return finished
