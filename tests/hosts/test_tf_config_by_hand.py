@@ -14,9 +14,6 @@ import pytest
 from host_network import Host, Running
 from stepping_job import CHAOS, HERE
 
-from lockstep.protocol.host import HostOffer
-from lockstep.protocol.rendezvous import Arrival, Task
-from lockstep.rendezvous.over_hosts import missing_tasks, objection
 from lockstep.system.environment import usable_cores
 from lockstep.transport.keys import JobKey
 
@@ -191,43 +188,6 @@ def test_a_stop_ends_the_wait_for_other_hosts(
     os.kill(process, number)
     assert waiting.end() == 1
     assert waiting.err.splitlines()[-1].endswith("the job was stopped before it began")
-
-
-TASKS = tuple(Task("worker", at, f"node{at + 1}:2222", f"10.0.0.{at + 1}:2222") for at in range(3))
-
-
-def arrival(slot: int, *here: int, **fields: Any) -> Arrival:
-    known: dict[str, Any] = {"version": "1", "backend": "jax", "cores": 2, "gpus": (), "target": "main.py"}
-    return Arrival(TASKS, slot, **known | fields, here=here or (slot,))
-
-
-def test_missing_tasks_and_objections() -> None:
-    offers = [HostOffer(1, arrival(1), (1,))]
-    assert missing_tasks(
-        arrival(0), (0,), [HostOffer(1, arrival(1)), HostOffer(1, arrival(2), (2,))], {}
-    ) == ("worker 1 (node2:2222)")
-    assert missing_tasks(arrival(0), (0,), offers, {2: "10.0.0.3 was refused: other cluster"}) == (
-        "worker 2 (node3:2222); 10.0.0.3 was refused: other cluster"
-    )
-    assert missing_tasks(arrival(0), (0,), offers, {1: "10.0.0.2 was refused: other cluster"}) == (
-        "worker 2 (node3:2222); no process of its host has connected to node1:2222 yet (a firewall must let "
-        "TCP connections to port 2222 through)"
-    )
-    assert missing_tasks(arrival(0), (0,), [*offers, HostOffer(1, arrival(2), (2,))], {}) == ""
-
-    def objects(first: Arrival | None) -> str:
-        named = tuple(Task(task.kind, task.index, task.address, task.address) for task in TASKS)
-        offer = HostOffer(
-            1, first and Arrival(named, *[getattr(first, f) for f in first.__struct_fields__[1:]])
-        )
-        return objection(arrival(0), offer, "10.0.0.9", [("10.0.0.2", offers[0])])
-
-    assert objects(arrival(2)) == ""
-    assert "this job follows TF_CONFIG" in objects(None)
-    assert "runs Lockstep 2, but the job uses 1" in objects(arrival(2, version="2"))
-    assert "worker 1 (node2:2222) is on two hosts, 10.0.0.2 and 10.0.0.9" in objects(arrival(1))
-    for invalid in (arrival(2, 3), arrival(7), arrival(0, 2)):
-        assert "names tasks that do not exist" in objects(invalid)
 
 
 EXAMPLES = HERE.parents[1] / "examples"

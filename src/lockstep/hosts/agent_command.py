@@ -16,11 +16,11 @@ from lockstep.hosts.agent_process import (
     StartedWorkers,
 )
 from lockstep.hosts.engine_link import EngineLink
-from lockstep.hosts.gathering import Stopped
+from lockstep.hosts.gathering import Stopped, heed_stop
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.local_job.job_process import run_in_job_process
-from lockstep.protocol.channel import Channel, PeerGone
+from lockstep.protocol.channel import Channel
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.engine import StartAgent
 from lockstep.protocol.host import (
@@ -232,11 +232,7 @@ def _connect(
         while (connection := dialer.take()) is None:
             if options.engine is not None:
                 address.address = options.engine.coordinator
-            match command.receive():
-                case Stop(number):
-                    raise Stopped(number)
-                case PeerGone():
-                    raise Stopped(0)
+            heed_stop(command)
             waited = (now := clock.now()) - begun
             if waited >= options.patience:
                 raise UnfitError(

@@ -25,7 +25,7 @@ from lockstep.hosts.agent_place import AgentPlace
 from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
 from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.facts import own_facts
-from lockstep.hosts.gathering import Stopped
+from lockstep.hosts.gathering import heed_stop
 from lockstep.hosts.host_listener import HostListener
 from lockstep.hosts.joining import CoordinatorAddress, CoordinatorDialer
 from lockstep.hosts.shared_checkpoints import AgentCheckpoints
@@ -289,11 +289,7 @@ class AgentProcess:
                         checkpoints.serve(about)
                     case message if isinstance(message, kind):
                         return message
-                match self.command.receive():
-                    case Stop(number):
-                        raise Stopped(number)
-                    case PeerGone():
-                        raise Stopped(0)
+                heed_stop(self.command)
                 if (now := self.clock.now()) >= due:
                     due = now + ALIVE_EVERY
                     self.channel.send(KeepAlive())

@@ -33,6 +33,25 @@ class Stopped(Exception):
         self.signal = signal
 
 
+def heed_stop(command: Channel[Stop, Stop]) -> None:
+    """Raise Stopped if the user has stopped the job, or the command has ended."""
+    match command.receive():
+        case Stop(signal):
+            raise Stopped(signal)
+        case PeerGone():
+            raise Stopped(0)
+
+
+def turn(loop: EventLoop, command: Channel[Stop, Stop], seconds: float | None) -> None:
+    """Serve what `loop` watches for at most so many seconds, None for any; raise Stopped as `heed_stop`."""
+    loop.watch(command.fileno(), lambda: None)
+    try:
+        loop.turn(seconds)
+    finally:
+        loop.unwatch(command.fileno())
+    heed_stop(command)
+
+
 @dataclass(frozen=True)
 class AwaitedHost:
     """A host whose agent has not described it yet.
@@ -97,11 +116,7 @@ def gather_facts(
                             f"host {host.name} sent an invalid message ({error}); install the same version "
                             "of Lockstep on all hosts, and let no startup file of its shell print anything"
                         )
-            match command.receive():
-                case Stop(signal):
-                    raise Stopped(signal)
-                case PeerGone():
-                    raise Stopped(0)
+            heed_stop(command)
             now, missing = (
                 clock.now(),
                 " and ".join(hosts[index].name for index in hosts if index not in facts),

@@ -77,8 +77,10 @@ class ThisHost:
     facts: HostFacts
 
 
-def first_message(spec: JobSpec, *, key: str = "", encrypted: bool, folder: str = "") -> Prepare:
-    """Return the first message to the agents of a new job."""
+def first_message(
+    spec: JobSpec, *, key: str = "", encrypted: bool, folder: str = "", by_hand: bool = False
+) -> Prepare:
+    """Return the first message to the agents of a new job; a user who starts workers sets their variables."""
     return Prepare(
         job=secrets.token_bytes(JOB),
         key=key,
@@ -88,7 +90,7 @@ def first_message(spec: JobSpec, *, key: str = "", encrypted: bool, folder: str 
         arguments=spec.arguments,
         backend=spec.backend,
         folder=folder,
-        environment=shared_variables(),
+        environment={} if by_hand else shared_variables(),
         checkpoints=spec.checkpoints.given if spec.checkpoints is not None else "",
     )
 
@@ -101,6 +103,12 @@ class WorkersByHand(Protocol):
 
     def admitting(self, spec: JobSpec, output: WorkerOutput) -> LocalHost:
         """Return what admits them as workers of a job."""
+
+
+def facts_here(prepare: Prepare, listener: HostListener, by_hand: WorkersByHand | None) -> HostFacts:
+    """Return the facts of this host."""
+    facts = own_facts if by_hand is None else by_hand.facts
+    return facts(prepare, *listener.place)
 
 
 @dataclass(frozen=True)
@@ -392,7 +400,7 @@ def _this_host(
     listener = HostListener.open(
         join_address(place), credentials, console.say, loop=loop, clock=SystemClock()
     )
-    return ThisHost(found, listener, own_facts(prepare, *listener.place))
+    return ThisHost(found, listener, facts_here(prepare, listener, None))
 
 
 def _is_here(name: str) -> bool:

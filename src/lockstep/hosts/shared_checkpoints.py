@@ -17,7 +17,7 @@ import msgspec
 from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of, newest_held, parts_of_checkpoint
 from lockstep.checkpoint.held import HeldCheckpoint, choose_newest
 from lockstep.errors import CheckpointError, LockstepError, UnfitError
-from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, Stopped
+from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, heed_stop
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -338,8 +338,4 @@ class SharedCheckpoints:
         self._due = now + ALIVE_EVERY
         for agent in self.hosts.values():
             agent.channel.send(KeepAlive())
-        match self.command.receive():
-            case Stop(signal):
-                raise Stopped(signal)
-            case PeerGone():
-                raise Stopped(0)
+        heed_stop(self.command)

@@ -19,9 +19,8 @@ from lockstep.coordinator.job_record import JobRecord, decode_record, newest
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
 from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
-from lockstep.hosts.facts import own_facts
 from lockstep.hosts.host_listener import HostListener
-from lockstep.hosts.job_on_hosts import WorkersByHand, peer_of, started_here, unsaid
+from lockstep.hosts.job_on_hosts import WorkersByHand, facts_here, peer_of, started_here, unsaid
 from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.hosts.newcomers import Newcomers
 from lockstep.local_job.composition import start_agent
@@ -165,8 +164,7 @@ class TakenOverJob:
             ConnectedHost(known.name, known.peer, 0, 0, channels.get(index))
             for index, known in enumerate(record.hosts)
         ]
-        facts_of = own_facts if self.by_hand is None else self.by_hand.facts
-        facts = facts_of(prepare, *self.listener.place)
+        facts = facts_here(prepare, self.listener, self.by_hand)
         before = tuple(
             JobHost(known.name, slots) for known, slots in zip(record.hosts, record.state.slots, strict=True)
         )

@@ -1,65 +1,13 @@
-"""What a coordinator decides about agents that join, and what a task of `TF_CONFIG` is for."""
+"""What a task of `TF_CONFIG` is for."""
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.hosts.agent_server import JoiningAgent
-from lockstep.hosts.listening_job import objection, placed, vacancies
-from lockstep.hosts.tf_config_role import TaskPlace, TaskRole, find_place
-from lockstep.protocol.host import HostOffer
-from lockstep.protocol.job_spec import JobHost
-
-
-@dataclass
-class Silent:
-    """A channel that nothing is sent to."""
-
-
-def agent(peer: str, workers: int, task: int | None = None) -> JoiningAgent:
-    silent: Any = Silent()
-    return JoiningAgent(silent, peer, 0.0, HostOffer(workers, task=task))
-
-
-def test_hosts_get_the_workers_that_they_offer_in_the_order_of_their_agents() -> None:
-    agents = [agent("10.0.0.3", 2), agent("10.0.0.2", 4)]
-    hosts, others = placed(6, 1, "10.0.0.1", agents)
-    assert hosts == (JobHost("10.0.0.1", 1), JobHost("10.0.0.3", 2), JobHost("10.0.0.2", 3))
-    assert {host: other.name for host, other in others.items()} == {1: "10.0.0.3", 2: "10.0.0.2"}
-    twice, _ = placed(3, 1, "127.0.0.1", [agent("127.0.0.1", 1), agent("127.0.0.1", 1)])
-    assert [host.name for host in twice] == ["127.0.0.1", "127.0.0.1 (2)", "127.0.0.1 (3)"]
-
-
-def test_hosts_are_placed_in_the_order_of_their_tasks() -> None:
-    agents = [agent("10.0.0.4", 1, 3), agent("10.0.0.2", 1, 1), agent("10.0.0.3", 1, 2)]
-    hosts, others = placed(4, 1, "10.0.0.1", agents)
-    assert [host.name for host in hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]
-    assert {host: other.name for host, other in others.items()} == {
-        1: "10.0.0.2",
-        2: "10.0.0.3",
-        3: "10.0.0.4",
-    }
-
-
-def test_vacancies() -> None:
-    assert vacancies(5, []) == 5
-    assert vacancies(5, [agent("10.0.0.2", 2), agent("10.0.0.3", 1)]) == 2
-    assert vacancies(5, [agent("10.0.0.2", 7)]) == 0
-
-
-def test_objections() -> None:
-    def objects(peer: str, workers: int = 1, own: str = "10.0.0.1") -> str:
-        return objection(agent(peer, workers), HostOffer(workers), ["10.0.0.2"], own)
-
-    assert objects("10.0.0.3") == ""
-    assert objects("10.0.0.3", workers=0) == "it offers no worker"
-    for peer in ("10.0.0.1", "10.0.0.2"):
-        assert f"already has an agent on host {peer}" in objects(peer)
-    assert objects("10.0.0.2", own="") == ""
-
+from lockstep.hosts.task_place import TaskPlace, TaskRole
+from lockstep.hosts.tf_config_role import find_place
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 

@@ -1,0 +1,219 @@
+"""Which hosts make up a job: whom it admits, what it waits for, and in which order the hosts stand. Pure.
+
+Hosts that a user names need no roster: the job itself starts their agents, and no others can come.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from lockstep.protocol.host import HostOffer
+from lockstep.protocol.job_spec import JobHost
+from lockstep.protocol.rendezvous import Arrival, Task, refusal
+from lockstep.system.prose import count
+
+Offers = Sequence[tuple[str, HostOffer]]
+"""What agents offer, with the IP addresses of their hosts; the first one first."""
+
+
+class RefusedOffer(NamedTuple):
+    """An offer that was refused, by the IP address of its host, and why."""
+
+    peer: str
+    offer: HostOffer
+    why: str
+
+
+class Roster(Protocol):
+    """The hosts of a job, as far as they are known.
+
+    Attributes:
+        workers: the number with which the job begins.
+        here: this host; None if the job has no workers here.
+    """
+
+    @property
+    def workers(self) -> int: ...  # noqa: D102
+
+    @property
+    def here(self) -> JobHost | None: ...  # noqa: D102
+
+    def objection(self, peer: str, offer: HostOffer, others: Sequence[tuple[str, HostOffer | None]]) -> str:
+        """Return why an agent cannot join; empty if it can.
+
+        Args:
+            peer: the IP address of its host.
+            offer: what it offers.
+            others: names of the other hosts that have joined, and what their agents offered, if known.
+        """
+
+    def is_full(self, offers: Offers) -> bool:
+        """Return whether another agent is too much."""
+
+    def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
+        """Return what the job waits for; empty if it can begin."""
+
+    def name(self, peer: str, offer: HostOffer) -> str:
+        """Return the name of the host of an agent."""
+
+    def rank(self, offer: HostOffer) -> int:
+        """Return the place of a host among the others; those with equal ranks keep their order."""
+
+
+@dataclass(frozen=True)
+class OpenRoster:
+    """As many hosts as come until they have enough workers.
+
+    Attributes:
+        workers: see `Roster`.
+        here: see `Roster`.
+        own: the IP address of this host; empty if several agents may run on one host.
+        waits: whether the job waits even if there are enough workers.
+        limited: whether further agents are too much.
+    """
+
+    workers: int
+    here: JobHost | None = None
+    own: str = ""
+    waits: bool = False
+    limited: bool = True
+
+    def objection(self, peer: str, offer: HostOffer, others: Sequence[tuple[str, HostOffer | None]]) -> str:
+        """See `Roster`."""
+        if offer.running is not None:
+            return ""
+        if offer.workers < 1:
+            return "it offers no worker"
+        if offer.first is not None:
+            return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
+        if self.own and peer in (self.own, *(name for name, _ in others)):
+            return (
+                f"the job already has an agent on host {peer}: start one agent on each host, and tell it "
+                "with -n how many workers to run"
+            )
+        return ""
+
+    def is_full(self, offers: Offers) -> bool:
+        """See `Roster`."""
+        return self.limited and not self._vacancies(offers)
+
+    def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
+        """See `Roster`."""
+        vacancies = self._vacancies(offers)
+        return count(vacancies, "more worker") if vacancies or self.waits else ""
+
+    def name(self, peer: str, offer: HostOffer) -> str:
+        """See `Roster`."""
+        return peer
+
+    def rank(self, offer: HostOffer) -> int:
+        """See `Roster`."""
+        return sys.maxsize if offer.task is None else offer.task
+
+    def _vacancies(self, offers: Offers) -> int:
+        """Return how many workers have no host yet."""
+        here = self.here.workers if self.here is not None else 0
+        return max(0, self.workers - here - sum(offer.workers for _, offer in offers))
+
+
+@dataclass(frozen=True)
+class TaskRoster:
+    """The hosts of the tasks of a `TF_CONFIG`, whose processes a user starts by hand.
+
+    Attributes:
+        first: an arrival on this host.
+        waiting: the tasks of this host for which a process waits.
+    """
+
+    first: Arrival
+    waiting: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """One for each task."""
+        return len(self.first.tasks)
+
+    @property
+    def here(self) -> JobHost:
+        """This host."""
+        return JobHost(_host_of(self.first.tasks[self.first.here[0]]), len(self.first.here))
+
+    def objection(self, peer: str, offer: HostOffer, others: Sequence[tuple[str, HostOffer | None]]) -> str:
+        """See `Roster`."""
+        if offer.first is None:
+            return "this job follows TF_CONFIG: set it on this host too, and start the program with python"
+        tasks, here = len(offer.first.tasks), offer.first.here
+        if not here or offer.first.slot not in here or not {*here, *offer.slots} <= {*range(tasks)}:
+            return "its message names tasks that do not exist; use one version of Lockstep on all hosts"
+        if reason := refusal(by_address(self.first), offer.first, None):
+            return reason
+        claims = [("the host of the coordinator", self.first)]
+        claims += [(name, other.first) for name, other in others if other is not None and other.first]
+        for name, claim in claims:
+            if both := sorted({*claim.here}.intersection(here)):
+                return (
+                    f"{self.first.tasks[both[0]]} is on two hosts, {name} and {peer}: both have its "
+                    "address; give each host an address of its own"
+                )
+        return ""
+
+    def is_full(self, offers: Offers) -> bool:
+        """See `Roster`."""
+        return False
+
+    def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
+        """Return the names of the tasks that no process has been started for."""
+        firsts = [offer.first for _, offer in offers if offer.first is not None]
+        started = {*self.waiting, *(slot for _, offer in offers for slot in offer.slots)}
+        connected = {*self.first.here, *(slot for first in firsts for slot in first.here)}
+        missing = [slot for slot in range(self.workers) if slot not in started]
+        text = ", ".join(str(self.first.tasks[slot]) for slot in missing)
+        if connected.issuperset(missing):
+            return text
+        whys = {offer.first.slot: f"{peer} was refused: {why}" for peer, offer, why in refused if offer.first}
+        if tasks := [slot for slot in missing if slot in whys]:
+            return f"{text}; {whys[tasks[0]]}"
+        address = self.first.tasks[0].address
+        port = address.rpartition(":")[2]
+        return (
+            f"{text}; no process of its host has connected to {address} yet (a firewall must let TCP "
+            f"connections to port {port} through)"
+        )
+
+    def name(self, peer: str, offer: HostOffer) -> str:
+        """See `Roster`."""
+        return _host_of(self.first.tasks[self.rank(offer)])
+
+    def rank(self, offer: HostOffer) -> int:
+        """See `Roster`."""
+        assert offer.first is not None
+        return min(offer.first.here)
+
+
+def by_address(arrival: Arrival) -> Arrival:
+    """Return an arrival whose places are the addresses: hosts may resolve their own names differently."""
+    tasks = tuple(Task(task.kind, task.index, task.address, task.address) for task in arrival.tasks)
+    return msgspec.structs.replace(arrival, tasks=tasks)
+
+
+def _host_of(task: Task) -> str:
+    return task.address.rpartition(":")[0].strip("[]")
+
+
+def placed(roster: Roster, offers: Offers) -> tuple[tuple[JobHost, ...], tuple[int, ...]]:
+    """Return the hosts of a job that can begin, this one first, and which offers the others have made.
+
+    The last one may get fewer workers than it has offered.
+    """
+    hosts = [roster.here] if roster.here is not None else []
+    order = sorted(range(len(offers)), key=lambda at: roster.rank(offers[at][1]))
+    for at in order:
+        name = roster.name(*offers[at])
+        if any(host.name == name for host in hosts):
+            name = f"{name} ({len(hosts) + 1})"
+        vacancies = roster.workers - sum(host.workers for host in hosts)
+        hosts.append(JobHost(name, min(vacancies, offers[at][1].workers)))
+    return tuple(hosts), tuple(order)
