@@ -38,6 +38,12 @@ def test_every_file_exists(page: Path) -> None:
     assert page.stem == "glossary" or len(files) > 10
 
 
+def test_the_map_names_every_module() -> None:
+    named = {name for page in PAGES for name in FILE.findall(page.read_text())}
+    modules = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not path.name.startswith("__")}
+    assert modules - named == set(), "name them in the tables of docs/rooms.md or docs/asynchronous.md"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_name_is_in_its_file(page: Path) -> None:
     text = page.read_text()
