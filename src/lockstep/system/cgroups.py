@@ -39,18 +39,18 @@ def processes_left(membership: Path, mount: Path) -> int | None:
 
 
 def throttled_seconds(statistics: Iterable[Path]) -> float:
-    """Return the seconds in which a CPU quota has stopped processes, summed over cores.
+    """Return the seconds for which a CPU quota has stopped processes, summed over cores.
 
     Args:
         statistics: the files `cpu.stat` of a group and its ancestors, of which the largest number counts.
     """
-    found = [0.0]
+    seconds = [0.0]
     for file in statistics:
         for line in read(file).splitlines():
             name, _, value = line.partition(" ")
             if name in _THROTTLED and value.isdigit():
-                found.append(int(value) * _THROTTLED[name])
-    return max(found)
+                seconds.append(int(value) * _THROTTLED[name])
+    return max(seconds)
 
 
 def read(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Work on a disk, in a thread: the loop of the process continues, so that other hosts see that it lives."""
+"""Work on a disk, in a thread: the event loop continues, so that other hosts see that the process lives."""
 
 import os
 import threading
@@ -20,9 +20,9 @@ class DiskWork(Generic[Result]):
 
     Args:
         act: the action.
-        what: it does, for messages.
-        loop: of the process.
-        clock: for the time limit.
+        what: the action in words, for messages.
+        loop: the event loop of the process.
+        clock: measures the time limit.
     """
 
     def __init__(self, act: Callable[[], Result], what: str, loop: EventLoop, clock: Clock) -> None:
@@ -61,7 +61,7 @@ class DiskWork(Generic[Result]):
         return self._results[0]
 
     def close(self) -> None:
-        """Let go of the action, which may continue; safe to call more than once."""
+        """Let go of the action, which may continue. A second call does nothing."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

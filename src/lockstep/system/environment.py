@@ -23,8 +23,7 @@ _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2
 tensors there, and TensorFlow the batches of `tf.data`. JAX has its own allocator."""
 _ARROW = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Keeps the jemalloc in pyarrow, which Keras imports with pandas, from starting a thread: a process with two
-threads
-cannot be forked."""
+threads cannot be forked."""
 _SHARED = (
     *("CUBLAS_", "JAX_", "KERAS_", "MKL_", "OMP_", "OPENBLAS_", "PYTHONPATH", "PYTORCH_", "TF_", "TORCH_"),
     "XLA_",
@@ -242,7 +241,7 @@ def job_environment(
     """Return the part of the environment that all workers of a job share.
 
     Args:
-        seed: of the job.
+        seed: the seed of the job.
         threads: number of threads that compute one replica.
         inherited: the other variables of the workers.
         backend: the Keras backend; None to leave it unchanged.
@@ -260,14 +259,14 @@ def job_environment(
 
 
 def replaced_hash_seed(seed: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the `PYTHONHASHSEED` of the user that workers get another value for; empty if there is none.
+    """Return the user's `PYTHONHASHSEED` if workers get another value; otherwise an empty text.
 
     Args:
-        seed: of the job.
-        environ: of the user.
+        seed: the seed of the job.
+        environ: the variables of the user.
     """
-    given = environ.get(_HASH_SEED, "")
-    return given if given != _hash_seed(seed) else ""
+    value = environ.get(_HASH_SEED, "")
+    return value if value != _hash_seed(seed) else ""
 
 
 def _hash_seed(seed: int) -> str:
@@ -332,8 +331,8 @@ def visible_gpus(
     """Return the GPUs that CUDA would show, without using any framework."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
-        found = len(list(driver.iterdir())) if driver.is_dir() else 0
-        return tuple(str(number) for number in range(found))
+        gpus = len(list(driver.iterdir())) if driver.is_dir() else 0
+        return tuple(map(str, range(gpus)))
     names = [name.strip() for name in listed.split(",")]
     # CUDA itself stops at the first unknown name; "-1" and "" are common ways to hide GPUs.
     hidden = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
@@ -369,16 +368,16 @@ def for_engine_process(shared: Mapping[str, str], environ: Mapping[str, str] = o
     """Return the environment of a process that an engine starts.
 
     Args:
-        shared: see `shared_variables`: those of the user, instead of those that the engine has set.
+        shared: the user's `shared_variables`, which replace those that the engine has set.
         environ: the environment of the part of the engine that starts it.
     """
     kept = ("PYTHONPATH",)
-    own = {
+    variables = {
         name: value
         for name, value in environ.items()
         if name in kept or not name.startswith((*_SHARED, "RAY_", _PREFIX))
     }
-    return own | {name: value for name, value in shared.items() if name not in kept}
+    return variables | {name: value for name, value in shared.items() if name not in kept}
 
 
 def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -405,7 +404,7 @@ def checking(calls: str, environ: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 def is_checking(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the job of this environment does nothing but compare its steps with one process."""
+    """Whether the job of this environment only compares its steps with one process."""
     return CHECK in environ
 
 
@@ -419,9 +418,9 @@ def repeating(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ)
 
     Variables that follow from the number of threads, which the job sets itself, keep their present values.
     """
-    own = {name: value for name, value in environ.items() if name not in numeric_flags(environ)}
+    variables = {name: value for name, value in environ.items() if name not in numeric_flags(environ)}
     threads = _thread_variables(1)
-    return own | {name: value for name, value in flags.items() if name not in threads}
+    return variables | {name: value for name, value in flags.items() if name not in threads}
 
 
 def ssh_address(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -497,9 +496,9 @@ def usable_cores(
     """
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(proc / "self" / "cgroup", cgroups)
-    asked = slurm_variable("CPUS_PER_TASK", environ) if slurm_variable("STEP_ID", environ) else None
-    if asked is not None and asked.isascii() and asked.isdigit() and len(asked) < 10:
-        cores = min(cores, int(asked))
+    cpus = slurm_variable("CPUS_PER_TASK", environ) if slurm_variable("STEP_ID", environ) else None
+    if cpus is not None and cpus.isascii() and cpus.isdigit() and len(cpus) < 10:
+        cores = min(cores, int(cpus))
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 

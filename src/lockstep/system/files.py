@@ -40,8 +40,8 @@ def open_in(folder: int, name: str, flags: int) -> int:
 
     Args:
         folder: descriptor of the folder.
-        name: of the file in it.
-        flags: as for `os.open`.
+        name: the name of the file in it.
+        flags: the flags of `os.open`.
 
     Raises:
         OSError: it cannot be opened, is a link, or is not a regular file.
@@ -103,7 +103,7 @@ class AppendFile:
     """A file to append to; a failure to write is reported once, and training continues.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
         descriptor: open for reading and appending.
         start: the file's size when it was opened.
     """

@@ -1,4 +1,4 @@
-"""The program that this process runs, as it was started."""
+"""The program that this process was started with."""
 
 import builtins
 import sys
@@ -15,7 +15,7 @@ class Invocation:
     """A script or module that Python runs.
 
     Attributes:
-        options: of the interpreter.
+        options: the options of the interpreter.
         command: the rest, `[-m] target arguments...`.
     """
 

@@ -45,7 +45,7 @@ class HostCounters(NamedTuple):
     Attributes:
         busy: seconds of processor time.
         memory_used: bytes in use, on the host or in the container with the least memory left.
-        memory_total: bytes of it.
+        memory_total: all bytes of that host or container.
         swapped: bytes read from and written to swap.
         throttled: seconds in which a CPU quota has stopped processes of this one's control group.
     """
@@ -58,7 +58,7 @@ class HostCounters(NamedTuple):
 
 
 class HostCounterFiles:
-    """Where the kernel tells the counters of the host.
+    """The files in which the kernel counts what the host uses.
 
     Args:
         proc: where the kernel's data on processes are mounted.
@@ -69,8 +69,8 @@ class HostCounterFiles:
         self._proc = proc
         membership = proc / "self" / "cgroup"
         self._limited = limited_groups(proc / "meminfo", membership, cgroups)
-        found = dict.fromkeys(group / "cpu.stat" for group in groups(membership, cgroups, "cpu"))
-        self._statistics = [file for file in found if file.exists()]
+        files = dict.fromkeys(group / "cpu.stat" for group in groups(membership, cgroups, "cpu"))
+        self._statistics = [file for file in files if file.exists()]
 
     def read(self) -> HostCounters:
         """Read the counters; 0 for those that the kernel does not tell."""
@@ -122,7 +122,7 @@ class HostLoad(NamedTuple):
     Attributes:
         busy: cores in use, on average between two samples.
         memory_used: bytes in use, on the host or in the container with the least memory left.
-        memory_total: bytes of it.
+        memory_total: all bytes of that host or container.
         swapping: bytes per second read from and written to swap.
         throttled: seconds per second in which a CPU quota has stopped processes.
     """
@@ -138,7 +138,7 @@ class HostSampler:
     """Samples the load of this host.
 
     Args:
-        clock: for the time between two samples.
+        clock: measures the time between two samples.
         proc: where the kernel's data on processes are mounted.
         cgroups: where the cgroup file systems are mounted.
     """

@@ -40,7 +40,7 @@ def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] 
     """Lock the file as `try_lock` does, but wait for the holder of the lock.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         patience: seconds after which to give up and return None.
         waiting: called many times per second with the seconds waited so far.
 
@@ -65,16 +65,16 @@ def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] 
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this machine holds the lock of `try_lock` on the file at `path`; takes none.
+    """Whether a process of this machine holds the lock of `try_lock` on the file at `path`; it is not taken.
 
     Raises:
         OSError: the file exists and cannot be examined, or the system does not list its locks.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return False
-    holder = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    holder = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     lines = _LOCKS.read_text().splitlines()
     return any("FLOCK" in line and holder in line.split() for line in lines)
 
@@ -100,7 +100,7 @@ def share_lock(path: Path) -> int:
 
 
 def is_shared(path: Path) -> bool:
-    """Whether a process holds a lock of `share_lock` on the file at `path`; takes none.
+    """Whether a process holds a lock of `share_lock` on the file at `path`; none is taken.
 
     Raises:
         OSError: the file exists and cannot be read.
@@ -110,10 +110,10 @@ def is_shared(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+        lock = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
     finally:
         os.close(descriptor)
-    return bool(struct.unpack_from(_FLOCK, found)[0] != fcntl.F_UNLCK)
+    return bool(struct.unpack_from(_FLOCK, lock)[0] != fcntl.F_UNLCK)
 
 
 def _whole_file(kind: int) -> bytes:

@@ -34,9 +34,9 @@ def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
 
 
 def memory_in_use(meminfo: Path, limited: Iterable[Path]) -> tuple[int, int]:
-    """Return the bytes in use, and how many there are, under the limit with the fewest bytes left.
+    """Return the bytes in use, and the limit, of the machine or of the cgroup with the fewest bytes left.
 
-    That is the machine's memory, or a limit of a cgroup. (0, 0) if the kernel tells neither.
+    (0, 0) if the kernel tells neither.
 
     Args:
         meminfo: the file of the machine's memory, like `/proc/meminfo`.
@@ -55,8 +55,8 @@ def limited_groups(meminfo: Path, membership: Path, mount: Path) -> list[Path]:
     The arguments are those of `memory_in_use` and `cgroup_rooms`.
     """
     total = read_numbers(meminfo).get("MemTotal:", 0) * 1024
-    found = dict.fromkeys(groups(membership, mount, "memory"))
-    return [group for group in found if any(most < total for _, most in _uses(group))]
+    folders = dict.fromkeys(groups(membership, mount, "memory"))
+    return [group for group in folders if any(most < total for _, most in _uses(group))]
 
 
 def cgroup_rooms(membership: Path, mount: Path) -> list[int]:
@@ -66,18 +66,18 @@ def cgroup_rooms(membership: Path, mount: Path) -> list[int]:
         membership: the file that names the cgroups, like `/proc/self/cgroup`.
         mount: where the cgroup file systems are mounted.
     """
-    found = groups(membership, mount, "memory")
-    return [most - used for group in found for used, most in _uses(group)]
+    folders = groups(membership, mount, "memory")
+    return [most - used for group in folders for used, most in _uses(group)]
 
 
 def _uses(group: Path) -> list[tuple[int, int]]:
     """Return the bytes that a cgroup uses, without reclaimable ones, and its limit; empty without one."""
-    found = []
+    uses = []
     for limit, usage, cache in _FILES:
         most, used = read(group / limit).strip(), read(group / usage).strip()
         if most.isdigit() and used.isdigit():
-            found.append((int(used) - read_numbers(group / "memory.stat").get(cache, 0), int(most)))
-    return found
+            uses.append((int(used) - read_numbers(group / "memory.stat").get(cache, 0), int(most)))
+    return uses
 
 
 def read_numbers(file: Path) -> dict[str, int]:

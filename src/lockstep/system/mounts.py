@@ -14,7 +14,7 @@ def is_shared(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Whether a file is in a file system that other hosts may share, as far as its kind tells.
 
     Args:
-        path: of the file, absolute; it may not exist.
+        path: the absolute path of the file, which may not exist.
         mounts: the kernel's list of the file systems of this process.
     """
     try:
@@ -24,8 +24,8 @@ def is_shared(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     file, longest, kind = os.fsencode(os.path.realpath(path)), -1, ""
     for line in lines:
         before, _, after = line.partition(b" - ")
-        place = _ESCAPE.sub(lambda found: bytes([int(found[1], 8)]), before.split(b" ")[4])
-        if (file == place or file.startswith(place.rstrip(b"/") + b"/")) and len(place) >= longest:
-            # A later file system hides an earlier one at the same place.
-            longest, kind = len(place), after.split(b" ")[0].decode()
+        mount = _ESCAPE.sub(lambda escape: bytes([int(escape[1], 8)]), before.split(b" ")[4])
+        if (file == mount or file.startswith(mount.rstrip(b"/") + b"/")) and len(mount) >= longest:
+            # A later file system hides an earlier one at the same mount point.
+            longest, kind = len(mount), after.split(b" ")[0].decode()
     return _OVER_NETWORKS.fullmatch(kind) is not None

@@ -61,7 +61,7 @@ class Process:
 
     Attributes:
         pid: its id.
-        name: empty if unknown.
+        name: its name; empty if unknown.
         memory: bytes of the GPU's memory that it uses; None if unknown.
     """
 
@@ -76,8 +76,8 @@ class Gpu:
 
     Attributes:
         index: its NVML index, in the order of the PCI bus.
-        name: of the model.
-        uuid: as `CUDA_VISIBLE_DEVICES` accepts it.
+        name: the name of the model.
+        uuid: its UUID, as `CUDA_VISIBLE_DEVICES` accepts it.
         bus: its PCI address.
         memory: its own memory, also called FB.
         bar1: the part of the memory that other devices on the PCI bus can address.
@@ -122,7 +122,7 @@ class Driver:
     """NVIDIA's driver.
 
     Attributes:
-        version: of the driver.
+        version: its version.
         cuda: the newest CUDA version that it fully supports; None if it does not report one.
     """
 
@@ -298,9 +298,9 @@ def _gpu(library: Any, index: int) -> Gpu:
 
 
 def _throttles(reasons: int) -> tuple[str, ...]:
-    found = tuple(name for name, bits in _THROTTLES.items() if reasons & bits)
+    names = tuple(name for name, bits in _THROTTLES.items() if reasons & bits)
     # The driver sets the bit of the hardware also for heat.
-    return tuple(name for name in found if name != "hardware") or found
+    return tuple(name for name in names if name != "hardware") or names
 
 
 def _processes(queries: _Queries, handle: Any) -> tuple[Process, ...] | None:
@@ -335,9 +335,9 @@ def _instances(queries: _Queries, handle: Any) -> tuple[str, ...] | None:
     now, _ = queries.query("nvmlDeviceGetMigMode", handle) or (0, 0)
     if not now:
         return None
-    places = range(queries.query("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
-    found = [queries.query("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
-    names = [queries.text("nvmlDeviceGetUUID", instance) for instance in found if instance is not None]
+    indices = range(queries.query("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+    handles = [queries.query("nvmlDeviceGetMigDeviceHandleByIndex", handle, index) for index in indices]
+    names = [queries.text("nvmlDeviceGetUUID", instance) for instance in handles if instance is not None]
     return tuple(name for name in names if name is not None)
 
 
@@ -369,5 +369,5 @@ def _is_gpu(device: Path) -> bool:
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
     except OSError:
         return False
-    taken = (device / "driver").resolve().name == _PASSTHROUGH
-    return vendor == _NVIDIA and kind.startswith(_DISPLAY) and not taken
+    is_passed = (device / "driver").resolve().name == _PASSTHROUGH
+    return vendor == _NVIDIA and kind.startswith(_DISPLAY) and not is_passed

@@ -22,7 +22,7 @@ class Sink:
     pipe or the disk is full, all data is discarded; the logs still have it.
 
     Attributes:
-        descriptor: of the file.
+        descriptor: the descriptor of the file.
         pending: number of buffered bytes.
         taken: number of bytes passed to `write` so far.
         failure: why data is discarded; empty if none is.
@@ -76,7 +76,7 @@ class LinePrefixer:
     """Forwards complete lines, each with a prefix, so that those of several workers do not mix.
 
     Args:
-        prefix: of each line.
+        prefix: begins each line.
         write: takes the lines.
         keeps: whether to forward a line, which it gets without its end; None to forward all.
     """

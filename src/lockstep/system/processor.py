@@ -29,7 +29,7 @@ CHOOSING_VARIABLES = (
 )
 """The environment variables with which libraries choose their code for a processor."""
 
-_NAMES = tuple(one.name for one in _LARGEST_FIRST)
+_NAMES = tuple(each.name for each in _LARGEST_FIRST)
 
 
 @cache
@@ -46,8 +46,8 @@ def processor_features(file: Path = _CPUINFO) -> str:
 
 def instruction_set(features: str) -> str:
     """Return the largest instruction set of x86-64 in `processor_features`; empty for other processors."""
-    have = features.split()
-    return next((one.name for one in _LARGEST_FIRST if one.feature in have), "")
+    names = features.split()
+    return next((each.name for each in _LARGEST_FIRST if each.feature in names), "")
 
 
 def smallest(sets: tuple[str, ...]) -> str:

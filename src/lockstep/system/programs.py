@@ -34,7 +34,7 @@ class ProgramResult:
     Attributes:
         status: its exit status, negative for a signal; None if it timed out or was not started.
         output: what it wrote to stdout; only the beginning and the end of a long output.
-        errors: likewise, what it wrote to stderr.
+        errors: what it wrote to stderr, likewise cut.
         seconds: how long it ran.
         fault: why it could not be started; empty if it could.
     """

@@ -104,7 +104,7 @@ def check_writable(folder: Path, what: str, option: str) -> None:
 
 
 def claim_when_free(folder: Path) -> Path:
-    """Lock the folder of a job, or, if a process of it does not let go, one of its own; return which.
+    """Lock the folder of a job, or a new one beside it if a process of the job keeps it; return which.
 
     Several coordinators of a job use its folder, one after the other. One that was lost may still be ending,
     or may be stopped.
@@ -113,17 +113,17 @@ def claim_when_free(folder: Path) -> Path:
         ConfigError: the folder cannot be written to.
     """
     for number in itertools.count(1):
-        one = folder.with_name(folder.name + (f"-{number}" if number > 1 else ""))
+        candidate = folder.with_name(folder.name + (f"-{number}" if number > 1 else ""))
         give_up = time.monotonic() + _LETS_GO
         while True:
             try:
-                claim_folder(one)
+                claim_folder(candidate)
             except FolderInUse:
                 if time.monotonic() >= give_up:
                     break
                 time.sleep(_LOOK_EVERY)
             else:
-                return one
+                return candidate
     raise AssertionError("numbers have no end")
 
 
@@ -140,7 +140,7 @@ def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:
         A descriptor; None if another host of the job holds the lock.
 
     Raises:
-        ConfigError: as for `claim_folder`.
+        ConfigError: see `claim_folder`.
     """
     give_up = time.monotonic() + _SIGNS_WITHIN
     while True:
@@ -160,7 +160,7 @@ def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:
 
 
 def sign_claim(folder: Path, job: str) -> None:
-    """Let other hosts of a job that share a folder find that the job holds its lock; for the holder."""
+    """Record in a locked folder which job holds its lock, for the job's hosts that share the folder."""
     with contextlib.suppress(OSError):
         descriptor = open_own(folder / _HOLDER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
@@ -214,10 +214,10 @@ def temporary_folder() -> Iterator[Path]:
     """
     remove_abandoned()
     # Under its final name, it is always locked.
-    made = folder = Path(tempfile.mkdtemp(prefix=f".{_TEMPORARY}"))
+    hidden = folder = Path(tempfile.mkdtemp(prefix=f".{_TEMPORARY}"))
     try:
-        lock = claim_folder(made)
-        folder = made.rename(made.with_name(made.name[1:]))
+        lock = claim_folder(hidden)
+        folder = hidden.rename(hidden.with_name(hidden.name[1:]))
         try:
             yield folder
         finally:
@@ -230,8 +230,8 @@ def remove_abandoned() -> None:
     """Remove the temporary folders whose processes were all killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
         with contextlib.suppress(OSError):
-            found, lock = path.lstat(), RunPaths(path).lock
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not lock.exists():
+            status, lock = path.lstat(), RunPaths(path).lock
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or not lock.exists():
                 continue
             descriptor = try_lock(lock)
             if descriptor is not None:
@@ -266,10 +266,10 @@ def remove_unused(folder: Path) -> None:
 
 def remove_unused_claim(folder: Path) -> None:
     """Remove a folder in which a job has left nothing but its claim; for the command that created it."""
-    own = {RunPaths(folder).lock, folder / _HOLDER}
+    claim = {RunPaths(folder).lock, folder / _HOLDER}
     with contextlib.suppress(OSError):
-        if set(folder.iterdir()) <= own:
-            for file in own:
+        if set(folder.iterdir()) <= claim:
+            for file in claim:
                 file.unlink(missing_ok=True)
             folder.rmdir()
 

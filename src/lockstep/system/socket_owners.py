@@ -41,21 +41,21 @@ def is_of_this_user(connection: socket.socket) -> bool:
 def user_of_connection(connection: socket.socket, proc: Path = Path("/proc/net")) -> int | None:
     """Return the id of the user at the other end of a TCP connection within this host; None if unknown."""
     with contextlib.suppress(OSError):
-        own, other = _listed(connection.getsockname()), _listed(connection.getpeername())
+        local, remote = _listed(connection.getsockname()), _listed(connection.getpeername())
         table = proc / ("tcp" if connection.family == socket.AF_INET else "tcp6")
         with table.open() as sockets:
             for line in sockets:
                 fields = line.split()
-                if fields[1:3] == [other, own]:
+                if fields[1:3] == [remote, local]:
                     return int(fields[7])
     return None
 
 
-def _listed(place: tuple[Any, ...]) -> str:
+def _listed(address: tuple[Any, ...]) -> str:
     """Return an address as the kernel lists it: in words with the byte order of this machine."""
-    host = str(place[0]).partition("%")[0]
+    host = str(address[0]).partition("%")[0]
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
-    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed)) + f":{place[1]:04X}"
+    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed)) + f":{address[1]:04X}"
 
 
 def user_of(name: bytes) -> int | None:
@@ -87,9 +87,9 @@ def process_of(name: bytes) -> int | None:
 
     shown = "@" + name[1:].decode(errors="replace")
     with contextlib.suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("unix"):
-            if found.laddr == shown and found.pid:
-                return int(found.pid)
+        for connection in psutil.net_connections("unix"):
+            if connection.laddr == shown and connection.pid:
+                return int(connection.pid)
     return None
 
 
