@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 from lockstep.errors import UnfitError
 from lockstep.protocol.admin import MAX_PACKET, AdminRequest, Refused, Reply, decode_request, encode
+from lockstep.system.event_loop import ARRIVES, arrived
 from lockstep.system.socket_owners import is_of_this_user
 
 MOST_OPEN = 16
@@ -24,7 +25,6 @@ MOST_OPEN = 16
 _MOST_ADDRESS = 107
 _MOST_NUMBER = 1000
 _BACKLOG = 128
-_ARRIVES = select.EPOLLIN | select.EPOLLET
 _KEPT_END = 20
 _OTHER_VERSION = "use the version of Lockstep that started the job"
 
@@ -96,8 +96,7 @@ class AdminSocket:
         except OSError as error:
             listener.close()
             raise _unopened(name, error) from None
-        # Edge-triggered: a client that cannot be accepted must not cause a busy loop.
-        arrivals.register(listener, _ARRIVES)
+        arrivals.register(listener, ARRIVES)
         return cls(name, listener, arrivals, answer, trusts)
 
     def fileno(self) -> int:
@@ -109,14 +108,8 @@ class AdminSocket:
         self._arrivals.poll(0)
         for connection in tuple(self._silent):
             self._hear(connection)
-        for _ in range(MOST_OPEN):
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        for connection in arrived(self._listener, self._arrivals, MOST_OPEN):
             self._admit(connection)
-        # There may be more clients: `fileno` stays readable, and the event loop can serve others first.
-        self._arrivals.modify(self._listener, _ARRIVES)
 
     def close(self) -> None:
         """Take no more requests, and disconnect all clients without a reply."""

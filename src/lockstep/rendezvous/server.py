@@ -22,6 +22,7 @@ from lockstep.protocol.rendezvous import (
     refusal,
 )
 from lockstep.rendezvous.processes import ExternalHandle
+from lockstep.system.event_loop import ARRIVES, arrived
 from lockstep.system.paths import RunPaths
 from lockstep.system.socket_owners import is_of_this_user, peer
 
@@ -68,8 +69,7 @@ class RendezvousServer:
         self._left: Callable[[], None] = self._name_missing_tasks
         for listener in listeners:
             listener.setblocking(False)
-            # Edge-triggered: a process that cannot be accepted must not cause a busy loop.
-            self._watch(listener.fileno(), partial(self._accept, listener), select.EPOLLET)
+            self._watch(listener.fileno(), partial(self._accept, listener), ARRIVES)
 
     @property
     def is_complete(self) -> bool:
@@ -165,18 +165,17 @@ class RendezvousServer:
         self._events.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            for _ in range(_MOST_AT_ONCE):
-                self._welcome(listener.accept()[0])
-            # There may be more connections; another user who connects repeatedly must not block this.
-            self._events.modify(listener.fileno(), select.EPOLLIN | select.EPOLLET)
+        # Another user who connects repeatedly must not block this.
+        for connection in arrived(listener, self._events, _MOST_AT_ONCE):
+            self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         pid = peer(connection)[0]
         try:
             # A process in another PID namespace has no id here.
             exited = os.pidfd_open(pid) if pid and is_of_this_user(connection) else None
-        except ProcessLookupError:
+        except OSError:
+            # It has ended, or this process has too many descriptors.
             exited = None
         if exited is None:
             connection.close()
@@ -244,8 +243,8 @@ class RendezvousServer:
         for process in self.waiting.values() if missing else ():
             process.tell(KeepWaiting(", ".join(missing)))
 
-    def _watch(self, descriptor: int, call: Callable[[], None], how: int = 0) -> None:
-        self._events.register(descriptor, select.EPOLLIN | how)
+    def _watch(self, descriptor: int, call: Callable[[], None], how: int = select.EPOLLIN) -> None:
+        self._events.register(descriptor, how)
         self._calls[descriptor] = call
 
     def _forget(self, descriptor: int) -> None:

@@ -1,9 +1,14 @@
 """Waits for descriptors and calls their handlers: one loop serves all parts of a process."""
 
+import contextlib
 import select
 import selectors
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from typing import Self
+
+ARRIVES = select.EPOLLIN | select.EPOLLET
+"""How `epoll` watches a listener for `arrived`."""
 
 
 def wait_for(
@@ -24,6 +29,19 @@ def wait_for(
     for descriptor in writable:
         poll.register(descriptor, select.POLLOUT)
     return {descriptor for descriptor, _ in poll.poll(None if seconds is None else max(0.0, seconds) * 1e3)}
+
+
+def arrived(listener: socket.socket, events: select.epoll, most: int) -> Iterator[socket.socket]:
+    """Yield the connections that have arrived at a listener, which does not block; at most `most` of them.
+
+    `events` watches the listener with `ARRIVES`. It stays readable if there may be more connections, so that
+    a loop can serve others first. A connection that cannot be accepted makes it readable only once: otherwise
+    the loop would be busy with it.
+    """
+    with contextlib.suppress(OSError):
+        for _ in range(most):
+            yield listener.accept()[0]
+        events.modify(listener, ARRIVES)
 
 
 class EventLoop:
