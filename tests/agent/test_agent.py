@@ -25,8 +25,9 @@ from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
+from lockstep.protocol.admin import StopRequest
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.host import EndHost, HostEnded, HostReport, Instruction, Stop
+from lockstep.protocol.host import EndHost, HostEnded, HostReport, Instruction
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import EventReport, FailureReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
@@ -109,8 +110,8 @@ class Stage:
 
     folder: Path
     connect: Connect
-    command: PacketChannel[Stop, Stop]
-    agent_side: PacketChannel[Stop, Stop]
+    command: PacketChannel[StopRequest, StopRequest]
+    agent_side: PacketChannel[StopRequest, StopRequest]
 
     def run(
         self,
@@ -185,7 +186,10 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
     command, coordinator_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with command, coordinator_side:
         yield Stage(
-            tmp_path, request.param, PacketChannel(command, Stop), PacketChannel(coordinator_side, Stop)
+            tmp_path,
+            request.param,
+            PacketChannel(command, StopRequest),
+            PacketChannel(coordinator_side, StopRequest),
         )
 
 
@@ -362,7 +366,7 @@ def test_an_unknown_message_is_logged_and_ignored(stage: Stage, packet: bytes) -
 
 
 def test_a_stop_reaches_every_worker_once(stage: Stage) -> None:
-    stage.command.send(Stop(signal.SIGTERM))
+    stage.command.send(StopRequest(signal.SIGTERM))
     # On a busy machine the workers need their time to end.
     outcome = stage.run(waits, waits, limits=replace(QUICK, term=60))
     assert outcome.status == 143
@@ -376,7 +380,7 @@ def test_workers_that_ignore_a_stop_are_killed(stage: Stage) -> None:
         if number == signal.SIGKILL:
             worker.end(-number)
 
-    stage.command.send(Stop(signal.SIGINT))
+    stage.command.send(StopRequest(signal.SIGINT))
     outcome = stage.run(waits, waits, react=ignore)
     assert outcome.status == 130
     assert [worker.signals for worker in outcome.workers] == [[2, 9], [2, 9]]
@@ -385,7 +389,7 @@ def test_workers_that_ignore_a_stop_are_killed(stage: Stage) -> None:
 
 def test_the_end_of_a_worker_after_the_job_is_not_logged(stage: Stage) -> None:
     """The agent has killed the worker and has no other status of it."""
-    stage.command.send(Stop(signal.SIGINT))
+    stage.command.send(StopRequest(signal.SIGINT))
     outcome = stage.run(waits, waits, react=lambda worker, number: None)
     assert outcome.status == 130
     assert outcome.events_of("exited") == []
@@ -475,7 +479,7 @@ def test_a_note_explains_silence_before_the_first_step(
 
     def stop(event: run_events.Event) -> None:
         if event == last:
-            stage.command.send(Stop(signal.SIGINT))
+            stage.command.send(StopRequest(signal.SIGINT))
 
     outcome = stage.run(waits, compiles, on_event=stop)
     assert outcome.status == 130

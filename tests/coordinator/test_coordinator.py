@@ -43,7 +43,6 @@ from lockstep.protocol.host import (
     StartFailed,
     StartView,
     StartWorker,
-    Stop,
     ViewRefused,
     WorkerSaid,
 )
@@ -210,7 +209,7 @@ def test_pending_reports_of_workers_precede_a_stop(job: Callable[[State], Job]) 
         return ends(instruction)
 
     made.reacts = react
-    made.command.send(Stop(signal.SIGINT))
+    made.command.send(StopRequest(signal.SIGINT))
     assert made.coordinator.run() == 0
     assert [one for one in made.instructions if isinstance(one, SignalWorker | KillWorker)] == [
         SignalWorker(0, signal.SIGINT),
@@ -232,7 +231,7 @@ def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
         return ends(instruction)
 
     made.reacts = react
-    made.command.send(Stop(signal.SIGINT))
+    made.command.send(StopRequest(signal.SIGINT))
     assert made.coordinator.run() == 130
     assert made.instructions.index(ReportAll()) < made.instructions.index(SignalWorker(0, signal.SIGINT))
 
@@ -248,7 +247,7 @@ def test_a_report_in_the_same_turn_as_its_deadline_stops_the_job_once(
     made.coordinator.events.subscribe(lambda published: later.append(later.pop() + 60.0), StopRequested)
 
     made.reacts = obeys
-    made.command.send(Stop(signal.SIGINT))
+    made.command.send(StopRequest(signal.SIGINT))
     assert made.coordinator.run() == 130
     assert len(made.entries("stop")) == 1
 
@@ -278,7 +277,7 @@ def test_workers_do_not_wait_for_a_slow_terminal_once_the_job_is_stopped(
         return obeys(instruction)
 
     made.reacts = react
-    made.command.send(Stop(signal.SIGINT))
+    made.command.send(StopRequest(signal.SIGINT))
     assert made.coordinator.run() == 130
     assert drops == [True]
     assert made.coordinator.console.drops

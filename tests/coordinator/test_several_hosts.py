@@ -24,6 +24,7 @@ from lockstep.observability.events import (
     TrainingResumed,
     WorkerConnectedLate,
 )
+from lockstep.protocol.admin import StopRequest
 from lockstep.protocol.host import (
     SILENCE,
     AllReported,
@@ -48,7 +49,6 @@ from lockstep.protocol.host import (
     StartView,
     StartWorker,
     StateArrived,
-    Stop,
     WorkerEvidence,
     WorkerSaid,
 )
@@ -297,7 +297,7 @@ def test_a_stop_waits_for_the_reports_of_all_hosts(make: Callable[[Reaction], Jo
         return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     job = make(react)
-    job.command.send(Stop(signal.SIGINT))
+    job.command.send(StopRequest(signal.SIGINT))
     assert job.coordinator.run() == 130
     signals = [(host, one) for host, one in job.instructions if isinstance(one, SignalWorker)]
     assert {one.worker for _, one in signals} == {0, 1, 2}

@@ -25,7 +25,7 @@ from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.shared_checkpoints import SharedCheckpoints
 from lockstep.local_job.composition import LocalHost
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.host import (
     MOST_QUEUED,
     BeginJob,
@@ -40,7 +40,6 @@ from lockstep.protocol.host import (
     RemoteInstruction,
     RemoteReport,
     SendCheckpoint,
-    Stop,
     TakeCheckpoint,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
@@ -198,7 +197,7 @@ class Agent:
         self._thread = threading.Thread(target=self._run, args=(theirs, command, folder), daemon=True)
         self._thread.start()
 
-    def _run(self, connection: socket.socket, command: "Channel[Stop, Stop]", folder: Path) -> None:
+    def _run(self, connection: socket.socket, command: "StopChannel", folder: Path) -> None:
         with EventLoop() as loop:
             descriptor = connection.detach()
             channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel(
@@ -292,7 +291,7 @@ def test_an_agent_ends_at_once_although_its_disk_hangs(
     agent.send(prepare(tmp_path / "own"))
     assert disk.waits.wait(PATIENCE)
     if how == "stopped":
-        agent.command.send(Stop(15))
+        agent.command.send(StopRequest(15))
     elif how == "rejected":
         agent.send(Rejected("no more"))
     else:
@@ -309,7 +308,7 @@ def test_an_agent_hears_of_a_stop_while_the_coordinator_takes_no_checkpoint(tmp_
     assert isinstance(agent.answer(), HostFacts)
     agent.send(SendCheckpoint())
     assert isinstance(agent.answer(), CheckpointPart)
-    agent.command.send(Stop(15))
+    agent.command.send(StopRequest(15))
     assert isinstance(agent.end(), Stopped)
 
 
@@ -345,7 +344,7 @@ def test_a_coordinator_lives_and_can_be_stopped_while_its_disk_hangs(
         while (message := agent.receive()) is not None:
             lives.append(message == KeepAlive() and disk.waits.is_set())
             if sum(lives) == 3:
-                user.send(Stop(15))
+                user.send(StopRequest(15))
 
     with EventLoop() as loop:
         loop.watch(agent.fileno(), stop_after_signs_of_life)

@@ -9,8 +9,9 @@ import pytest
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
+from lockstep.protocol.admin import StopRequest
 from lockstep.protocol.channel import PeerGone, Unreadable
-from lockstep.protocol.host import HostFacts, Prepare, Stop
+from lockstep.protocol.host import HostFacts, Prepare
 from lockstep.protocol.job_spec import JobHost
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -131,7 +132,7 @@ def test_a_host_that_does_not_answer_is_named(
         hosts.gather(patience=0.0 if what == "silent" else 60.0)
 
 
-@pytest.mark.parametrize(("message", "signal"), [(Stop(15), 15), (PeerGone(), 0)])
+@pytest.mark.parametrize(("message", "signal"), [(StopRequest(15), 15), (PeerGone(), 0)])
 def test_a_stop_ends_the_wait(
     hosts: Hosts, message: object, signal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.observability.console import Console
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.channel import Channel, PeerGone
-from lockstep.protocol.host import EndHost, HostReport, Instruction, KeepRecord, ShowNote, Stop
+from lockstep.protocol.host import EndHost, HostReport, Instruction, KeepRecord, ShowNote
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
@@ -20,7 +21,7 @@ def test_a_job_that_no_coordinator_can_continue_ends_on_all_hosts(
 ) -> None:
     """Otherwise, its agents would wait for another coordinator until the limit."""
     ends: tuple[Channel[Instruction, HostReport], Channel[HostReport, Instruction]] = LocalChannel.pair()
-    commands: tuple[Channel[Stop, Stop], Channel[Stop, Stop]] = LocalChannel.pair()
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
     with EventLoop() as loop:
         keeper = Keeper(
             KeepRecord(0, 0, b""),
@@ -55,7 +56,7 @@ def test_a_job_whose_command_is_lost_waits_on_other_hosts_to_be_taken_over(
     quiet.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(quiet))
     ends: tuple[Channel[Instruction, HostReport], Channel[HostReport, Instruction]] = LocalChannel.pair()
-    commands: tuple[Channel[Stop, Stop], Channel[Stop, Stop]] = LocalChannel.pair()
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
     with EventLoop() as loop:
         keeper = Keeper(
             KeepRecord(0, 0, b""),

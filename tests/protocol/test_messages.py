@@ -24,8 +24,8 @@ from lockstep.observability.events import (
     WorkerStarted,
 )
 from lockstep.protocol import host
-from lockstep.protocol.admin import StackReply, StackRequest
-from lockstep.protocol.host import HostReport, Instruction, Stop
+from lockstep.protocol.admin import StackReply, StackRequest, StopRequest
+from lockstep.protocol.host import HostReport, Instruction
 from lockstep.protocol.worker import (
     AbortExchange,
     AgentMessage,
@@ -156,7 +156,7 @@ UNIONS = {
     "agent": (AgentMessage, st.one_of(st.builds(Leave), st.builds(AbortExchange, texts))),
     "instruction": (Instruction, instructions),
     "report": (HostReport, reports),
-    "stop": (Stop, st.builds(Stop, st.integers(1, 64))),
+    "stop": (StopRequest, st.builds(StopRequest, st.integers(1, 64))),
 }
 
 

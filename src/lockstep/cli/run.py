@@ -74,8 +74,7 @@ from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.held import HeldCheckpoint
-    from lockstep.protocol.channel import Channel
-    from lockstep.protocol.host import Stop
+    from lockstep.protocol.admin import StopChannel
 
 Place = Here | Hosts | Listen
 """Where the workers of a job run that this process begins."""
@@ -445,7 +444,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if hash_seed := replaced_hash_seed(spec.seed):
         note(f"workers get PYTHONHASHSEED from the job's seed, --seed {spec.seed}, instead of {hash_seed}")
 
-    def serve(command: "Channel[Stop, Stop]") -> int:
+    def serve(command: "StopChannel") -> int:
         match place:
             case Here():
                 return _serve_here(spec, command, exports)
@@ -818,7 +817,7 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
         note(text)
 
 
-def _serve_here(spec: JobSpec, command: "Channel[Stop, Stop]", exports: Exports) -> int:
+def _serve_here(spec: JobSpec, command: "StopChannel", exports: Exports) -> int:
     """Run a job of this machine in the process that the command has forked for it."""
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher

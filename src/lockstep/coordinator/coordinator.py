@@ -24,8 +24,8 @@ from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.protocol.admin import StackReply, Status
-from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.admin import StackReply, Status, StopChannel, StopRequest
+from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.host import (
     AllReported,
     AskMembers,
@@ -49,7 +49,6 @@ from lockstep.protocol.host import (
     StartFailed,
     StartView,
     StartWorker,
-    Stop,
     ViewRefused,
     WorkerSaid,
 )
@@ -129,7 +128,7 @@ class Coordinator:
     paths: RunPaths
     pid: int
     agents: list[HostAgent]
-    command: Channel[Stop, Stop]
+    command: StopChannel
     loop: EventLoop
     console: Console
     events: Bus
@@ -164,7 +163,13 @@ class Coordinator:
         for agent in self.agents:
             self._take_in(agent)
         self._narrator = Narrator(
-            self.spec, self.paths, self.console, self.events, self.clock, lambda: self.state, self.record
+            spec=self.spec,
+            paths=self.paths,
+            console=self.console,
+            events=self.events,
+            clock=self.clock,
+            state=lambda: self.state,
+            record=self.record,
         )
         self._watch = HostWatch(self.agents, self.clock, self.state.limits.silence)
         self._requests = Requests(
@@ -288,26 +293,26 @@ class Coordinator:
 
     def _recorded(self) -> JobRecord:
         return JobRecord(
-            self.spec,
-            self.state,
-            tuple(
+            spec=self.spec,
+            state=self.state,
+            hosts=tuple(
                 HostRecord(
-                    agent.name,
-                    agent.peer,
-                    agent.ended is not None,
-                    agent.received,
-                    agent.sent,
-                    tuple(agent.outbox),
+                    name=agent.name,
+                    peer=agent.peer,
+                    lost=agent.ended is not None,
+                    received=agent.received,
+                    sent=agent.sent,
+                    outbox=tuple(agent.outbox),
                 )
                 for agent in self.agents
             ),
-            self._view,
-            self._narrator.run.totals,
-            self._narrator.doing,
-            self._narrator.chief_writes,
-            self._narrator.used_strategy,
-            self._stops_taken,
-            self._outcome,
+            view=self._view,
+            tally=self._narrator.run.totals,
+            doing=self._narrator.doing,
+            chief_writes=self._narrator.chief_writes,
+            used_strategy=self._narrator.used_strategy,
+            stops=self._stops_taken,
+            outcome=self._outcome,
             at=self.clock.now(),
             begun=self._narrator.begun,
             since=self._narrator.since,
@@ -471,7 +476,7 @@ class Coordinator:
         match self.command.receive():
             case PeerGone():
                 raise CommandGone
-            case Stop(number):
+            case StopRequest(number):
                 self._stopped = True
                 self._drop_output()
                 # A script that has already ended must count as ended: workers' messages come first.

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from signal import SIGTERM
 
 from lockstep.coordinator.admin_socket import AdminSocket, PendingReply
 from lockstep.observability.events import StopRequested
@@ -80,8 +79,8 @@ class Requests:
                 if reason := refusal(state, workers):
                     return Refused(reason)
                 self.decide(request)
-            case StopRequest() if state.active:
-                self.decide(StopRequested(SIGTERM))
+            case StopRequest(number) if state.active:
+                self.decide(StopRequested(number))
             case StopRequest() | StatusRequest():
                 # A repeated request must not shorten the end of the job.
                 pass

@@ -20,7 +20,7 @@ from lockstep.hosts.gathering import Stopped, heed_stop
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.local_job.job_process import run_in_job_process
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.engine import StartAgent
 from lockstep.protocol.host import (
@@ -31,7 +31,6 @@ from lockstep.protocol.host import (
     Prepare,
     RemoteInstruction,
     RemoteReport,
-    Stop,
 )
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import ssh_address
@@ -57,7 +56,7 @@ def run_over_pipes() -> int:
     # What a library prints must not mix with messages.
     os.dup2(2, 1)
 
-    def serve(command: Channel[Stop, Stop], folder: Path) -> int:
+    def serve(command: StopChannel, folder: Path) -> int:
         clock = SystemClock()
         with EventLoop() as loop:
             channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel(
@@ -139,7 +138,7 @@ def join_and_run(options: AgentOptions) -> int:
         credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
-    def serve(command: Channel[Stop, Stop], folder: Path) -> int:
+    def serve(command: StopChannel, folder: Path) -> int:
         while True:
             try:
                 status = _join(options, credentials, command, folder, say)
@@ -163,7 +162,7 @@ def _say_nothing(text: str) -> None:
 def _join(
     options: AgentOptions,
     credentials: Credentials,
-    command: Channel[Stop, Stop],
+    command: StopChannel,
     folder: Path,
     say: Callable[[str], None],
 ) -> int:
@@ -214,7 +213,7 @@ def _join(
 def _connect(
     options: AgentOptions,
     address: CoordinatorAddress,
-    command: Channel[Stop, Stop],
+    command: StopChannel,
     loop: EventLoop,
     clock: SystemClock,
 ) -> socket.socket:
@@ -250,7 +249,9 @@ def _connect(
 
 
 def _run(
-    serve: Callable[[Channel[Stop, Stop], Path], int], grace: float = 0.0, lifeline: int | None = None
+    serve: Callable[[StopChannel, Path], int],
+    grace: float = 0.0,
+    lifeline: int | None = None,
 ) -> int:
     """Run an agent in a process of its own, with a folder for its workers; return the exit status.
 
@@ -260,7 +261,7 @@ def _run(
         lifeline: see `run_in_job_process`.
     """
 
-    def serve_in_folder(command: Channel[Stop, Stop]) -> int:
+    def serve_in_folder(command: StopChannel) -> int:
         try:
             return serve(command, folder)
         except (CoordinatorGone, LeftOut) as why:

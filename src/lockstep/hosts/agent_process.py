@@ -34,6 +34,7 @@ from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
 from lockstep.local_job.composition import LocalHost, start_agent
 from lockstep.observability.console import Console
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -53,7 +54,6 @@ from lockstep.protocol.host import (
     RemoteReport,
     RunningJob,
     SendCheckpoint,
-    Stop,
     TakeCheckpoint,
 )
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
@@ -227,7 +227,7 @@ class AgentProcess:
     """
 
     channel: StreamChannel[RemoteReport, RemoteInstruction]
-    command: Channel[Stop, Stop]
+    command: StopChannel
     loop: EventLoop
     clock: Clock
     listen: Callable[[Prepare], HostListener]
@@ -332,9 +332,9 @@ class AgentProcess:
                 match self.command.receive():
                     case None:
                         pass
-                    case Stop(stop) if self.grace is not None and leaves == math.inf:
+                    case StopRequest(stop) if self.grace is not None and leaves == math.inf:
                         leaves = now + self.grace + _UNTIL_ENDED
-                    case Stop(stop):
+                    case StopRequest(stop):
                         leaves = now
                     case _:
                         leaves = now

@@ -27,6 +27,7 @@ from lockstep.observability.event_log import recorded
 from lockstep.observability.events import OrderRecorded
 from lockstep.observability.exports import Exports, JobDescription, exported
 from lockstep.parameter_server.order import ReceivedOrders
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -50,7 +51,6 @@ from lockstep.protocol.host import (
     KeepRecord,
     RepeatReports,
     ShowNote,
-    Stop,
     TakeOver,
 )
 from lockstep.system.clock import SystemClock
@@ -241,7 +241,7 @@ class CoordinatorProcess:
     def _drop(self, host: int) -> None:
         self.keeper.send(HostLost(host))
 
-    def _hear(self, coordinator: Coordinator, user: Channel[Stop, Stop]) -> None:
+    def _hear(self, coordinator: Coordinator, user: StopChannel) -> None:
         while (message := self.keeper.receive()) is not None:
             match message:
                 case HostChannel():
@@ -249,10 +249,10 @@ class CoordinatorProcess:
                     self._late.append((message, agent))
                 case ShowNote(text):
                     coordinator.console.say(text)
-                case Stop() if self._old_stops:
+                case StopRequest() if self._old_stops:
                     # The record contains it.
                     self._old_stops -= 1
-                case Stop():
+                case StopRequest():
                     user.send(message)
                 case PeerGone():
                     self.loop.unwatch(self.keeper.fileno())

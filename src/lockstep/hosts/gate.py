@@ -20,9 +20,9 @@ from lockstep.hosts.roster import RefusedOffer, Roster, placed
 from lockstep.hosts.takeover import LEFT_BEHIND, TakenOverJob, running_jobs, wait_for_hosts
 from lockstep.observability.console import Console
 from lockstep.observability.exports import NO_EXPORTS, Exports
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.credentials import Credentials
-from lockstep.protocol.host import HostOffer, Stop
+from lockstep.protocol.host import HostOffer
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -43,7 +43,7 @@ class Gate:
 
     roster: Callable[[], Roster]
     credentials: Credentials
-    command: Channel[Stop, Stop]
+    command: StopChannel
     console: Console
     loop: EventLoop
     listener: HostListener = field(init=False)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import UnfitError
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -12,7 +13,6 @@ from lockstep.protocol.host import (
     Prepare,
     RemoteInstruction,
     RemoteReport,
-    Stop,
 )
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
@@ -33,16 +33,16 @@ class Stopped(Exception):
         self.signal = signal
 
 
-def heed_stop(command: Channel[Stop, Stop]) -> None:
+def heed_stop(command: StopChannel) -> None:
     """Raise Stopped if the user has stopped the job, or the command has ended."""
     match command.receive():
-        case Stop(signal):
+        case StopRequest(signal):
             raise Stopped(signal)
         case PeerGone():
             raise Stopped(0)
 
 
-def turn(loop: EventLoop, command: Channel[Stop, Stop], seconds: float | None) -> None:
+def turn(loop: EventLoop, command: StopChannel, seconds: float | None) -> None:
     """Serve what `loop` watches for at most so many seconds, None for any; raise Stopped as `heed_stop`."""
     loop.watch(command.fileno(), lambda: None)
     try:
@@ -70,7 +70,7 @@ class AwaitedHost:
 def gather_facts(
     hosts: Mapping[int, AwaitedHost],
     prepare: Prepare,
-    command: Channel[Stop, Stop],
+    command: StopChannel,
     *,
     loop: EventLoop,
     clock: Clock,

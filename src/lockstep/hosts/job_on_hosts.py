@@ -27,6 +27,7 @@ from lockstep.launcher.launcher import LocalLauncher
 from lockstep.local_job.composition import LocalHost, start_agent
 from lockstep.observability.console import Console
 from lockstep.observability.exports import NO_EXPORTS, Exports
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.greeting import JOB
 from lockstep.protocol.host import (
@@ -38,7 +39,6 @@ from lockstep.protocol.host import (
     KeepRecord,
     PeerAddress,
     Prepare,
-    Stop,
 )
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import Rejected
@@ -135,7 +135,7 @@ class JobOnHosts:
 
     spec: JobSpec
     prepare: Prepare
-    command: Channel[Stop, Stop]
+    command: StopChannel
     _: KW_ONLY
     console: Console
     loop: EventLoop
@@ -299,7 +299,7 @@ def _in_order(spec: JobSpec, facts: Mapping[int, HostFacts]) -> list[HostFacts]:
     return [facts[host] for host in range(len(spec.hosts))]
 
 
-def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop], exports: Exports) -> int:
+def run_over_ssh(spec: JobSpec, resumed: Resumed, command: StopChannel, exports: Exports) -> int:
     """Run a job on the hosts of `spec`; return its exit status.
 
     Args:

@@ -21,6 +21,7 @@ from lockstep.errors import UnfitError
 from lockstep.hosts.coordinator_session import CoordinatorSession
 from lockstep.observability.console import Console
 from lockstep.observability.exports import NO_EXPORTS, Exports
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -44,7 +45,6 @@ from lockstep.protocol.host import (
     KeepRecord,
     PeerAddress,
     ShowNote,
-    Stop,
 )
 from lockstep.system.child_process import command_of
 from lockstep.system.clock import Clock
@@ -106,7 +106,7 @@ class Keeper:
 
     kept: KeepRecord
     hosts: list[ConnectedHost]
-    command: Channel[Stop, Stop]
+    command: StopChannel
     loop: EventLoop
     clock: Clock
     console: Console
@@ -121,7 +121,7 @@ class Keeper:
     _requests: socket.socket | None = None
     _pidfd: int = -1
     _status: int | None = None
-    _stops: list[Stop] = field(default_factory=list)
+    _stops: list[StopRequest] = field(default_factory=list)
     _losses: deque[float] = field(default_factory=deque)
     _alive_due: float = 0.0
     _heard: float = 0.0
@@ -345,7 +345,7 @@ class Keeper:
         match self.command.receive():
             case PeerGone():
                 self._left = True
-            case Stop() as stop:
+            case StopRequest() as stop:
                 self._stops.append(stop)
                 if self._coordinator is not None:
                     self._tell(stop)

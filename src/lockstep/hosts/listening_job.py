@@ -14,10 +14,9 @@ from lockstep.hosts.job_on_hosts import Resumed, terminal_of
 from lockstep.hosts.roster import OpenRoster
 from lockstep.hosts.where import Listen
 from lockstep.observability.exports import Exports
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.engine import HOLD, StartCoordinator
-from lockstep.protocol.host import Stop
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import KEY_FILE
@@ -35,7 +34,11 @@ Result = TypeVar("Result")
 
 
 def run_listening(
-    spec: JobSpec, where: Listen, resumed: Resumed, command: Channel[Stop, Stop], exports: Exports
+    spec: JobSpec,
+    where: Listen,
+    resumed: Resumed,
+    command: StopChannel,
+    exports: Exports,
 ) -> int:
     """Run a job on this host and on those whose agents join it; return its exit status.
 
@@ -65,7 +68,7 @@ class _ListeningJob:
 
     spec: JobSpec
     where: Listen
-    command: Channel[Stop, Stop]
+    command: StopChannel
     loop: EventLoop
     own: JobHost | None = None
 

@@ -18,7 +18,8 @@ from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of, newest_he
 from lockstep.checkpoint.held import HeldCheckpoint, choose_newest
 from lockstep.errors import CheckpointError, LockstepError, UnfitError
 from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, heed_stop
-from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.admin import StopChannel
+from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.host import (
     ALIVE_EVERY,
     CHECKPOINT_PART,
@@ -31,7 +32,6 @@ from lockstep.protocol.host import (
     RemoteInstruction,
     RemoteReport,
     SendCheckpoint,
-    Stop,
     TakeCheckpoint,
 )
 from lockstep.system.clock import Clock
@@ -182,7 +182,7 @@ class SharedCheckpoints:
     has_workers: bool
     hosts: Mapping[int, AwaitedHost]
     facts: Mapping[int, HostFacts]
-    command: Channel[Stop, Stop]
+    command: StopChannel
     loop: EventLoop
     clock: Clock
     say: Callable[[str], None]

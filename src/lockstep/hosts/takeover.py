@@ -26,6 +26,7 @@ from lockstep.hosts.newcomers import Newcomers
 from lockstep.local_job.composition import start_agent
 from lockstep.observability.console import Console
 from lockstep.observability.exports import NO_EXPORTS, Exports
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import (
     SILENCE,
@@ -35,7 +36,6 @@ from lockstep.protocol.host import (
     KeepRecord,
     Prepare,
     RunningJob,
-    Stop,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Rejected
@@ -127,7 +127,7 @@ class TakenOverJob:
 
     spec: JobSpec
     here: int
-    command: Channel[Stop, Stop]
+    command: StopChannel
     console: Console
     loop: EventLoop
     listener: HostListener

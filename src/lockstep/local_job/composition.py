@@ -18,8 +18,9 @@ from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
 from lockstep.observability.exports import NO_EXPORTS, Exports, JobDescription, exported
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.channel import Attachment, Channel
-from lockstep.protocol.host import HostReport, Instruction, PeerAddress, Stop
+from lockstep.protocol.host import HostReport, Instruction, PeerAddress
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.state import State
 from lockstep.system.clock import SystemClock
@@ -104,7 +105,7 @@ def run_job(
     spec: JobSpec,
     state: State,
     paths: RunPaths,
-    command: Channel[Stop, Stop],
+    command: StopChannel,
     *,
     console: Console,
     loop: EventLoop,

@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from lockstep.errors import LockstepError, UnfitError, with_code
-from lockstep.protocol.channel import Channel
-from lockstep.protocol.host import Stop
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.event_loop import wait_for
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
@@ -39,7 +38,7 @@ _STOP_PATIENCE = 10.0
 exit and 1 to be killed, and the processes that they started 5."""
 _SECOND_STOP_PATIENCE = 2.0
 
-Serve = Callable[[Channel[Stop, Stop]], int]
+Serve = Callable[[StopChannel], int]
 """Runs a job, given its channel to the command; returns the exit status."""
 
 
@@ -71,14 +70,14 @@ def run_in_job_process(serve: Serve, grace: float, lifeline: int | None = None) 
         if lifeline is not None:
             # Also if it is stopped, it ends with this process.
             die_with(parent)
-        _become_job_process(PacketChannel(theirs, Stop), serve)
+        _become_job_process(PacketChannel(theirs, StopRequest), serve)
     theirs.close()
     with mine:
-        watch = _Watch(process, PacketChannel(mine, Stop), LinuxDescendants(spare), grace, lifeline)
+        watch = _Watch(process, PacketChannel(mine, StopRequest), LinuxDescendants(spare), grace, lifeline)
         return watch.run(heard)
 
 
-def _become_job_process(command: Channel[Stop, Stop], serve: Serve) -> None:
+def _become_job_process(command: StopChannel, serve: Serve) -> None:
     status = 1
     try:
         os.setsid()
@@ -104,7 +103,7 @@ class _Watch:
     def __init__(
         self,
         process: int,
-        channel: Channel[Stop, Stop],
+        channel: StopChannel,
         descendants: LinuxDescendants,
         grace: float,
         lifeline: int | None,
@@ -153,7 +152,7 @@ class _Watch:
         self._stopped_by = self._stopped_by or number
         self._deadline = min(time.monotonic() + patience, self._deadline or math.inf)
         # If this cannot be sent, because the process has ended or is far behind, the deadline applies.
-        self._channel.send(Stop(number))
+        self._channel.send(StopRequest(number))
 
     def _conclude(self, in_time: bool) -> int:
         if not in_time:

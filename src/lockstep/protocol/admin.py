@@ -1,11 +1,15 @@
 """Requests of `lockstep list`, `scale`, `stop` and `top` to a job, and its replies: JSON, one per packet.
 
 The coordinator passes a `StackRequest` on to the agent of the worker, and a `ScaleRequest` to supervision.
+The command that has started the job sends it a `StopRequest` over a channel of its own.
 """
 
+from signal import SIGTERM
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+from lockstep.protocol.channel import Channel
 
 MAX_TEXT = 4 * 1024
 """Bytes of UTF-8 that each text in a message may have; a longer one is cut."""
@@ -14,6 +18,7 @@ MAX_PACKET = 128 * 1024
 """The size limit of an encoded message in bytes; receivers read with a buffer that is larger by one."""
 
 _MOST_WORKERS = 2**31 - 1
+_MOST_SIGNAL = 64
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="ask"):
@@ -27,7 +32,17 @@ class ScaleRequest(msgspec.Struct, frozen=True, tag="scale"):
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="end"):
-    """Requests the end of the job, as SIGTERM does: if it saves checkpoints, after a last one."""
+    """Requests the end of the job: if it saves checkpoints, after a last one.
+
+    Attributes:
+        signal: the one that the command has received; another terminal requests what SIGTERM does.
+    """
+
+    signal: Annotated[int, msgspec.Meta(ge=1, le=_MOST_SIGNAL)] = int(SIGTERM)
+
+
+StopChannel = Channel[StopRequest, StopRequest]
+"""A channel over which the command stops a job; it closes when the command ends."""
 
 
 class StackRequest(msgspec.Struct, frozen=True, tag="stack"):

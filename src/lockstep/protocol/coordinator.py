@@ -5,8 +5,9 @@ The coordinator is a process of its own, so that it can be lost and started agai
 
 import msgspec
 
+from lockstep.protocol.admin import StopRequest
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.host import KeepAlive, KeepRecord, PeerAddress, ShowNote, Stop
+from lockstep.protocol.host import KeepAlive, KeepRecord, PeerAddress, ShowNote
 
 
 class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
@@ -55,7 +56,7 @@ class HostChannel(msgspec.Struct, frozen=True, tag="host"):
     channel: Attachment | None
 
 
-CoordinatorCommand = Coordinate | HostChannel | ShowNote | Stop
+CoordinatorCommand = Coordinate | HostChannel | ShowNote | StopRequest
 
 
 class RecordMade(msgspec.Struct, frozen=True, tag="record"):

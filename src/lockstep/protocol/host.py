@@ -218,15 +218,6 @@ class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
     first_slot: int
 
 
-# From the command to the coordinator.
-
-
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The command received `signal`, which asks it to end the job."""
-
-    signal: int
-
-
 # From the coordinator to an agent.
 
 

@@ -18,7 +18,7 @@ from types import FrameType
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.errors import LockstepError
 from lockstep.local_job.composition import LocalHost, run_job
-from lockstep.protocol.host import Stop
+from lockstep.protocol.admin import StopRequest
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
@@ -89,7 +89,7 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     user, command = LocalChannel.pair()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        user.send(Stop(number))
+        user.send(StopRequest(number))
 
     signal.signal(signal.SIGTERM, pass_on)
     state = State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True))

@@ -33,14 +33,13 @@ from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.hosts.roster import TaskRoster, by_address
 from lockstep.local_job.composition import LocalHost
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.host import (
     BeginJob,
     HostFacts,
     HostOffer,
     Prepare,
-    Stop,
 )
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.rendezvous.addresses import check_free
@@ -79,7 +78,7 @@ def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
     user, command = LocalChannel.pair()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        user.send(Stop(number))
+        user.send(StopRequest(number))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
@@ -142,8 +141,8 @@ class _TasksOfHost:
     server: RendezvousServer
     terminals: Terminals
     loop: EventLoop
-    user: Channel[Stop, Stop]
-    command: Channel[Stop, Stop]
+    user: StopChannel
+    command: StopChannel
 
     def __post_init__(self) -> None:
         self.clock = SystemClock()
@@ -248,7 +247,7 @@ class _TasksOfHost:
                 slots = tuple(sorted(self.server.waiting))
                 channel.send(HostOffer(len(self.first.here), by_address(self.first), slots))
                 if self.server.is_empty:
-                    self.user.send(Stop(signal.SIGTERM))
+                    self.user.send(StopRequest(signal.SIGTERM))
 
             self.server.tell_of_changes(offer)
             offer()
