@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
+from lockstep.agent.agent import Agent
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import ForwardedOutput, WorkerOutput
 from lockstep.checkpoint.held import HeldCheckpoint
@@ -182,19 +183,17 @@ class JobOnHosts:
     ) -> int:
         """Run the coordinator in a process of its own, which can be lost."""
         hosts = dict(remote)
-        session = CoordinatorSession()
-        output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
         with ExitStack() as ends:
             if self.here is not None:
-                index = self.here.host
-                workers, cores = spec.hosts[index].workers, state.cores[index]
-                if self.by_hand is None:
-                    local, say = started_here(spec, index, output, self.children), unsaid
-                else:
-                    local, say = self.by_hand.admitting(spec, output), self.console.say
-                local = self._with_network(local)
-                hosts[index] = ConnectedHost(local.name, local.peer, workers, cores, session)
-                agent = start_agent(local, spec.run_dir.name, session, self.loop, hold=spec.hold, say=say)
+                hosts[self.here.host], agent = start_here(
+                    spec,
+                    self.here,
+                    self.prepare.job,
+                    loop=self.loop,
+                    console=self.console,
+                    children=self.children,
+                    by_hand=self.by_hand,
+                )
                 ends.enter_context(closing(agent))
             in_order = [hosts[host] for host in sorted(hosts)]
             records = tuple(HostRecord(host.name, host.peer) for host in in_order)
@@ -265,20 +264,8 @@ class JobOnHosts:
             # From now on, both ends use only these messages.
             channel = cast("Channel[Instruction, HostReport]", agent.channel)
             workers, cores = spec.hosts[host].workers, facts[host].cores
-            remote[host] = ConnectedHost(agent.name, peer_of(facts[host]), workers, cores, channel)
+            remote[host] = ConnectedHost(agent.name, _peer_of(facts[host]), workers, cores, channel)
         return remote
-
-    def _with_network(self, workers: LocalHost) -> LocalHost:
-        """Return this host with its place in the job, and how its workers reach those of other hosts."""
-        here = self.here
-        assert here is not None
-        return replace(
-            workers,
-            host=here.host,
-            name=self.spec.hosts[here.host].name,
-            peer=peer_of(here.facts),
-            network=here.listener.network(self.prepare.job),
-        )
 
     def _first_state(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> State:
         size = JobSize.of(spec.workers, spec.min_workers, spec.max_restarts)
@@ -363,22 +350,51 @@ def terminal_of(spec: JobSpec) -> Console:
     return Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
 
 
-def started_here(spec: JobSpec, host: int, output: WorkerOutput, children: Set[int]) -> LocalHost:
-    """Return what starts workers on this host.
+def start_here(
+    spec: JobSpec,
+    here: ThisHost,
+    job: bytes,
+    *,
+    loop: EventLoop,
+    console: Console,
+    children: Set[int],
+    by_hand: WorkersByHand | None,
+    late: bool = False,
+) -> tuple[ConnectedHost, Agent]:
+    """Start the agent of this host; return it, and the host as the coordinator reaches it.
 
     Args:
         spec: the job.
-        host: the index of this host.
-        output: takes the output of the workers.
+        here: this host.
+        job: the id of the job.
+        loop: serves the agent.
+        console: shows notes.
         children: process ids of the children of this process that are not workers.
+        by_hand: the workers of this host, if a user starts all workers; None if the agent starts them.
+        late: whether the host joins a job that runs already.
     """
-    paths = RunPaths(spec.run_dir.absolute())
-    first = sum(one.workers for one in spec.hosts[:host])
-    own = replace(spec, devices=spread(visible_gpus(), spec.hosts[host].workers))
-    launcher = LocalLauncher(ForkServerPlan.of(own))
+    session = CoordinatorSession()
+    output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
+    if by_hand is None:
+        local, say = _started_here(spec, here.host, output, children), _unsaid
+    else:
+        local, say = by_hand.admitting(spec, output), console.say
+    name, workers = spec.hosts[here.host]
+    network = here.listener.network(job)
+    local = replace(local, host=here.host, name=name, peer=_peer_of(here.facts), network=network)
+    agent = start_agent(local, spec.run_dir.name, session, loop, late=late, hold=spec.hold, say=say)
+    return ConnectedHost(name, local.peer, workers, here.facts.cores, session), agent
+
+
+def _started_here(spec: JobSpec, host: int, output: WorkerOutput, children: Set[int]) -> LocalHost:
+    """Return what starts workers on this host, which has this index."""
+    first = sum(other.workers for other in spec.hosts[:host])
+    name, workers = spec.hosts[host]
+    spec = replace(spec, devices=spread(visible_gpus(), workers))
+    launcher = LocalLauncher(ForkServerPlan.of(spec))
     launcher.prepare()
-    name = spec.hosts[host].name
-    starter = LocalStarter(own, paths, os.getpid(), launcher, output, first, name)
+    paths = RunPaths(spec.run_dir.absolute())
+    starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first, name)
     return LocalHost(output, starter, LinuxDescendants(children))
 
 
@@ -414,10 +430,10 @@ def _is_here(name: str) -> bool:
         return False
 
 
-def unsaid(text: str) -> None:
+def _unsaid(text: str) -> None:
     """Take a note for the users of the coordinator's host: its process shows it."""
 
 
-def peer_of(facts: HostFacts) -> PeerAddress:
+def _peer_of(facts: HostFacts) -> PeerAddress:
     """Return where workers of other hosts connect to a host."""
     return PeerAddress(facts.address, facts.port, facts.incarnation)

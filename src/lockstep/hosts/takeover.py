@@ -13,28 +13,22 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import cast
 
-from lockstep.agent.agent import Agent
-from lockstep.agent.worker_output import ForwardedOutput
 from lockstep.coordinator.job_record import JobRecord, decode_record, newest
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
-from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
 from lockstep.hosts.host_listener import HostListener
-from lockstep.hosts.job_on_hosts import WorkersByHand, facts_here, peer_of, started_here, unsaid
+from lockstep.hosts.job_on_hosts import ThisHost, WorkersByHand, facts_here, start_here
 from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.hosts.newcomers import Newcomers
-from lockstep.local_job.composition import start_agent
 from lockstep.observability.console import Console
 from lockstep.observability.exports import NO_EXPORTS, Exports
 from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import (
     SILENCE,
-    HostFacts,
     HostReport,
     Instruction,
     KeepRecord,
-    Prepare,
     RunningJob,
 )
 from lockstep.protocol.job_spec import JobHost, JobSpec
@@ -187,7 +181,16 @@ class TakenOverJob:
         with ExitStack() as ends:
             ends.enter_context(closing(newcomers))
             if self.here:
-                here, own_agent = self._join(spec, prepare, own, facts, children)
+                here, own_agent = start_here(
+                    spec,
+                    ThisHost(len(before), self.listener, facts),
+                    prepare.job,
+                    loop=self.loop,
+                    console=self.console,
+                    children=children,
+                    by_hand=self.by_hand,
+                    late=True,
+                )
                 ends.enter_context(closing(own_agent))
                 hosts.append(here)
             for index, host in enumerate(hosts):
@@ -209,22 +212,6 @@ class TakenOverJob:
             accept(newcomers)
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()
-
-    def _join(
-        self, spec: JobSpec, prepare: Prepare, name: str, facts: HostFacts, children: set[int]
-    ) -> tuple[ConnectedHost, Agent]:
-        """Let this host join the job as its last one; return it with its agent."""
-        session, host = CoordinatorSession(), len(spec.hosts) - 1
-        output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
-        if self.by_hand is None:
-            local, say = started_here(spec, host, output, children), unsaid
-        else:
-            local, say = self.by_hand.admitting(spec, output), self.console.say
-        network = self.listener.network(prepare.job)
-        local = replace(local, host=host, name=name, peer=peer_of(facts), network=network)
-        job, hold = spec.run_dir.name, spec.hold
-        agent = start_agent(local, job, session, self.loop, late=True, hold=hold, say=say)
-        return ConnectedHost(name, local.peer, self.here, facts.cores, session), agent
 
     def _checkpoints(self, runs: JobSpec, job: bytes) -> Checkpoints | None:
         """Return the checkpoints of the job in the folder of this host, which it may share with others."""
