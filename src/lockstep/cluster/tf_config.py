@@ -131,16 +131,16 @@ def _check_addresses(cluster: ClusterSpec) -> None:
     for job in cluster.jobs:
         for index in cluster.task_indices(job):
             task = f"{job} {index}"
-            place = _place(cluster.task_address(job, index), task)
-            if place in seen:
+            pair = _host_and_port(cluster.task_address(job, index), task)
+            if pair in seen:
                 raise _invalid(
-                    f"gives {cluster.task_address(job, index)!r} to {seen[place]} and to {task}, "
+                    f"gives {cluster.task_address(job, index)!r} to {seen[pair]} and to {task}, "
                     "expected a different address for each task"
                 )
-            seen[place] = task
+            seen[pair] = task
 
 
-def _place(address: str, task: str) -> tuple[str, int]:
+def _host_and_port(address: str, task: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not _HOST.fullmatch(host):
         raise _invalid(

@@ -42,9 +42,9 @@ class KeptSaves:
     ) -> None:
         """Save like `original`, but in the folder; an export, which Keras does not load, is not saved."""
         if original.__name__ != "export":
-            place = self._place(filepath)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            original(model, place, *args, **kwargs)
+            kept = self._kept_path(filepath)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            original(model, kept, *args, **kwargs)
 
     def load_from_here(self) -> None:
         """Let Keras's functions load what was saved to their path."""
@@ -61,14 +61,14 @@ class KeptSaves:
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
             given = parameters.bind(*args, **kwargs)
-            place = self._place(given.arguments["filepath"])
-            if place.exists():
-                given.arguments["filepath"] = place
+            kept = self._kept_path(given.arguments["filepath"])
+            if kept.exists():
+                given.arguments["filepath"] = kept
             return original(*given.args, **given.kwargs)
 
         return load
 
-    def _place(self, filepath: Any) -> Path:
+    def _kept_path(self, filepath: Any) -> Path:
         path = os.path.abspath(os.fsdecode(filepath))  # noqa: PTH100 - that of a URL is some path, too
         return self._folder / xxhash.xxh3_64_hexdigest(path.encode()) / Path(path).name
 

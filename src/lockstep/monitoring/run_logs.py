@@ -113,17 +113,17 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
                 return SearchResult(tuple(found), None, size)
             if at + len(data) < size:
                 data = data[: data.rfind(b"\n") + 1] or data
-            looked, place = data if case else data.lower(), 0
-            while (hit := looked.find(wanted, place)) >= 0:
+            looked, offset = data if case else data.lower(), 0
+            while (hit := looked.find(wanted, offset)) >= 0:
                 first = data.rfind(b"\n", 0, hit) + 1
                 end = data.find(b"\n", hit)
                 end = len(data) if end < 0 else end
                 # In a long line, the text stands in the middle.
                 shown = max(first, min(hit - _LONGEST // 2, end - _LONGEST))
                 found.append(FoundLine(at + first, readable(data[shown : min(end, shown + _LONGEST)])))
-                place = end + 1
+                offset = end + 1
                 if len(found) == MOST_FOUND:
-                    return SearchResult(tuple(found), at + place if at + place < size else None, size)
+                    return SearchResult(tuple(found), at + offset if at + offset < size else None, size)
             at += len(data)
     return SearchResult(tuple(found), at if at < size else None, size)
 

@@ -210,14 +210,14 @@ def _name(kind: str, process: int, thread: int, name: str) -> TraceEvent:
 
 
 def _slices(step: SingleStep, process: int, task: str) -> Iterator[TraceEvent]:
-    place = {"ph": "X", "pid": process, "tid": step.worker}
+    track = {"ph": "X", "pid": process, "tid": step.worker}
     numbered = "number on worker" if task == "worker" else "number in call"
     arguments = {"call": step.call, numbered: step.number}
     duration = sum(step.parts)
     yield {
         "name": f"{'result' if task == 'chief' else 'step'} {step.step}",
         "cat": "step",
-        **place,
+        **track,
         "ts": step.start,
         "dur": duration,
         "args": arguments,
@@ -226,7 +226,7 @@ def _slices(step: SingleStep, process: int, task: str) -> Iterator[TraceEvent]:
     # Earlier versions recorded no nested calls.
     for part, microseconds in zip(STEP_PARTS, step.parts, strict=False):
         if microseconds:
-            yield {"name": part, "cat": "part", **place, "ts": start, "dur": microseconds}
+            yield {"name": part, "cat": "part", **track, "ts": start, "dur": microseconds}
         start += microseconds
 
 

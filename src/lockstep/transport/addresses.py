@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError, NetworkError
 
-Place = tuple[Any, ...]
+SocketAddress = tuple[Any, ...]
 """What sockets take and return as an address."""
 
 
@@ -47,9 +47,9 @@ def with_port(address: str) -> str:
     return complete
 
 
-def join_address(place: Place) -> str:
+def join_address(address: SocketAddress) -> str:
     """Return the text of the address of a socket."""
-    host, port = place[:2]
+    host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -61,15 +61,15 @@ def is_loopback(number: str) -> bool:
     return (mapped or address).is_loopback
 
 
-def is_here(family: socket.AddressFamily, place: Place) -> bool:
-    """Whether the IP address of a place is one of this host.
+def is_here(family: socket.AddressFamily, address: SocketAddress) -> bool:
+    """Whether the IP address in a socket address is one of this host.
 
     Raises:
         OSError: it cannot be used.
     """
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         try:
-            probe.bind((place[0], 0, *place[2:]))
+            probe.bind((address[0], 0, *address[2:]))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
@@ -77,7 +77,7 @@ def is_here(family: socket.AddressFamily, place: Place) -> bool:
     return True
 
 
-def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, Place]:
+def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, SocketAddress]:
     """Return the address of a host, of IPv4 if it has one; takes at most `patience` seconds.
 
     Raises:
@@ -91,9 +91,9 @@ def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressF
     return found
 
 
-def look_up(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, Place] | str:
+def look_up(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, SocketAddress] | str:
     """Return the address of a host as `resolve_host` does, or why it cannot be resolved."""
-    found: list[tuple[socket.AddressFamily, Place]] = []
+    found: list[tuple[socket.AddressFamily, SocketAddress]] = []
     why = [f"no answer in {patience:g} s"]
 
     def ask() -> None:

@@ -130,7 +130,7 @@ class SavedSources:
 
     def has(self, path: Path) -> bool:
         """Whether the file at a path is saved."""
-        return self._place(path).exists()
+        return self._snapshot(path).exists()
 
     def read(self, path: str) -> bytes:
         """Return the saved version of the file at a path; save the current one if there is none.
@@ -140,7 +140,7 @@ class SavedSources:
         """
         file = Path(path).absolute()
         try:
-            text = self._place(file).read_bytes()
+            text = self._snapshot(file).read_bytes()
         except FileNotFoundError:
             text = self._keep(file, file.read_bytes())
         own = _read[str(file)] = _hash(text)
@@ -148,19 +148,19 @@ class SavedSources:
             self._changed(path, "has changed; this worker uses the version that the job read first")
         return text
 
-    def _place(self, file: Path) -> Path:
+    def _snapshot(self, file: Path) -> Path:
         return self._folder / f"{_hash(os.fsencode(file))}.py"
 
     def _keep(self, file: Path, text: bytes) -> bytes:
         """Save a version atomically; return the saved one, which may be another worker's."""
-        place = self._place(file)
+        snapshot = self._snapshot(file)
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder) as new:
                 new.write(text)
                 new.flush()
-                place.hardlink_to(new.name)
+                snapshot.hardlink_to(new.name)
         except FileExistsError:
-            return place.read_bytes()
+            return snapshot.read_bytes()
         except OSError as error:
             self._changed(
                 str(file),

@@ -71,15 +71,15 @@ def division(
     if dataset.num_batches == 0:
         return "it has no batches"
     inner, draws = dataset.inner, ItemDraws(reader.seed)
-    if place := held_generator(("dataset", inner)):
+    if path := held_generator(("dataset", inner)):
         return (
-            f"{place}, whose numbers depend on the batches that were read before: draw from numpy.random in "
+            f"{path}, whose numbers depend on the batches that were read before: draw from numpy.random in "
             "__getitem__, or from numpy.random.default_rng((seed, index))"
         )
-    if place := held_iterator(("dataset", inner)):
-        return f"{place}, which yields its elements once and in order: read by the index"
-    if place := held_variable(("dataset", inner)):
-        return f"{place}, whose values may change between two steps: compute with it in a callback"
+    if path := held_iterator(("dataset", inner)):
+        return f"{path}, which yields its elements once and in order: read by the index"
+    if path := held_variable(("dataset", inner)):
+        return f"{path}, whose values may change between two steps: compute with it in a callback"
 
     found = BatchDivision(dataset, standardize, reader, draws)
 
@@ -352,7 +352,7 @@ class _Pass:
 
         Members hold batches of `steps` only in a new view, in which they also decide whether to divide them.
         """
-        cycle, place = divmod(steps.start, self._cycle)
+        cycle, offset = divmod(steps.start, self._cycle)
         undecided = self._division.is_undecided(cycle, view)
         holders: dict[int, int] = {}
         if undecided or self._view != view.number:
@@ -365,7 +365,7 @@ class _Pass:
                 self._division.decide(view, told[0][1])
             holders = {step: member for member, _, held in reversed(told) for step in held}
         plan = None
-        if not holders and not place:
+        if not holders and not offset:
             position = view.workers.index(self._reader.job.worker)
             plan = _Plan(steps.start, position, len(view.workers), self._cycle)
         return _HandOver(view.number, steps, with_makers(steps, holders, view.workers), plan)
@@ -462,8 +462,8 @@ class _Plan(NamedTuple):
     def step(self, number: int) -> int:
         """Return the step of the worker's batch `number`, from 0."""
         own = range(self.position, self.cycle, self.members)
-        cycles, place = divmod(number, len(own))
-        return self.first + cycles * self.cycle + own[place]
+        cycles, offset = divmod(number, len(own))
+        return self.first + cycles * self.cycle + own[offset]
 
     def steps(self, stop: int) -> list[int]:
         """Return the steps before `stop` whose batches the worker makes."""

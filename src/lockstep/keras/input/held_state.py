@@ -42,7 +42,7 @@ _PLAIN = frozenset({"__call__", "__getitem__", "__getitems__", "__len__", "__ite
 
 
 def held_generator(*roots: tuple[str, Any]) -> str | None:
-    """Return the place of a random generator that one of some objects holds; None if none is found.
+    """Return the path of a random generator that one of some objects holds; None if none is found.
 
     This searches attributes, containers, closures and what functions refer to, a limited number of objects.
     It does not find the generators of the global random states, and reads no property.
@@ -50,93 +50,91 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
     Args:
         roots: the names of the objects for the result, and the objects.
     """
-    for place, found in _objects(roots):
+    for path, found in _objects(roots):
         if _is_generator(found):
-            return f"{place} is a {type(found).__module__}.{type(found).__qualname__}"
+            return f"{path} is a {type(found).__module__}.{type(found).__qualname__}"
     return None
 
 
 def held_variable(*roots: tuple[str, Any]) -> str | None:
-    """Return the place of a model or a variable that one of some objects holds; None if none is found."""
-    for place, found in _objects(roots):
+    """Return the path of a model or a variable that one of some objects holds; None if none is found."""
+    for path, found in _objects(roots):
         if isinstance(found, keras.Model | keras.Variable):
             kind = "model" if isinstance(found, keras.Model) else "variable"
-            return f"{place} is the {kind} {found.name!r}"
+            return f"{path} is the {kind} {found.name!r}"
     return None
 
 
 def held_iterator(*roots: tuple[str, Any]) -> str | None:
-    """Return the place of an iterator, such as a generator, that one of some objects holds; None without one.
+    """Return the path of an iterator, such as a generator, that one of some objects holds; None without one.
 
-    Whoever reads an item takes the next element from it. Files, which can be read at any place, do not count,
-    nor do counters within other objects.
+    Whoever reads an item takes the next element from it. Files, which can be read at any offset, do not
+    count, nor do counters within other objects.
     """
-    for place, found in _objects(roots):
-        counts = isinstance(found, count) and place.count(".") > 1
+    for path, found in _objects(roots):
+        counts = isinstance(found, count) and path.count(".") > 1
         if isinstance(found, Iterator) and not (counts or isinstance(found, IOBase)):
-            return f"{place} is a {type(found).__qualname__}"
+            return f"{path} is a {type(found).__qualname__}"
     return None
 
 
 def refers_to(name: str, *roots: tuple[str, Any]) -> str | None:
-    """Return the place of a function of some objects whose code refers to `name`; None if none is found."""
-    for place, found in _objects(roots):
+    """Return the path of a function of some objects whose code refers to `name`; None if none is found."""
+    for path, found in _objects(roots):
         if isinstance(found, FunctionType) and name in _names(found.__code__):
-            return place
+            return path
     return None
 
 
-def changed_place(*roots: tuple[str, Any]) -> str | None:
-    """Return the place of a function of some objects that may assign to other objects; None without one.
+def changed_path(*roots: tuple[str, Any]) -> str | None:
+    """Return the path of a function of some objects that may assign to other objects; None without one.
 
     A callable object may do so too.
     """
-    for place, found in _objects(roots):
+    for path, found in _objects(roots):
         if isinstance(found, FunctionType):
             steps = () if _library(found.__module__) else dis.get_instructions(found.__code__)
             if any(step.opname in _ASSIGNMENTS for step in steps):
-                return place
+                return path
         elif callable(found) and not isinstance(found, type | partial | BuiltinFunctionType):
-            return place
+            return path
     return None
 
 
 def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
-    """Yield objects and their places, the nearest first."""
+    """Yield objects and their paths, the nearest first."""
     waiting = deque(roots)
     seen: dict[int, Any] = {}
     while waiting and len(seen) < _OBJECTS:
-        place, found = waiting.popleft()
+        path, found = waiting.popleft()
         if isinstance(found, _LEAVES) or id(found) in seen:
             continue
         seen[id(found)] = found  # Keeps the object, so that no other gets its id.
-        yield place, found
-        waiting.extend(_members(place, found))
+        yield path, found
+        waiting.extend(_members(path, found))
 
 
-def _members(place: str, found: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the members of an object, with their places."""
+def _members(path: str, found: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the members of an object, with their paths."""
     if isinstance(found, Mapping) and type(found).__module__ in ("builtins", "collections"):
         items = islice(found.items(), _MEMBERS)
-        yield from (
-            (f"{place}[{key!r}]" if type(key) in (str, int) else place, value) for key, value in items
-        )
+        yield from ((f"{path}[{key!r}]" if type(key) in (str, int) else path, value) for key, value in items)
     elif isinstance(found, set | frozenset) and _iterates_as_a_builtin(found):
-        yield from ((place, value) for value in islice(found, _MEMBERS))
+        yield from ((path, value) for value in islice(found, _MEMBERS))
     elif isinstance(found, list | tuple | deque) and _iterates_as_a_builtin(found):
-        yield from ((f"{place}[{index}]", value) for index, value in enumerate(islice(found, _MEMBERS)))
+        yield from ((f"{path}[{index}]", value) for index, value in enumerate(islice(found, _MEMBERS)))
     if isinstance(found, FunctionType):
-        yield from _of_function(place, found)
+        yield from _of_function(path, found)
     elif isinstance(found, MethodType | BuiltinFunctionType):
-        yield f"{place}.__self__", found.__self__
-        yield f"{place}.__func__", getattr(found, "__func__", None)
+        yield f"{path}.__self__", found.__self__
+        yield f"{path}.__func__", getattr(found, "__func__", None)
     elif isinstance(found, partial):
-        yield from ((f"{place}.func", found.func), (f"{place}.args", found.args))
-        yield f"{place}.keywords", found.keywords
+        yield from ((f"{path}.func", found.func), (f"{path}.args", found.args))
+        yield f"{path}.keywords", found.keywords
     elif isinstance(found, type):
         yield from _of_class(found)
     else:
-        yield from _attributes(place, found)
+        yield from _attributes(path, found)
         yield type(found).__qualname__, type(found)
 
 
@@ -145,7 +143,7 @@ def _iterates_as_a_builtin(found: Any) -> bool:
     return not any("__iter__" in vars(base) for base in type(found).__mro__ if base.__module__ not in _SIMPLE)
 
 
-def _of_function(place: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
     if _library(function.__module__):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -153,8 +151,8 @@ def _of_function(place: str, function: FunctionType) -> Iterator[tuple[str, Any]
             yield f"{name} of {function.__qualname__}", cell.cell_contents
         except ValueError:
             continue  # It is not assigned yet.
-    yield f"{place}.__defaults__", function.__defaults__
-    yield f"{place}.__kwdefaults__", function.__kwdefaults__
+    yield f"{path}.__defaults__", function.__defaults__
+    yield f"{path}.__kwdefaults__", function.__kwdefaults__
     names = sorted(_names(function.__code__))
     for name in sorted(_globals(function.__code__)):
         value = function.__globals__.get(name)
@@ -186,7 +184,7 @@ def _of_class(found: type) -> Iterator[tuple[str, Any]]:
                     yield f"{base.__qualname__}.{name}", value
 
 
-def _attributes(place: str, found: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(path: str, found: Any) -> Iterator[tuple[str, Any]]:
     try:
         members = vars(found)
     except TypeError:
@@ -195,12 +193,12 @@ def _attributes(place: str, found: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(members.items()):
         # Grain's own parts draw from generators that they seed for each element.
         if not grain or hasattr(value, "__getitem__") or not type(value).__module__.startswith("grain."):
-            yield f"{place}.{name}", value
+            yield f"{path}.{name}", value
     for base in type(found).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if not name.startswith("__") and hasattr(found, name):
-                yield f"{place}.{name}", getattr(found, name)
+                yield f"{path}.{name}", getattr(found, name)
 
 
 def _library(module: str | None) -> bool:

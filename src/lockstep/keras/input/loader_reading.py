@@ -25,7 +25,7 @@ import xxhash
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.held_state import changed_place, held_generator, held_iterator, refers_to
+from lockstep.keras.input.held_state import changed_path, held_generator, held_iterator, refers_to
 from lockstep.keras.input.item_draws import ItemDraws, states_kept
 from lockstep.keras.input.readings import (
     PassNumbers,
@@ -93,19 +93,19 @@ def loader_reading(
     if not iterates_as_defined(kind):
         return f"{kind.__qualname__} has its own iteration; use a plain DataLoader"
     code = (("dataset", loader.dataset), ("collate_fn", loader.collate_fn))
-    if (place := held_generator(*code)) is not None:
+    if (path := held_generator(*code)) is not None:
         return (
-            f"{place}, whose numbers depend on the items that were read before; draw from the global states "
+            f"{path}, whose numbers depend on the items that were read before; draw from the global states "
             "of numpy.random, random or torch, which depend on the item here"
         )
-    if (place := held_iterator(*code)) is not None:
-        return f"{place}, which yields its elements once and in order: read by the index"
+    if (path := held_iterator(*code)) is not None:
+        return f"{path}, which yields its elements once and in order: read by the index"
     if loader.num_workers:
         start = ("worker_init_fn", loader.worker_init_fn)
-        if (place := refers_to("get_worker_info", *code, start)) is not None:
-            return f"{place} calls get_worker_info, so an item can depend on the process that reads it"
-        if (place := changed_place(start)) is not None:
-            return f"{place} changes objects in the worker processes, so an item can depend on its process"
+        if (path := refers_to("get_worker_info", *code, start)) is not None:
+            return f"{path} calls get_worker_info, so an item can depend on the process that reads it"
+        if (path := changed_path(start)) is not None:
+            return f"{path} changes objects in the worker processes, so an item can depend on its process"
     return _probed(loader, reader, convert or keras_batch)
 
 
@@ -240,7 +240,7 @@ class _SampledBatch(NamedTuple):
 
     @property
     def identity(self) -> bytes:
-        """A hash of the batch's place and of its indices if they are numbers or strings."""
+        """A hash of the batch's index and of its indices if they are numbers or strings."""
         try:
             indices = np.asarray(self.indices)
         except (TypeError, ValueError, RuntimeError):

@@ -221,15 +221,15 @@ class Cursor:
         self._element: Nest = None
         self._ended = False
 
-    def at(self, place: int) -> Nest:
+    def at(self, index: int) -> Nest:
         """Return the element at an index, not smaller than in the last call; None after the end.
 
         Raises:
             DataError: it has already been passed.
         """
-        if place + 1 < self._read:
-            raise DataError(f"element {place + 1} of {self._what} has passed and was not kept")
-        self.go_to(place + 1)
+        if index + 1 < self._read:
+            raise DataError(f"element {index + 1} of {self._what} has passed and was not kept")
+        self.go_to(index + 1)
         return None if self._ended else self._element
 
     def go_to(self, count: int) -> None:
@@ -298,11 +298,11 @@ class PipelinesPass:
 
     def element(self) -> Element:
         """Take the next element, which at least one replica has."""
-        place, self._taken = self._taken, self._taken + 1
+        index, self._taken = self._taken, self._taken + 1
         self._request(self._taken)
-        found = {replica: self.cursor(replica).at(place) for replica in self._source.own}
+        found = {replica: self.cursor(replica).at(index) for replica in self._source.own}
         nest = self._source.example_among(found.values())
-        return Element(nest, PipelineValues(self._source, self, place, found, nest))
+        return Element(nest, PipelineValues(self._source, self, index, found, nest))
 
     def cursor(self, replica: int) -> Cursor:
         """Return the cursor of a replica's pass, which begins now if it was not read here."""
@@ -336,7 +336,7 @@ class PipelineValues:
     Args:
         source: the pipelines.
         current: the pass.
-        place: the index of the element in it, from 0.
+        index: the index of the element in it, from 0.
         found: the nests of this worker's replicas; None for those whose pipeline has ended.
         stand_in: a nest of the same form.
     """
@@ -344,11 +344,11 @@ class PipelineValues:
     anywhere = True
 
     def __init__(
-        self, source: Pipelines, current: PipelinesPass, place: int, found: dict[int, Nest], stand_in: Nest
+        self, source: Pipelines, current: PipelinesPass, index: int, found: dict[int, Nest], stand_in: Nest
     ) -> None:
         self._source = source
         self._current = current
-        self._place = place
+        self._index = index
         self._ready = {replica: None if nest is None else leaves_of(nest) for replica, nest in found.items()}
         self._stand_in = leaves_of(stand_in)
         self.specs: tuple[Spec, ...] = (
@@ -382,11 +382,11 @@ class PipelineValues:
 
     def check(self) -> bytes:
         """Identify the element by its position; the data differ between replicas."""
-        return struct.pack("<2Q", self._current.number, self._place)
+        return struct.pack("<2Q", self._current.number, self._index)
 
     def _leaves(self, replica: int) -> Sequence[Any] | None:
         if replica not in self._ready:
-            nest = self._current.cursor(replica).at(self._place)
+            nest = self._current.cursor(replica).at(self._index)
             self._ready[replica] = None if nest is None else leaves_of(nest)
         return self._ready.get(replica)
 

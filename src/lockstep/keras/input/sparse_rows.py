@@ -60,13 +60,13 @@ class SparseRows:
         start, stop, _ = rows.indices(len(self))
         among = (self._indices[:, 0] >= start) & (self._indices[:, 0] < stop)
         indices = self._indices[among] - np.eye(1, self._indices.shape[1], dtype=np.int64) * start
-        places, shape = tuple(indices.T), (max(stop - start, 0), *self.shape[1:])
+        cells, shape = tuple(indices.T), (max(stop - start, 0), *self.shape[1:])
         if self.dtype.kind in "OSU":
             texts = np.full(shape, b"", self.dtype)
-            texts[places] = self._values[among]
+            texts[cells] = self._values[among]
             return texts
         dense = np.zeros(shape, self.dtype)
-        np.add.at(dense, places, self._values[among])
+        np.add.at(dense, cells, self._values[among])
         return dense
 
 

@@ -58,8 +58,8 @@ class StoredArray:
         """Read rows of an h5py dataset, which accepts numbers only in increasing order."""
         if isinstance(indices, slice):
             return self._array[indices]
-        numbers, places = np.unique(indices, return_inverse=True)
-        return self._array[numbers][places]
+        numbers, inverse = np.unique(indices, return_inverse=True)
+        return self._array[numbers][inverse]
 
 
 def stored(leaf: Any) -> StoredArray | None:

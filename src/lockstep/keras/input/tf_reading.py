@@ -555,29 +555,29 @@ class UnmappedBatch:
 
     Args:
         tensors: the rows.
-        place: the number of rows in the pass before it.
+        start: the number of rows in the pass before it.
         step: its index in the pass, from 0.
 
     Attributes:
         begun: whether the rows of this worker's replicas have been fed.
     """
 
-    def __init__(self, tensors: Sequence[Any], place: int, step: int) -> None:
+    def __init__(self, tensors: Sequence[Any], start: int, step: int) -> None:
         self.tensors = tensors
         self.examples = int(tensors[0].shape[0])
-        self.place = place
+        self.start = start
         self.step = step
         self.begun = False
         self._fed: list[tuple[slice, MappedRows]] = []
 
     def identity(self) -> bytes:
-        """Hash the numbers of the first row, and the place.
+        """Hash the numbers of the first row, and the start.
 
         Strings are left out: names of files may differ between workers that use different folders.
         """
         numbers = (tensor for tensor in self.tensors if tensor.dtype != tf.string)
         first = (on_host(_slice(tensor, slice(0, 1))) for tensor in numbers)
-        return digest_arrays(first, struct.pack("<3q", self.step, self.place, self.examples))
+        return digest_arrays(first, struct.pack("<3q", self.step, self.start, self.examples))
 
     def whole(self) -> Nest:
         """Wait for a batch all of whose rows have been fed at once; return it mapped."""
@@ -654,12 +654,12 @@ class MappedPass:
 
         Rows are mapped ahead while batches are read: batches that are skipped cost no maps.
         """
-        step = place = 0
+        step = start = 0
         while True:
             while len(self._following) <= self._ahead and (tensors := next(rows, None)) is not None:
-                batch = UnmappedBatch(tensors, place, step)
+                batch = UnmappedBatch(tensors, start, step)
                 self._following.append(batch)
-                step, place = step + 1, place + batch.examples
+                step, start = step + 1, start + batch.examples
             if not self._following:
                 return
             batch = self._following.popleft()
@@ -701,8 +701,8 @@ class MappedPass:
         whole = size == batch.examples
         tensors = [tensor if whole else _slice(tensor, rows) for tensor in batch.tensors]
         if self._key is not None:
-            places = np.arange(batch.place + rows.start, batch.place + rows.stop)
-            tensors.insert(0, np.stack([np.full(size, self._key), places], axis=1))
+            numbers = np.arange(batch.start + rows.start, batch.start + rows.stop)
+            tensors.insert(0, np.stack([np.full(size, self._key), numbers], axis=1))
         return self._feed_rows(size, tensors)
 
 

@@ -168,8 +168,8 @@ class LookedUpRows:
     def make_room(self) -> bool:
         """Make room for the rows of the batch; return whether that has changed variables of the model."""
         changed = False
-        for number, (table, (_, places)) in enumerate(zip(self._tables.tables, self._distinct, strict=True)):
-            old, needed = self._rows[number], len(places)
+        for number, (table, (_, inverse)) in enumerate(zip(self._tables.tables, self._distinct, strict=True)):
+            old, needed = self._rows[number], len(inverse)
             if needed <= old.shape[0]:
                 continue
             size = needed if old.shape[0] == 1 else 1 << (needed - 1).bit_length()
@@ -187,19 +187,19 @@ class LookedUpRows:
     def placed(self, weights: Sequence[Array]) -> list[Array]:
         """Return weights, which have distinct rows of the tables, with the rows of all lookups instead."""
         placed = list(weights)
-        for room, table, (_, places) in zip(self._rows, self._tables.tables, self._distinct, strict=True):
+        for room, table, (_, inverse) in zip(self._rows, self._tables.tables, self._distinct, strict=True):
             rows = placed[table.variable]
             placed[table.variable] = np.zeros(room.shape, rows.dtype)
-            np.take(rows, places, axis=0, out=placed[table.variable][: len(places)])
+            np.take(rows, inverse, axis=0, out=placed[table.variable][: len(inverse)])
         return placed
 
     def collected(self, gradients: Mapping[int, Array]) -> dict[int, Array]:
         """Return gradients with the sums over all lookups of each distinct row."""
         collected = dict(gradients)
-        for table, (rows, places) in zip(self._tables.tables, self._distinct, strict=True):
+        for table, (rows, inverse) in zip(self._tables.tables, self._distinct, strict=True):
             gradient = collected.get(table.variable)
             if gradient is not None:
-                collected[table.variable] = summed_by_row(gradient[: len(places)], places, len(rows))
+                collected[table.variable] = summed_by_row(gradient[: len(inverse)], inverse, len(rows))
         return collected
 
     def _replace(self, number: int, variable: Any) -> None:

@@ -772,9 +772,9 @@ class _Watcher:
                 table = server_table(self._runner.updates[number].variables[position])
                 assert table is not None
                 ids, occurrences = gradient
-                rows, places = np.unique(positions_of(table.name, table.rows, ids), return_inverse=True)
+                rows, inverse = np.unique(positions_of(table.name, table.rows, ids), return_inverse=True)
                 self.rows[first + position] = rows
-                gradient = summed_by_row(occurrences, places, len(rows))
+                gradient = summed_by_row(occurrences, inverse, len(rows))
             self.gradients[first + position] = np.array(gradient)
 
     def _in_numpy(self, gradient: Any, of_table: bool) -> Array | tuple[Array, Array]:

@@ -170,8 +170,8 @@ class ServerTable:
 
     def arranged(self, ids: Array, read: Callable[[Array], Array]) -> Array:
         """Return the rows of ids, given what reads distinct rows by their numbers, in ascending order."""
-        numbers, places = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
-        return np.take(read(numbers), places.reshape(-1), axis=0).reshape(*ids.shape, self.width)
+        numbers, inverse = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
+        return np.take(read(numbers), inverse.reshape(-1), axis=0).reshape(*ids.shape, self.width)
 
     def read(self, numbers: Array, slot: int = VALUES) -> Array:
         """Return rows, or their slots, by their numbers, in ascending order."""

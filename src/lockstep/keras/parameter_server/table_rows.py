@@ -174,18 +174,18 @@ def ranges_of(rows: int, servers: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def summed_by_row(gradients: Array, places: Array, count: int) -> Array:
+def summed_by_row(gradients: Array, inverse: Array, count: int) -> Array:
     """Return the sum of the gradients of each row.
 
     Args:
         gradients: of lookups.
-        places: for each lookup, the position of its row.
+        inverse: for each lookup, the index of its row.
         count: number of rows, each of which is looked up.
     """
-    if not len(places):
+    if not len(inverse):
         return gradients[:0]
-    order = np.argsort(places, kind="stable")
-    starts = np.searchsorted(places[order], np.arange(count))
+    order = np.argsort(inverse, kind="stable")
+    starts = np.searchsorted(inverse[order], np.arange(count))
     found: Array = np.add.reduceat(gradients[order], starts, axis=0)
     return found
 
