@@ -171,7 +171,12 @@ def begin(*_: Any) -> NoReturn:
 def message(options: set[str]) -> str:
     """Return why the command refuses these options; empty if it does not."""
     words = [word for option in VALUES if option in options for word in (option, VALUES[option]) if word]
-    context = command.run.make_context("run", [*words, "train" if "-m" in options else "train.py"])
+    return refusal_of(*words, "train" if "-m" in options else "train.py")
+
+
+def refusal_of(*words: str) -> str:
+    """Return why the command refuses these words; empty if it does not."""
+    context = command.run.make_context("run", [*words])
     try:
         with context:
             command.run.invoke(context)
@@ -190,7 +195,9 @@ def expected(options: set[str]) -> str:
     return RUNS
 
 
-def test_every_pair_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run commands up to the point where the job would begin, as a task of two schedulers."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     monkeypatch.setitem(environment._at_start, "TF_CONFIG", json.dumps(TASK))
@@ -198,8 +205,30 @@ def test_every_pair_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(command, "_exports", begin)
     monkeypatch.setattr(ray, "run_on_ray", begin)
+
+
+def test_every_pair_of_options() -> None:
     names = {max(param.opts, key=len) for param in command.run.params if param.param_type_name == "option"}
     assert names == VALUES.keys()
     for pair, more in product(combinations(VALUES, 2), ((), ("--workers",))):
         options = {*pair, *more}
         assert message(options) == expected(options), options
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("--listen= -n 2", "':0' is not an address; expected HOST:PORT"),
+        ("--listen 7000 -n 2", "7000 is a port without an address"),
+        ("--hosts= -n 2", "--hosts '': '' is not a host"),
+        ("--on= -n 2", "--on  is no engine: give ray, or ray://HOST:PORT"),
+        ("--on k8s -n 2", "--on k8s is no engine: give ray, or ray://HOST:PORT"),
+        ("--listen a -n 2 --workers-here 3", "--workers-here 3 is more than the 2 workers of the job"),
+        ("--listen a -n 1 --ps 1 --workers-here 3", ""),
+        ("--slurm -n 1", "1 worker cannot run on the 2 hosts of this Slurm step"),
+    ],
+)
+def test_places_that_do_not_exist(words: str, refusal: str) -> None:
+    said = refusal_of(*words.split(), "train.py")
+    assert said.startswith(refusal)
+    assert bool(said) == bool(refusal)

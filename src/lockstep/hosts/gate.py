@@ -111,6 +111,7 @@ class Gate:
         for agent in agents:
             self._ends.enter_context(closing(agent.channel))
         if running := [agent for agent, _ in running_jobs(agents)]:
+            others = [agent for agent in agents if agent not in running]
             for agent in running:
                 self._offers[roster.name(agent.peer, _offer(agent))] = _offer(agent)
             return TakenOverJob(
@@ -123,9 +124,9 @@ class Gate:
                 running,
                 by_hand,
                 exports,
-            ).run(lambda newcomers: self._accept(newcomers, [one for one in agents if one not in running]))
+            ).run(lambda newcomers: self._accept(newcomers, others))
         hosts, order = placed(roster, [(agent.peer, _offer(agent)) for agent in agents])
-        others = {
+        joined = {
             index: self._host_of(agents[at], hosts[index].name)
             for index, at in enumerate(order, len(hosts) - len(order))
         }
@@ -138,7 +139,7 @@ class Gate:
             console=self.console,
             loop=self.loop,
             here=here if roster.here is not None else None,
-            others=others,
+            others=joined,
             by_hand=by_hand,
             notifies=True,
             resumed=resumed,

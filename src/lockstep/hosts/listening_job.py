@@ -113,9 +113,9 @@ class _ListeningJob:
         if engine is None:
             address = _address(own.name) if own is not None else None
             return OpenRoster(workers, here, "" if address is None or address.is_loopback else str(address))
-        found = workers if self.spec.parameter_servers else min(workers, engine.found)
-        waits = not found or self.clock.now() < self.not_before
-        return OpenRoster(found or workers, here, waits=waits, limited=False)
+        begins_with = workers if self.spec.parameter_servers else min(workers, engine.found)
+        waits = not begins_with or self.clock.now() < self.not_before
+        return OpenRoster(begins_with or workers, here, waits=waits, limited=False)
 
     def credentials(self) -> Credentials:
         """Return the credentials of this process; the name of this host may not be known yet."""
