@@ -43,18 +43,18 @@ _KINDS = {"train": "training step", "test": "evaluation step", "predict": "predi
 @click.argument("script", shell_complete=complete_script)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(**options: Any) -> None:
-    """Say whether SCRIPT computes on several replicas what it computes in one process.
+    """Compare SCRIPT on several replicas with one process.
 
     \b
     lockstep check -n 4 train.py --epochs 10
 
-    SCRIPT runs in one process. At the beginning of each fit, evaluate and predict, one step is taken twice
-    from the same state and batch: by plain Keras, and by the replicas. Losses, metrics, the gradient of each
-    variable, its update and the state of layers are compared up to rounding, which is measured. A fit ends
-    after three steps. The script ends before it writes a file, starts a program or uses the network.
+    SCRIPT runs in one process. At the beginning of each fit, evaluate and predict, plain Keras and the
+    replicas each take one step from the same state and batch. The command compares losses, metrics, the
+    gradient of each variable, its update and the state of layers, up to rounding, which it measures. A fit
+    ends after three steps. The script ends before it writes a file, starts a program or uses the network.
 
-    The exit status is 0 if everything is equal, or differs for a reason that a note of lockstep run names; 1
-    if something else differs; 2 if nothing could be compared.
+    The exit status is 0 if everything is equal, or differs for a reason that a note of lockstep run names. It
+    is 1 if something else differs, and 2 if nothing could be compared.
     """
     # The job ends with this process, which removes its folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

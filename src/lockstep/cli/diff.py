@@ -19,18 +19,18 @@ from lockstep.system.notes import note
     "--rerun",
     "repeats",
     is_flag=True,
-    help="If what names the step or the variable was not recorded, repeat both runs up to the step "
-    "where they differ, and record everything.",
+    help="If the record does not name the step or the variable, repeat both runs up to the step where they "
+    "differ, and record everything.",
 )
 def diff(first: str, second: str, as_json: bool, repeats: bool) -> None:
-    """Find the first step at which two runs differ, and what differs there.
+    """Find the first step at which two runs differ, and why.
 
     \b
     lockstep diff runs/train-20260101-120000 runs/train-20260102-120000
 
     RUN is the folder of a run, or its name in runs/. Runs with different numbers of workers and the same
-    number of replicas are equal. The exit status is 0 if all that both runs have recorded is equal, 1 if the
-    runs differ, 2 if they cannot be compared.
+    number of replicas are equal. The exit status is 0 if everything that both runs have recorded is equal, 1
+    if the runs differ, and 2 if they cannot be compared.
     """
     from lockstep.coordinator.run_lookup import find_run
     from lockstep.diff.comparison import compare

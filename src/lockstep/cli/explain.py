@@ -34,9 +34,10 @@ class _Known(NamedTuple):
 @click.command()
 @click.argument("error", nargs=-1, metavar="[ERROR]")
 def explain(error: tuple[str, ...]) -> None:
-    """Explain ERROR: the name of a class of lockstep.errors, a message, or a hint at the end of a call.
+    """Explain an error, and say what to do.
 
-    Without ERROR, list the classes.
+    ERROR is the name of a class of lockstep.errors, a message, or a hint at the end of a call. Without ERROR,
+    the command lists the classes.
     """
     click.echo(explanation(_page(), " ".join(error)), nl=False)
 

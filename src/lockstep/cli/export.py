@@ -19,7 +19,7 @@ _AMBIGUOUS = re.compile(r"[-+.]*\d|.$")
 
 @click.group()
 def export() -> None:
-    """Write a job in the form in which another system runs it."""
+    """Write a job as another system runs it."""
 
 
 @export.command(context_settings={"allow_interspersed_args": False})
@@ -38,14 +38,14 @@ def export() -> None:
 @click.option("--memory", metavar="QUANTITY", help="Memory of each pod, such as 8Gi.  [default: no limit]")
 @click.pass_context
 def kubernetes(context: click.Context, /, **options: Any) -> None:
-    """Write the manifests of a job whose hosts are pods: a Secret, a Service and an indexed Job.
+    """Write the manifests of a job whose hosts are pods.
 
     \b
     lockstep export kubernetes --image registry/train:1 -n 4 train.py | kubectl apply -f -
 
-    SCRIPT is a path in the image, or with -m the name of a module there. The options below --memory are those
-    of lockstep run. The output contains a new key, which is in no other place and expires after 30 days: a
-    process that has it can join the job.
+    The manifests are a Secret, a Service and an indexed Job. SCRIPT is a path in the image, or with -m the
+    name of a module there. The options below --memory are those of lockstep run. The output contains a new
+    key, which is nowhere else and expires after 30 days. A process that has it can join the job.
     """
     from lockstep.transport.keys import JobKey
 

@@ -31,20 +31,20 @@ def _compile(context: click.Context, param: click.Parameter, value: str | None) 
     type=click.IntRange(min=0),
     multiple=True,
     metavar="ID",
-    help="Show only the log of this worker; can be repeated.  [default: those of all workers]",
+    help="Show only the log of this worker. Can be repeated.  [default: those of all workers]",
 )
 @click.option(
     "--grep",
     "pattern",
     callback=_compile,
     metavar="PATTERN",
-    help="Show only lines in which this is found, a regular expression of Python.",
+    help="Show only lines that match this regular expression of Python.",
 )
 def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[str] | None) -> None:
-    """Show what the workers of JOB have written to stdout and stderr.
+    """Show the output of the workers of JOB.
 
-    JOB is a name shown by lockstep list, or the beginning of one; or the folder of a run, which may have
-    ended, or its name in runs/. If there may be several workers, each line begins with its worker.
+    JOB is a name that lockstep list shows, the beginning of one, the folder of a run, or its name in runs/.
+    The run may have ended. If there may be several workers, each line begins with its worker.
     """
     from lockstep.coordinator.admin_client import JobWatch
     from lockstep.coordinator.run_lookup import find_run, job_in

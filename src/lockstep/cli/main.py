@@ -133,11 +133,12 @@ def list_jobs() -> None:
 @cli.command()
 @click.argument("folders", metavar="[FOLDER]...", nargs=-1, shell_complete=complete_run)
 def runs(folders: tuple[str, ...]) -> None:
-    """List the runs in FOLDER, by default ./runs, the newest first: also those that have ended.
+    """List the runs in FOLDER, by default ./runs, the newest first.
 
-    FOLDER is the folder of a run, or one that contains such folders. A line has the start in local time, the
-    duration, the numbers of workers, replicas, hosts and training steps, the beginning of the digest, and how
-    the run ended. A folder with several runs counts as its last one.
+    The list also has runs that have ended. FOLDER is the folder of a run, or one that contains such folders.
+    A line has the start in local time, the duration, the numbers of workers, replicas, hosts and training
+    steps, the beginning of the digest, and how the run ended. Of a folder with several runs, it describes the
+    last one.
     """
     from lockstep.monitoring.past_runs import past_runs, table
     from lockstep.monitoring.run_catalog import resolve
@@ -151,9 +152,9 @@ def runs(folders: tuple[str, ...]) -> None:
 @click.argument("job", shell_complete=complete_job)
 @click.argument("workers", metavar="N", type=PARTS)
 def scale(job: str, workers: int) -> None:
-    """Change the number of workers of JOB to N; the result stays the same.
+    """Change the number of workers of JOB to N. The result stays the same.
 
-    JOB is a name shown by lockstep list, or the beginning of one.
+    JOB is a name that lockstep list shows, or the beginning of one.
     """
     from lockstep.coordinator.admin_client import accepted, send
     from lockstep.protocol.admin import ScaleRequest
@@ -179,7 +180,7 @@ def scale(job: str, workers: int) -> None:
     default=1,
     show_default=True,
     metavar="N",
-    help="Number of workers that this host offers; the job uses fewer if it needs fewer.",
+    help="Number of workers that this host offers. The job may use fewer.",
 )
 @click.option(
     "--listen",
@@ -194,21 +195,21 @@ def scale(job: str, workers: int) -> None:
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to try to reach the job.",
+    help="Time for attempts to reach the job.",
 )
 @click.option("--stdio", is_flag=True, hidden=True, help="Take instructions from stdin.")
 def agent(
     coordinator: str | None, workers: int, listen: str | None, plain: bool, timeout: float, stdio: bool
 ) -> None:
-    """Run workers of this host for a job that waits on another one.
+    """Run workers on this host for a job of another host.
 
     \b
     lockstep run --listen 10.0.0.1:7000 -n 3 train.py    # on 10.0.0.1: one worker there
     lockstep agent --join 10.0.0.1:7000 -n 2             # on another host: two workers
 
-    Run it in the folder of the script. Both hosts need the same key file (see lockstep key). The exit status
-    is that of the job, or 75 if this host may try again: it was stopped, or not let into a running job,
-    or the coordinator is lost.
+    Run the command in the folder of the script. Both hosts need the same key file (see lockstep key). The
+    exit status is that of the job. It is 75 if this host may try again, because it was stopped, was not let
+    into a running job, or has lost the coordinator.
     """
     from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_for_engine, run_over_pipes
     from lockstep.hosts.engine_link import EngineLink
@@ -232,7 +233,7 @@ def agent(
     "--steps",
     metavar="FIRST:LAST",
     required=True,
-    help="Training steps, counted from 1, both included; or a single one.",
+    help="First and last training step, counted from 1, or a single step.",
 )
 @click.option(
     "-o",
@@ -242,11 +243,12 @@ def agent(
     help="File to write; - is stdout.  [default: trace.json in the run folder]",
 )
 def trace(run: str, steps: str, output: Path | None) -> None:
-    """Write single steps of all workers of RUN for https://ui.perfetto.dev or chrome://tracing.
+    """Write single steps of RUN for Perfetto or Chrome.
 
-    RUN is the name of a running job, or a run folder. The file has a slice for each step of each worker and
-    for each of its parts: input, compute, wait, exchange, update, other, nested. The first 1024 steps of
-    each call are recorded one by one, and 16 steps now and then later.
+    Open the file with https://ui.perfetto.dev or chrome://tracing. RUN is the name of a running job, or a run
+    folder. The file has a slice for each step of each worker and for each part of the step: input, compute,
+    wait, exchange, update, other, nested. Each of the first 1024 steps of a call is recorded. Later, 16 steps
+    are recorded now and then.
     """
     import msgspec
 
@@ -269,9 +271,9 @@ def trace(run: str, steps: str, output: Path | None) -> None:
 @cli.command()
 @click.argument("job", shell_complete=complete_job)
 def stop(job: str) -> None:
-    """Stop JOB as SIGTERM does: with --checkpoint it saves a checkpoint first.
+    """Stop JOB, after a checkpoint if it saves any.
 
-    JOB is a name shown by lockstep list, or the beginning of one.
+    The command does what SIGTERM does. JOB is a name that lockstep list shows, or the beginning of one.
     """
     from lockstep.coordinator.admin_client import accepted, send, wait_until_gone
     from lockstep.protocol.admin import StopRequest
@@ -293,15 +295,16 @@ def stop(job: str) -> None:
     metavar="SECONDS",
     help="Time between two updates.",
 )
-@click.option("--once", is_flag=True, help="Show it once, and exit.")
+@click.option("--once", is_flag=True, help="Show the table once, and exit.")
 @click.option("--csv", "as_csv", is_flag=True, help="Write a line of CSV per worker and interval.")
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object per interval.")
 def top(job: str | None, interval: float, once: bool, as_csv: bool, as_json: bool) -> None:
-    """Show what the workers of JOB do, and why slow ones are slow; or this machine's GPUs and your jobs.
+    """Show what workers do, and why slow ones are slow.
 
-    JOB is a name shown by lockstep list, or the beginning of one; or the folder of a run, which may have
-    ended, or its name in runs/. On a terminal, keys stop and scale the job, and show the Python stack of a
-    worker; elsewhere, the table is printed once.
+    JOB is a name that lockstep list shows, the beginning of one, the folder of a run, or its name in runs/.
+    The run may have ended. On a terminal, keys stop and scale the job, and show the Python stack of a worker.
+    Elsewhere, the table is printed once. Without JOB, the command shows the GPUs of this machine and your
+    jobs.
     """
     from lockstep.monitoring.top import show_job, show_machine
 
@@ -329,9 +332,10 @@ def top(job: str | None, interval: float, once: bool, as_csv: bool, as_json: boo
     help="Number of days until the key expires.",
 )
 def key(file: Path, days: int) -> None:
-    """Make a key for jobs whose workers are started by hand on several hosts, and write it to FILE.
+    """Write a new key to FILE, for jobs on several hosts.
 
-    Copy FILE to each host. Only processes that have the key can join a job that uses it.
+    Jobs over hosts need a key, except over ssh. Copy FILE to each host. Only processes that have the key can
+    join a job that uses it.
     """
     from lockstep.transport.keys import JobKey
 
@@ -349,7 +353,7 @@ def key(file: Path, days: int) -> None:
     "--report",
     "as_report",
     is_flag=True,
-    help="Write a block of Markdown for a bug report, without secrets and names of users and hosts.",
+    help="Write a block of Markdown for a bug report, without secrets or names of users and hosts.",
 )
 @click.option("--no-train", is_flag=True, help="Skip the training test at the end.")
 @click.option(
@@ -358,10 +362,11 @@ def key(file: Path, days: int) -> None:
     help="Only measure the links between these hosts, reached with ssh: node1,node2,node3.",
 )
 def doctor(as_json: bool, as_report: bool, no_train: bool, hosts: str | None) -> None:
-    """Check whether this machine is ready for training, and suggest a fix for each problem.
+    """Check whether this machine is ready for training.
 
-    It checks versions, GPUs, backends, the machine and the environment, and trains for a second with two
-    workers. The exit status is 0 if no check fails, 1 if jobs work with warnings, 2 if they do not.
+    The command checks versions, GPUs, backends, the machine and the environment, and trains for a second with
+    two workers. It suggests a fix for each problem. The exit status is 0 if no check fails, 1 if jobs work
+    with warnings, and 2 if they do not work.
     """
     from lockstep.doctor.command import Form, check, check_hosts
 

@@ -39,15 +39,16 @@ _RESOLVES_WITHIN = 10.0
 )
 @click.option("--ends-with", "parent", type=int, hidden=True, help="Process with which this one ends.")
 def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
-    """Show runs on a local web page, also while they train, until Ctrl-C.
+    """Show runs on a local web page.
 
     \b
     lockstep ui                      # all runs in ./runs
     lockstep ui runs/train-20260102-150405 another/folder
     lockstep ui train                # the running job of this name
 
-    RUN is the folder of a run, a folder that contains such folders, or the name of a running job. The printed
-    address opens the page in one browser, once.
+    The page shows runs also while they train. Ctrl-C ends it. RUN is the folder of a run, a folder that
+    contains such folders, or the name of a running job. The printed address opens the page in one browser,
+    once.
     """
     from lockstep.monitoring.page_server import PageServer, RunsView
     from lockstep.monitoring.run_catalog import Catalog, resolve
@@ -130,12 +131,13 @@ def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("report.html"),
     show_default=True,
-    help="File to write; an existing file is replaced only if it is a report.",
+    help="File to write. An existing file is replaced only if it is a report.",
 )
 def report(run: str, output: Path) -> None:
-    """Write what the page of lockstep ui shows of RUN to one HTML file, which needs no network.
+    """Write the page of RUN to one HTML file.
 
-    RUN is the folder of a run, or the name of a running job.
+    The file has what lockstep ui shows, and needs no network. RUN is the folder of a run, or the name of a
+    running job.
     """
     from lockstep.monitoring.report import build_report, write_report
 

@@ -19,15 +19,15 @@ from lockstep.errors import ConfigError
 @click.option(
     "--one-process",
     is_flag=True,
-    help="With parameter servers: repeat what the chief, the workers and the servers did in one process.",
+    help="With parameter servers: repeat the steps of all processes in one process.",
 )
 def rerun(run: str, run_dir: Path | None, one_process: bool) -> None:
     """Repeat RUN, and say whether the bits are equal.
 
     RUN is the folder of a run, or its name in runs/. The script runs again on this host, from its first step,
-    in the folder where the run was started: with the same arguments, replicas, threads, seed, backend and
-    number of workers, and the environment variables that change how libraries compute. The exit status is 0
-    if the bits are equal, 1 if they differ, 2 if the run cannot be repeated.
+    in the folder where the run was started. It has the same arguments, replicas, threads, seed, backend and
+    number of workers, and the recorded environment variables that change how libraries compute. The exit
+    status is 0 if the bits are equal, 1 if they differ, and 2 if the run cannot be repeated.
     """
     from lockstep.coordinator.run_lookup import find_run
     from lockstep.diff.comparison import compare

@@ -126,39 +126,39 @@ def _of_schedulers(command: Command) -> Command:
     "--workers",
     type=PARTS,
     metavar="N",
-    help="Number of worker processes; does not affect the result.  [default: one per visible GPU, else 2]",
+    help="Number of worker processes. Does not affect the result.  [default: one per visible GPU, else 2]",
 )
 @click.option(
     "--ps",
     "servers",
     type=PARTS,
     metavar="P",
-    help="Number of parameter servers, for a SCRIPT with a ParameterServerStrategy; they and a chief run "
+    help="Number of parameter servers, for a SCRIPT with a ParameterServerStrategy. They and a chief run "
     "beside the N workers, which train asynchronously.",
 )
 @click.option(
     "--replicas",
     type=PARTS,
     metavar="R",
-    help="Number of parts that each batch is split into; affects the result.  [default: N]",
+    help="Number of parts into which each batch is split. Affects the result.  [default: N]",
 )
 @click.option(
     "--threads-per-worker",
     "threads",
     type=PARTS,
     metavar="T",
-    help="Threads per replica computation; affects the result.  [default: usable cores // R, or 1]",
+    help="Threads that compute one replica. Affects the result.  [default: usable cores // R, or 1]",
 )
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
-    help=f"Keras backend; sets KERAS_BACKEND.  [default: {RULE}]",
+    help=f"Keras backend. Sets KERAS_BACKEND.  [default: {RULE}]",
 )
 @click.option(
     "--hosts",
     metavar="LIST",
-    help="Hosts to run workers on, reached with ssh: node1,node2:2 for one worker on node1 and two on "
-    "node2.  [default: this machine]",
+    help="Hosts of workers, reached with ssh: node1,node2:2 for one worker on node1 and two on node2.  "
+    "[default: this machine]",
 )
 @click.option(
     "--listen",
@@ -179,7 +179,7 @@ def _of_schedulers(command: Command) -> Command:
     "--on",
     "engine",
     metavar="ray[://HOST:PORT]",
-    help="Run on a Ray cluster: the one of this machine, or that of a Ray client's address. Workers run on "
+    help="Run on a Ray cluster: that of this machine, or that of a Ray client's address. Workers run on "
     "all nodes with room for them, also on nodes that join later.",
 )
 @click.option(
@@ -201,13 +201,13 @@ def _of_schedulers(command: Command) -> Command:
     "resources",
     multiple=True,
     metavar="NAME=AMOUNT",
-    help="With --on, a custom resource of Ray for each worker; can be repeated.",
+    help="With --on, a custom resource of Ray for each worker. Can be repeated.",
 )
 @click.option(
     "--detach",
     "detached",
     is_flag=True,
-    help="With --on, return once the job is submitted; it runs to its end without this command.",
+    help="With --on, return once the job is submitted. The job runs to its end without this command.",
 )
 @click.option(
     "--plain",
@@ -217,7 +217,7 @@ def _of_schedulers(command: Command) -> Command:
 @click.option(
     "--devices",
     metavar="LIST",
-    help="GPUs: commas separate workers, + joins the GPUs of one worker, a single entry is for all.  "
+    help="GPUs: commas separate workers, + joins the GPUs of one worker, and a single entry is for all.  "
     "[default: one visible GPU per worker]",
 )
 @click.option(
@@ -229,7 +229,7 @@ def _of_schedulers(command: Command) -> Command:
     "--input",
     "reading",
     type=click.Choice(get_args(InputReading)),
-    help="Whether workers divide the reading of datasets, or each reads everything; affects the result only "
+    help="Whether workers divide the reading of datasets, or each reads everything. Affects the result only "
     "if items draw random numbers, or with AutoShardPolicy.FILE or DATA.  [default: divided]",
 )
 @click.option(
@@ -242,7 +242,7 @@ def _of_schedulers(command: Command) -> Command:
     type=click.Choice(get_args(Tee)),
     default="chief",
     show_default=True,
-    help="Workers whose output the terminal shows; the logs hold the output of all.",
+    help="Workers whose output the terminal shows. The logs hold the output of all.",
 )
 @click.option(
     "--tensorboard",
@@ -254,7 +254,7 @@ def _of_schedulers(command: Command) -> Command:
     "--metrics-port",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Serve figures of the job as OpenMetrics at http://127.0.0.1:PORT/metrics; 0 means any free port.",
+    help="Serve figures of the job as OpenMetrics at http://127.0.0.1:PORT/metrics. 0 means any free port.",
 )
 @click.option(
     "--timeout",
@@ -262,7 +262,7 @@ def _of_schedulers(command: Command) -> Command:
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long other workers wait for a worker before it is killed as stuck.",
+    help="Time for which other workers wait for a worker before it is killed as stuck.",
 )
 @click.option(
     "--max-restarts",
@@ -270,7 +270,7 @@ def _of_schedulers(command: Command) -> Command:
     default=10,
     show_default=True,
     metavar="N",
-    help="How many lost workers are replaced; after that, training continues with the remaining ones.",
+    help="Number of lost workers that are replaced. Then training continues with the remaining ones.",
 )
 @click.option(
     "--restart-job",
@@ -278,7 +278,7 @@ def _of_schedulers(command: Command) -> Command:
     default=0,
     metavar="N",
     show_default=True,
-    help="How often a job that fails starts again, from --checkpoint or what the script has saved.",
+    help="Number of times that a failed job starts again, from --checkpoint or what the script has saved.",
 )
 @click.option(
     "--min-workers",
@@ -292,7 +292,7 @@ def _of_schedulers(command: Command) -> Command:
     "--checkpoint",
     type=_Folder(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Save checkpoints to DIR, the last one when SCRIPT ends; resume from the newest one in DIR.",
+    help="Save checkpoints to DIR, the last one when SCRIPT ends, and resume from the newest one in DIR.",
 )
 @click.option(
     "--checkpoint-every",
@@ -308,7 +308,7 @@ def _of_schedulers(command: Command) -> Command:
     default=3,
     show_default=True,
     metavar="K",
-    help="How many checkpoints to keep.",
+    help="Number of checkpoints to keep.",
 )
 @click.option(
     "--grace",
@@ -330,12 +330,12 @@ def _of_schedulers(command: Command) -> Command:
     type=click.Choice(["one", "all"]),
     default="one",
     show_default=True,
-    help="With --verify-every, whether to verify one replica, each in turn, or all of them.",
+    help="With --verify-every, verify one replica, each in turn, or all of them.",
 )
 @click.option(
     "--allow-unlike",
     is_flag=True,
-    help="Run on hosts whose processors compute different bits; the result then depends on which host "
+    help="Run on hosts whose processors compute different bits. The result then depends on which host "
     "computes which replica.",
 )
 @click.option(
@@ -366,14 +366,14 @@ def _of_schedulers(command: Command) -> Command:
 @click.option(
     "--ui",
     is_flag=True,
-    help="Show the run on a local web page while it lasts, as lockstep ui does; a note has the address.",
+    help="Show the run on a local web page while it lasts, as lockstep ui does. A note has the address.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("script", shell_complete=complete_script)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
-    """Run SCRIPT on several workers, on this machine or on several; ARGUMENTS are passed to SCRIPT.
+    """Run SCRIPT on several workers, on one host or several.
 
     \b
     lockstep run -n 2 train.py
@@ -382,11 +382,13 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     lockstep run --listen 10.0.0.1:7000 -n 2 train.py
     srun -N 3 --ntasks-per-node=1 lockstep run --slurm -n 6 train.py
 
-    The exit status is 0 if every worker succeeds, otherwise that of the first failure (128 + N for
-    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script's settings differ
-    from its checkpoint's. After Ctrl-C or SIGTERM, the chief of a job with checkpoints first completes its
-    step and writes a checkpoint, within --grace. Workers then have 3 seconds to exit before they are killed.
-    A second signal kills them at once.
+    SCRIPT gets ARGUMENTS. The exit status is 0 if every worker succeeds. Otherwise it is that of the first
+    failure (128 + N for signal N), 130 after Ctrl-C, and 143 after SIGTERM. It is 2 if nothing was started or
+    the script's settings differ from its checkpoint's.
+
+    After Ctrl-C or SIGTERM, the chief of a job with checkpoints first completes its step and writes a
+    checkpoint, within --grace. Workers then have 3 seconds to exit before they are killed. A second signal
+    kills them at once.
     """
     from lockstep.local_job.job_process import run_in_job_process
 
