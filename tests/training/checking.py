@@ -34,14 +34,19 @@ class Squaring(keras.optimizers.SGD):
 
 
 class Watched(keras.layers.Layer):
-    """Keeps a mean over the examples in a metric, which plain Keras allows on TensorFlow and PyTorch."""
+    """Keeps a mean over the examples, and a figure that compares them, in metrics.
+
+    Plain Keras allows this on TensorFlow and PyTorch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.level = keras.metrics.Mean(name="level")
+        self.spread = keras.metrics.Mean(name="spread")
 
     def call(self, x: Any) -> Any:
         self.level.update_state(keras.ops.mean(keras.ops.square(x)))
+        self.spread.update_state(keras.ops.std(x))
         return x
 
 

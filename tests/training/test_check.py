@@ -42,12 +42,13 @@ def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend:
     assert lines[1].endswith("differs") or lines[1].endswith("differ")
     assert lines[2].startswith("  loss: ")
     assert lines[2].endswith(", from layer centered on [named: the layer centered]")
-    others = lines[3:-1]
-    models = (
-        ["forked"]
-        if quicker_backend != "torch"
-        else ["forked", "with_optimizer", "with_optimizer_1", "watched"]
-    )
+    others, models = lines[3:-1], ["forked"]
+    if quicker_backend == "torch":
+        models += ["with_optimizer", "with_optimizer_1"]
+        *others, of_layer, spread = others
+        assert of_layer == "evaluate 3, evaluation step of watched: 4 parts equal, 1 differs"
+        assert spread.startswith("  spread: ")
+        assert spread.endswith(" [named: the metric spread]")
     assert [line.partition(" step of ")[2].partition(":")[0] for line in others] == models
     assert all(line.endswith(" parts equal") for line in others)
     assert lines[-1].startswith("the check ends here: checking.py:")
