@@ -158,6 +158,12 @@ def model() -> Any:
     return made
 
 
+def compiled_metrics() -> Any:
+    made = part("keras.src.trainers.compile_utils.CompileMetrics")([], ["mse"])
+    made.build(np.zeros((2, 1)), np.zeros((2, 1)))
+    return made
+
+
 def excluding() -> Any:
     made = model().optimizer
     made.exclude_from_weight_decay(var_names=["bias"])
@@ -198,7 +204,9 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ("", lambda: keras.Model, "_flatten_layers"),
     ("", lambda: keras.Operation, "symbolic_call"),
     ("", lambda: model()._compile_loss, "_flat_losses"),
-    ("", model, "_call_has_training_arg _compile_loss _functional _loss_tracker metrics_variables"),
+    ("", model, "_call_has_training_arg _compile_loss _compile_metrics _functional _loss_tracker"),
+    ("", model, "metrics_variables"),
+    ("", compiled_metrics, "_flat_weighted_metrics"),
     ("", lambda: model().layers[0], "_inbound_nodes _outbound_nodes _seed_generators"),
     ("", lambda: model().layers[1], "_losses _losses_override _trainable_variables"),
     ("", lambda: model()._functional, "_inputs_struct _nodes_by_depth"),

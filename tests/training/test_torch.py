@@ -630,3 +630,29 @@ def test_a_metric_that_a_program_lists_twice_counts_once(kind: str) -> None:
     steps = program(layers(metered, cls=ListsTwice), kind)
     steps.apply(None, [steps.compute(None, share(weight=1.0), ())])
     assert float(metered.meter.count) == 4
+
+
+@here
+def test_weights_that_a_masked_loss_scales_in_place_are_those_of_plain_keras() -> None:
+    times = keras.layers.Reshape((6, 1))
+    model = layers(keras.layers.ReLU(), times, keras.layers.Masking(0.0))
+    steps = program(model, "test", metrics=[], weighted_metrics=["mae"])
+    y, weights = np.repeat(Y[:, None], 6, axis=1), np.linspace(0.1, 2, 48, dtype="float32").reshape(8, 6)
+
+    def batch(rows: slice) -> Any:
+        return X[rows], y[rows], weights[rows].copy()
+
+    def rows(replica: int, rows: slice) -> Share:
+        return Share(replica, rows.stop - rows.start, (rows.stop - rows.start) / 8, 1, lambda: batch(rows))
+
+    with torch.no_grad():
+        model.test_step([torch.tensor(part) for part in batch(slice(0, 8))])
+    plain = [float(variable) for variable in model.metrics_variables]
+    model.reset_metrics()
+    partials = [
+        steps.compute(None, rows(replica, part), ())
+        for replica, part in enumerate((slice(0, 3), slice(3, 8)))
+    ]
+    total = {name: sum(partial[name] for partial in partials) for name in partials[0]}
+    steps.apply(None, [as_total(total)])
+    np.testing.assert_allclose([float(variable) for variable in model.metrics_variables], plain, rtol=1e-6)

@@ -19,10 +19,15 @@ from lockstep.keras.private.common import (
     UNSCALE_LOSS,
     apply_mask,
     loss_total,
+    weighted_metrics,
 )
+from lockstep.keras.variables import flat_metrics
 
-_MEANS = ("mean", "sum_over_batch_size")
+MEANS = ("mean", "sum_over_batch_size")
+"""Reductions of losses that are means over the unmasked elements."""
 _WEIGHTED_MEAN = "mean_with_sample_weight"
+_SCALED = "scaled weights"
+"""The array in a partial that tells that the loss has scaled the weights of the batch."""
 
 
 @contextmanager
@@ -64,7 +69,7 @@ def observed_denominators() -> Iterator[list[bool]]:
 
     def note(sample_weight: Any, mask: Any, reduction: Any) -> None:
         weighted = reduction == _WEIGHTED_MEAN and sample_weight is not None
-        own.append(weighted or (mask is not None and reduction in (*_MEANS, _WEIGHTED_MEAN)))
+        own.append(weighted or (mask is not None and reduction in (*MEANS, _WEIGHTED_MEAN)))
 
     with _observed(note):
         yield own
@@ -89,7 +94,9 @@ def _observed(note: Callable[[Any, Any, Any], object]) -> Iterator[None]:
         yield
 
 
-def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight: Any) -> dict[str, Any]:
+def by_density(
+    model: Any, partial: dict[str, Any], densities: list[Any], weight: Any, *, scaled: bool = False
+) -> dict[str, Any]:
     """Weight the values that are proportional to the loss by the replica's share of the loss's denominator.
 
     A replica's loss is its sum divided by its own denominator. Losses and gradients that are weighted by the
@@ -101,16 +108,18 @@ def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight
         partial: weighted by examples.
         densities: of the step's losses.
         weight: the replica's share of the examples.
+        scaled: whether the loss has scaled the weights of the batch.
     """
     if len(densities) != 1 or densities[0] is None:
         return partial
     density = densities[0]
+    share = density * keras.ops.cast(weight, "float32")
+    partial = {**partial, "density": share, **({_SCALED: share} if scaled else {})}
     followers = {
-        name: value * keras.ops.cast(density, keras.backend.standardize_dtype(value.dtype))
-        for name, value in partial.items()
-        if is_proportional_to_loss(model, name)
+        name: partial[name] * keras.ops.cast(density, keras.backend.standardize_dtype(partial[name].dtype))
+        for name in _followers(model, partial)
     }
-    return {**partial, **followers, "density": density * keras.ops.cast(weight, "float32")}
+    return {**partial, **followers}
 
 
 def divided(model: Any, total: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -120,12 +129,16 @@ def divided(model: Any, total: Mapping[str, Any]) -> Mapping[str, Any]:
     density = total["density"]
     # With a density of zero, the values that are proportional to the loss are zero.
     density = density + (density == 0)
-    followers = {
-        name: value / density.astype(value.dtype)
-        for name, value in total.items()
-        if is_proportional_to_loss(model, name)
-    }
+    followers = {name: total[name] / density.astype(total[name].dtype) for name in _followers(model, total)}
     return {**total, **followers}
+
+
+def _followers(model: Any, arrays: Mapping[str, Any]) -> list[str]:
+    """Return the names of the arrays that are proportional to the loss, or to weights that it has scaled."""
+    metrics = flat_metrics(weighted_metrics(model)) if _SCALED in arrays else []
+    scaled = {id(variable) for metric in metrics for variable in metric.variables}
+    states = {f"metric/{i}" for i, v in enumerate(model.metrics_variables) if id(v) in scaled}
+    return [name for name in arrays if name in states or is_proportional_to_loss(model, name)]
 
 
 def is_proportional_to_loss(model: Any, name: str) -> bool:
@@ -138,7 +151,7 @@ def is_proportional_to_loss(model: Any, name: str) -> bool:
 
 
 def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
-    if reduction in _MEANS and mask is not None:
+    if reduction in MEANS and mask is not None:
         weights = mask
     elif reduction == _WEIGHTED_MEAN and mask is None and sample_weight is None:
         # A step must have a density in every call or in none.

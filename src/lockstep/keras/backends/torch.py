@@ -26,6 +26,7 @@ from lockstep.keras.backends.common import (
     build_by_call,
     has_own,
     refuse_overwriting_gradients,
+    replaced,
     shapes_of,
 )
 from lockstep.keras.backends.contract import EQUAL, VARIABLE, Partial, StepKind, Total, TrainFunctionCall
@@ -33,6 +34,7 @@ from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
 from lockstep.keras.backends.losses import (
+    MEANS,
     by_density,
     divided,
     replica_step,
@@ -57,7 +59,7 @@ from lockstep.keras.backends.torch_tensors import (
     to_numpy,
     weighted,
 )
-from lockstep.keras.private.common import layers_of, stored_value
+from lockstep.keras.private.common import REDUCE_WEIGHTED_VALUES, layers_of, stored_value
 from lockstep.keras.private.torch import versions
 from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
@@ -449,7 +451,7 @@ class TorchProgram(TorchState):
             with torch.no_grad(), weighted_means(weight):
                 self._outputs.append((share.replica, model.predict_step(data)))
                 return {f"metric/{i}": self._metrics[i].detach().clone() for i in self._metrics_of_layers}
-        with replica_step(model, self._kind, weight) as (densities, results):
+        with replica_step(model, self._kind, weight) as (densities, results), _scaled_weights() as scaled:
             if self._kind == "test":
                 with torch.no_grad():
                     logs = model.test_step(data)
@@ -460,7 +462,9 @@ class TorchProgram(TorchState):
             return partial
         partial |= {f"metric/{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
         with torch.no_grad():
-            return partial if earlier else by_density(model, partial, densities, weight)
+            if earlier:
+                return partial
+            return by_density(model, partial, densities, weight, scaled=any(scaled))
 
     def _train(
         self,
@@ -796,3 +800,25 @@ def _differentiated_leaves(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
+
+
+@contextmanager
+def _scaled_weights() -> Iterator[list[bool]]:
+    """Within the block, note for each loss of Keras whether it divides the batch's weights by its density.
+
+    A loss with a mask changes them in place, before metrics get them.
+    """
+    scaled: list[bool] = []
+    reduce = getattr(*REDUCE_WEIGHTED_VALUES)
+
+    def observed(
+        values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size", **options: Any
+    ) -> Any:
+        weights = [sample_weight] if isinstance(sample_weight, torch.Tensor) else []
+        before = versions(weights)
+        loss = reduce(values, sample_weight=sample_weight, reduction=reduction, **options)
+        scaled.append(reduction in MEANS and versions(weights) != before)
+        return loss
+
+    with replaced(*REDUCE_WEIGHTED_VALUES, observed):
+        yield scaled

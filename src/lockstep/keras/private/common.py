@@ -429,6 +429,12 @@ def flat_losses(model: Any) -> list[Any]:
     return [entry.loss for entry in getattr(model._compile_loss, FLAT_LOSSES, None) or ()]
 
 
+def weighted_metrics(model: Any) -> list[Any]:
+    """Return the lists of metrics that get the weights of a batch; none before they are built."""
+    lists = getattr(getattr(model, "_compile_metrics", None), "_flat_weighted_metrics", None)
+    return [metrics for metrics in lists or () if metrics is not None]
+
+
 def loss_total(model: Any) -> Any:
     """Return the variable in which Keras sums the losses of steps; None if the model was not compiled."""
     tracker = getattr(model, "_loss_tracker", None)
