@@ -190,7 +190,15 @@ def compare(first: Recording, second: Recording) -> Comparison:
             before = one
         if not key.tests or key in points:
             last_equal = key.step
-    ended = _at_the_end(first, second, heads, compared, last_equal, lengths, only_inputs)
+    ended = _at_the_end(
+        first=first,
+        second=second,
+        heads=heads,
+        compared=compared,
+        last_equal=last_equal,
+        lengths=lengths,
+        only_inputs=only_inputs,
+    )
     return replace(ended, points=len(points), job_replicas=first.replicas)
 
 
@@ -219,7 +227,15 @@ def _at_the_end(
         cause, explained = _cause(found, heads)
         step = min(lengths) + 1
         return Comparison(
-            False, compared, step, min(lengths), "length", cause, explained, heads, lengths=lengths
+            equal=False,
+            compared=compared,
+            step=step,
+            after=min(lengths),
+            place="length",
+            cause=cause,
+            explained=explained,
+            heads=heads,
+            lengths=lengths,
         )
     digests = first.finished.get("digest"), second.finished.get("digest")
     # The digest also depends on the names and values of metrics.
@@ -231,14 +247,14 @@ def _at_the_end(
         missing = ("the steps after",) if last_equal < lengths[0] else ("the state after the last step",)
         step = min(last_equal + 1, lengths[0])
         return Comparison(
-            False,
-            compared,
-            step,
-            last_equal,
-            "end",
-            cause,
-            explained,
-            heads,
+            equal=False,
+            compared=compared,
+            step=step,
+            after=last_equal,
+            place="end",
+            cause=cause,
+            explained=explained,
+            heads=heads,
             missing=missing,
             lengths=lengths,
         )

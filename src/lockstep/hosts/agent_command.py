@@ -72,7 +72,15 @@ def run_over_pipes() -> int:
                 )
 
             workers = StartedWorkers(folder, loop)
-            return AgentProcess(channel, command, loop, clock, listen, workers, folder).run()
+            return AgentProcess(
+                channel=channel,
+                command=command,
+                loop=loop,
+                clock=clock,
+                listen=listen,
+                workers=workers,
+                folder=folder,
+            ).run()
 
     return _run(serve)
 
@@ -186,13 +194,13 @@ def _join(
             return HostListener.open(own, credentials, note, loop=loop, clock=clock)
 
         process = AgentProcess(
-            channel,
-            command,
-            loop,
-            clock,
-            listen,
-            StartedWorkers(folder, loop, options.shows, options.inherited),
-            folder,
+            channel=channel,
+            command=command,
+            loop=loop,
+            clock=clock,
+            listen=listen,
+            workers=StartedWorkers(folder, loop, options.shows, options.inherited),
+            folder=folder,
             joined=True,
             say=say,
             grace=options.grace,

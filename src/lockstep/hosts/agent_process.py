@@ -158,7 +158,15 @@ class StartedWorkers:
         if self.shows:
             output.console = console = Console(Sink(1), Sink(2), "chief" if here == 1 else "all", first)
             self.loop.before_each_wait(lambda: self._watch(console))
-        starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first, name)
+        starter = LocalStarter(
+            spec=spec,
+            paths=paths,
+            pid=os.getpid(),
+            launcher=launcher,
+            output=output,
+            first_slot=first,
+            host=name,
+        )
         return LocalHost(output, starter, LinuxDescendants())
 
     def need_coordinator(self) -> bool:

@@ -14,6 +14,7 @@ from lockstep.protocol.engine import EngineCommand, EngineReport
 from lockstep.system.child_process import command_of
 from lockstep.system.environment import ENGINE, for_engine_process
 from lockstep.system.event_loop import wait_for
+from lockstep.system.exit_status import shell_status
 from lockstep.transport.packet_channel import PacketChannel
 
 _CHUNK = 64 * 1024
@@ -92,7 +93,7 @@ class EngineProcess:
         status = self.process.poll()
         if status is None or any(reader.is_alive() for reader in self._readers):
             return None
-        return status if status >= 0 else 128 - status
+        return shell_status(status)
 
     @property
     def was_killed(self) -> bool:

@@ -115,15 +115,15 @@ class Gate:
             for agent in running:
                 self._offers[roster.name(agent.peer, _offer(agent))] = _offer(agent)
             return TakenOverJob(
-                spec,
-                roster.here.workers if roster.here is not None else 0,
-                self.command,
-                self.console,
-                self.loop,
-                self.listener,
-                running,
-                by_hand,
-                exports,
+                spec=spec,
+                here=roster.here.workers if roster.here is not None else 0,
+                command=self.command,
+                console=self.console,
+                loop=self.loop,
+                listener=self.listener,
+                agents=running,
+                by_hand=by_hand,
+                exports=exports,
             ).run(lambda newcomers: self._accept(newcomers, others))
         hosts, order = placed(roster, [(agent.peer, _offer(agent)) for agent in agents])
         joined = {

@@ -171,7 +171,13 @@ class JobOnHosts:
         remote = self._begin_on_others(spec, facts)
         self.console.say(f"{spec.shape}; events in {spec.run_dir}" if self.by_hand else spec.describe())
         newcomers = Newcomers(
-            spec, self.prepare, facts[0], self.console.say, self.loop, SystemClock(), self.start
+            spec=spec,
+            prepare=self.prepare,
+            facts=facts[0],
+            say=self.console.say,
+            loop=self.loop,
+            clock=SystemClock(),
+            start=self.start,
         )
         self.accept(newcomers)
         state = self._first_state(spec, facts)
@@ -198,17 +204,17 @@ class JobOnHosts:
             in_order = [hosts[host] for host in sorted(hosts)]
             records = tuple(HostRecord(host.name, host.peer) for host in in_order)
             keeper = Keeper(
-                KeepRecord(0, 0, encode_record(JobRecord(replace(spec, inherited=()), state, records))),
-                in_order,
-                self.command,
-                self.loop,
-                SystemClock(),
-                self.console,
-                str(spec.run_dir),
-                self.children,
-                self.notifies,
-                newcomers.note_loss,
-                self.exports,
+                kept=KeepRecord(0, 0, encode_record(JobRecord(replace(spec, inherited=()), state, records))),
+                hosts=in_order,
+                command=self.command,
+                loop=self.loop,
+                clock=SystemClock(),
+                console=self.console,
+                run_dir=str(spec.run_dir),
+                children=self.children,
+                notifies=self.notifies,
+                when_lost=newcomers.note_loss,
+                exports=self.exports,
             )
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()
@@ -238,14 +244,14 @@ class JobOnHosts:
         if checkpoints is None:
             return self.spec
         shared = SharedCheckpoints(
-            checkpoints,
-            self.here is not None,
-            self.others,
-            facts,
-            self.command,
-            self.loop,
-            SystemClock(),
-            self.console.say,
+            checkpoints=checkpoints,
+            has_workers=self.here is not None,
+            hosts=self.others,
+            facts=facts,
+            command=self.command,
+            loop=self.loop,
+            clock=SystemClock(),
+            say=self.console.say,
         )
         newest = shared.choose()
         if newest is None:
@@ -394,7 +400,9 @@ def _started_here(spec: JobSpec, host: int, output: WorkerOutput, children: Set[
     launcher = LocalLauncher(ForkServerPlan.of(spec))
     launcher.prepare()
     paths = RunPaths(spec.run_dir.absolute())
-    starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first, name)
+    starter = LocalStarter(
+        spec=spec, paths=paths, pid=os.getpid(), launcher=launcher, output=output, first_slot=first, host=name
+    )
     return LocalHost(output, starter, LinuxDescendants(children))
 
 

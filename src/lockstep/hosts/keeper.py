@@ -183,15 +183,15 @@ class Keeper:
         folder, listener = self.exports.tensorboard, self.exports.metrics
         self._tell(
             Coordinate(
-                kept,
-                record,
-                self._term,
-                len(self.hosts),
-                self.run_dir,
-                self.notifies,
-                name,
-                None if folder is None else str(folder),
-                None if listener is None else Attachment.copy_of(listener),
+                kept=kept,
+                record=record,
+                term=self._term,
+                hosts=len(self.hosts),
+                run_dir=self.run_dir,
+                notifies=self.notifies,
+                requests=name,
+                tensorboard=None if folder is None else str(folder),
+                metrics=None if listener is None else Attachment.copy_of(listener),
             )
         )
         for host in range(len(self.hosts)):

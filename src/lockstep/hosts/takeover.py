@@ -197,14 +197,14 @@ class TakenOverJob:
                 if host.agent is None:
                     newcomers.note_loss(index)
             keeper = Keeper(
-                kept,
-                hosts,
-                self.command,
-                self.loop,
-                clock,
-                self.console,
-                str(spec.run_dir),
-                children,
+                kept=kept,
+                hosts=hosts,
+                command=self.command,
+                loop=self.loop,
+                clock=clock,
+                console=self.console,
+                run_dir=str(spec.run_dir),
+                children=children,
                 notifies=True,
                 when_lost=newcomers.note_loss,
                 exports=self.exports,

@@ -40,7 +40,9 @@ def find_place(text: str | None, here: int = 1, servers: int = 0) -> TaskPlace:
     first = tasks[0][2]
     number = [(kind, index) for kind, index, _ in tasks].index((config.task_type, config.task_id))
     role = TaskRole.AGENT if number else TaskRole.COORDINATOR
-    return TaskPlace(role, name, address, first, workers, here, number)
+    return TaskPlace(
+        role=role, name=name, address=address, coordinator=first, workers=workers, here=here, task=number
+    )
 
 
 def _servers(cluster: ClusterSpec, servers: int, here: int) -> tuple[tuple[str, int, str], ...]:

@@ -452,15 +452,15 @@ def _overload(
 def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
     newest = info.measured
     return HostRow(
-        newest.host,
-        newest.cores,
-        newest.busy,
-        newest.memory_used,
-        newest.memory_total,
-        newest.swapping,
-        newest.throttled,
-        newest.gpus,
-        sum(row.cores or 0.0 for row in rows if row.host == newest.host),
+        host=newest.host,
+        cores=newest.cores,
+        busy=newest.busy,
+        memory_used=newest.memory_used,
+        memory_total=newest.memory_total,
+        swapping=newest.swapping,
+        throttled=newest.throttled,
+        gpus=newest.gpus,
+        used=sum(row.cores or 0.0 for row in rows if row.host == newest.host),
     )
 
 

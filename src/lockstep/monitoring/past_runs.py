@@ -125,16 +125,16 @@ def summarize(
     workers = _integer(job.get("replicas" if servers else "workers"))
     hosts = job.get("hosts")
     return PastRun(
-        name,
-        began,
-        _number(done.get("seconds"), took),
-        workers - servers - 1 if workers is not None and servers else workers,
-        servers,
-        _integer(job.get("replicas")),
-        (len(hosts) or 1) if isinstance(hosts, list) else None,
-        _integer(done.get("steps")) or state.totals.reached or None,
-        printable(str(done.get("digest", "")))[:_DIGITS],
-        _end(state.with_verdict(compared), active=now is not None),
+        name=name,
+        began=began,
+        seconds=_number(done.get("seconds"), took),
+        workers=workers - servers - 1 if workers is not None and servers else workers,
+        servers=servers,
+        replicas=_integer(job.get("replicas")),
+        hosts=(len(hosts) or 1) if isinstance(hosts, list) else None,
+        steps=_integer(done.get("steps")) or state.totals.reached or None,
+        digest=printable(str(done.get("digest", "")))[:_DIGITS],
+        end=_end(state.with_verdict(compared), active=now is not None),
     )
 
 

@@ -119,7 +119,17 @@ def decode_greeting(data: bytes, key: bytes) -> Greeting:
         kind = ConnectionKind(kind)
     except ValueError:
         raise ValueError(f"it asks for an unknown kind of connection ({kind})") from None
-    return Greeting(kind, job, term, view, incarnation, host, lane, nonce, receiver)
+    return Greeting(
+        kind=kind,
+        job=job,
+        term=term,
+        view=view,
+        incarnation=incarnation,
+        host=host,
+        lane=lane,
+        nonce=nonce,
+        receiver=receiver,
+    )
 
 
 def _prove(head: bytes, key: bytes) -> bytes:

@@ -252,13 +252,13 @@ class _TasksOfHost:
             self.server.tell_of_changes(offer)
             offer()
             process = AgentProcess(
-                channel,
-                self.command,
-                self.loop,
-                self.clock,
-                lambda prepare: listener,
-                RendezvousWorkers(self.server, RunPaths(folder)),
-                folder,
+                channel=channel,
+                command=self.command,
+                loop=self.loop,
+                clock=self.clock,
+                listen=lambda prepare: listener,
+                workers=RendezvousWorkers(self.server, RunPaths(folder)),
+                folder=folder,
                 joined=True,
                 waits=self.server.keep_waiting,
                 say=self.terminals.say,

@@ -284,15 +284,15 @@ class RendezvousStarter:
 
         def admitted(shares: bool) -> Admitted:
             return Admitted(
-                worker,
-                joins,
-                spec.replicas,
-                spec.seed,
-                spec.threads,
-                spec.timeout,
-                str(self.paths.root),
-                self.pid,
-                shares,
+                worker=worker,
+                joins=joins,
+                replicas=spec.replicas,
+                seed=spec.seed,
+                threads=spec.threads,
+                timeout=spec.timeout,
+                run_dir=str(self.paths.root),
+                coordinator=self.pid,
+                shares=shares,
             )
 
         slot, process = self.server.take(worker, admitted)

@@ -189,15 +189,15 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     program, choice = _program(), _backend()
     script = Script.parse(program.command)
     arrival = Arrival(
-        tasks,
-        slot,
-        __version__,
-        choice.backend,
-        usable_cores(),
-        visible_gpus(),
-        script.target,
-        script.module,
-        here,
+        tasks=tasks,
+        slot=slot,
+        version=__version__,
+        backend=choice.backend,
+        cores=usable_cores(),
+        gpus=visible_gpus(),
+        target=script.target,
+        module=script.module,
+        here=here,
     )
     _check_size(arrival)
     admitted, connection = _meet(arrival)

@@ -145,13 +145,13 @@ class ParameterServerStrategy(Strategy):
         if self._calls is None:
             self._methods.end_functions()
             program = ScheduleContext(
-                self._job,
-                self._variables,
-                self._options,
-                self._methods.number_functions,
-                self._methods.joining_in_functions,
-                self._methods.functions_changed,
-                self._methods.steps_taken,
+                job=self._job,
+                scope=self._variables,
+                options=self._options,
+                number=self._methods.number_functions,
+                joining=self._methods.joining_in_functions,
+                ended=self._methods.functions_changed,
+                trained=self._methods.steps_taken,
             )
             calls = OneProcessCalls if self._job.context.has_all_tasks else _CALLS[program.task]
             self._calls = calls(program)

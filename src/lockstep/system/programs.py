@@ -16,7 +16,7 @@ import psutil
 
 from lockstep.system.child_process import ending_with_this_process
 from lockstep.system.descendants import LinuxDescendants, children_now
-from lockstep.system.exit_status import signal_name
+from lockstep.system.exit_status import describe_exit
 from lockstep.system.prctl import adopt_orphans
 
 _POLL_SECONDS = 0.05
@@ -51,9 +51,7 @@ class ProgramResult:
             return f"could not be started: {self.fault}"
         if self.status is None:
             return f"was still running after {self.seconds:.0f} s"
-        how = f"exited with status {self.status}"
-        if self.status < 0:
-            how = f"was killed by {signal_name(-self.status)}"
+        how = describe_exit(self.status)
         line = self._last_line()
         return f"{how}: {line}" if line else how
 

@@ -119,7 +119,15 @@ def dial(
     until = time.monotonic() + patience
     late = f"{address} is connected, but its worker did not accept the connection within {patience:g} s"
     with contextlib.closing(greeted):
-        connection = _secure(greeted, address, credentials, False, until, check, late)
+        connection = _secure(
+            connection=greeted,
+            peer=address,
+            credentials=credentials,
+            accepted=False,
+            until=until,
+            check=check,
+            late=late,
+        )
     with contextlib.ExitStack() as undo:
         undo.enter_context(connection)
         while (answer := _received(connection, address)) is None:
@@ -159,7 +167,15 @@ def accept(
         except OSError:
             raise NetworkError("another worker closed its connection before it was accepted") from None
         late = f"{peer} did not complete the handshake of encryption within {patience:g} s"
-        accepted = _secure(connection, peer, credentials, True, until, check, late)
+        accepted = _secure(
+            connection=connection,
+            peer=peer,
+            credentials=credentials,
+            accepted=True,
+            until=until,
+            check=check,
+            late=late,
+        )
     try:
         accepted.send(_ACCEPTED)
     except OSError:

@@ -90,16 +90,16 @@ class NetworkEntrance:
         links: Mapping[int, Link] = {}
         if local < plan.lanes:
             connected = LaneConnector(
-                self._job,
-                self._credentials,
-                endpoint,
-                view.number,
-                local,
-                self._client.connections(view.number),
-                self._client.receive_any,
-                self._wake,
-                self._client.waiting,
-                self._policy.timeout,
+                job=self._job,
+                credentials=self._credentials,
+                endpoint=endpoint,
+                view=view.number,
+                lane=local,
+                arrived=self._client.connections(view.number),
+                receive=self._client.receive_any,
+                wake=self._wake,
+                observe=self._client.waiting,
+                patience=self._policy.timeout,
             ).connect()
             if not isinstance(connected, Mapping):
                 return connected
@@ -112,7 +112,15 @@ class NetworkEntrance:
             tuple(host.name for host in endpoint.hosts),
         )
         self._current = NetworkCommunicator(
-            segment, self._buffers, self._last, local, plan, of_job, links, self._policy, observe
+            segment=segment,
+            buffers=self._buffers,
+            last=self._last,
+            local=local,
+            hosts=plan,
+            view=of_job,
+            links=links,
+            policy=self._policy,
+            observe=observe,
         )
         return self._current
 
@@ -243,13 +251,13 @@ class LaneConnector:
     def _dial(self, at: int, host: HostMembers) -> None:
         own = self._own
         greeting = Greeting(
-            ConnectionKind.LANE,
-            self.job,
-            self.endpoint.term,
-            self.view,
-            own.incarnation,
-            own.host,
-            self.lane,
+            kind=ConnectionKind.LANE,
+            job=self.job,
+            term=self.endpoint.term,
+            view=self.view,
+            incarnation=own.incarnation,
+            host=own.host,
+            lane=self.lane,
             receiver=host.host,
         )
         address = join_address((host.address, host.port))
