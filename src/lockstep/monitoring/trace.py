@@ -120,7 +120,7 @@ def newest(recorded: Iterable[tuple[float, SingleStep]], begun: Sequence[float])
         if run > last:
             workers = {}
         if run >= last:
-            # A joiner takes the step before its first one alone.
+            # A joiner takes the step before its first one by itself.
             found[step.step] = (run, {**workers, step.worker: step})
     return [step for _, workers in found.values() for step in workers.values()]
 

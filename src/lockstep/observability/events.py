@@ -490,8 +490,8 @@ class RestEnded(_Event, frozen=True, kw_only=True, tag="rest"):
 class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
     """Sums over consecutive steps of one call on a worker; the parts are those of `StepEnded`.
 
-    The first step of a call, which compiles, is measured alone. The time after the last step of a call counts
-    for its last measurement.
+    The first step of a call, which compiles, is measured by itself. The time after the last step of a
+    call counts for its last measurement.
 
     Attributes:
         call: as in `StepEnded`; the validations of a `fit` have one name, such as `validation within fit 1`.

@@ -6,7 +6,7 @@ Once a worker has created a strategy, the job is elastic: the members continue w
 view, and compute its replicas too. When a script raises, the other workers get a moment to raise too. Before,
 a lost worker ends the job, because its script may fail on all; but the others continue without a lost host.
 
-A joiner runs the script alone up to the position of the members: it requests the position, runs up to it,
+A joiner runs the script by itself up to the position of the members: it requests the position, runs up to it,
 and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
 sends the state, and the next view begins with the joiner. If the joiner is on another host, the state travels
 there first. A joiner that it does not reach is killed, and replaced like any other that is lost.

@@ -26,7 +26,7 @@ class Phase(Enum):
     """The phase of a worker's life.
 
     The first workers start as members. A worker that starts later is a joiner: it requests the position of
-    the members, runs the script alone up to there, and becomes a member with the next view.
+    the members, runs the script by itself up to there, and becomes a member with the next view.
     """
 
     JOINING = auto()

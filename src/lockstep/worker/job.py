@@ -247,7 +247,7 @@ class JobContext:
 
     @property
     def has_all_tasks(self) -> bool:
-        """Whether this process alone has all tasks of a job with parameter servers: it repeats a run."""
+        """Whether this process has all tasks of a job with parameter servers: it repeats a run."""
         return self.tasks is not None and self.began_with == 1
 
 
@@ -369,7 +369,7 @@ class Job:
     def joins(self) -> bool:
         """Whether this worker is not yet in a view of the job.
 
-        Until it is admitted, it computes all replicas alone.
+        Until it is admitted, it computes all replicas by itself.
         """
         return self._joins
 
@@ -380,7 +380,7 @@ class Job:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this process is an evaluator, which is alone in a job of its own."""
+        """Whether this process is an evaluator, which has a job of its own."""
         return self.task == "evaluator"
 
     @property
@@ -579,7 +579,7 @@ class Job:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Let this worker compute all replicas alone within the block, without the other workers."""
+        """Let this worker compute all replicas by itself within the block, without the other workers."""
         before = self._entered, self._joins, self._waited_before
         self._waited_before = self.waited
         view = place(self.view.replicas, (self.worker,))
@@ -643,8 +643,11 @@ class Job:
         contents, self.joined_with = self.membership.join_later()
         self._joins = False
         self._undone.clear()
-        alone, _ = self._entered
-        self._next_after, self._pending = alone.number, place(alone.replicas, self.joined_with, alone.number)
+        own_view, _ = self._entered
+        self._next_after, self._pending = (
+            own_view.number,
+            place(own_view.replicas, self.joined_with, own_view.number),
+        )
         return contents
 
     def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:

@@ -193,7 +193,7 @@ class NetworkCommunicator:
         self._local = local
         self._hosts = hosts
         self._view = view
-        self._alone = len(hosts.own) == 1
+        self._is_only_member = len(hosts.own) == 1
         self._rank = hosts.rank(local)
         self._lane: Lane | None = None
         policy, clock = policy or WaitPolicy(), clock or SystemClock()
@@ -282,7 +282,7 @@ class NetworkCommunicator:
     # Sums.
 
     def _reduce_packed(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
-        room = 0 if self._alone else 2 * packed_size(layout, self._hosts.seen)
+        room = 0 if self._is_only_member else 2 * packed_size(layout, self._hosts.seen)
         standing, unfit = self._make_room(call, (0, 0, 0, room))
         part = None
         if standing is Standing.READY:
@@ -308,7 +308,7 @@ class NetworkCommunicator:
 
     def _plan_packed(self, layout: Layout, spans: tuple[Span, ...], half: int) -> _Packed:
         hosts, seen, size = self._hosts, self._hosts.seen, layout.size
-        if self._alone:
+        if self._is_only_member:
             memory = allocate(packed_size(layout, seen))
         else:
             # Wherever a half begins, it is the same for all layouts: others may still read the other half.
@@ -325,7 +325,7 @@ class NetworkCommunicator:
             receives[host] = memory[first * size : (first + len(hosts.published[host])) * size].data
         reduce = PackedReduce.of(layout, seen, self._rank, spans, (total, memory))
         sums: list[StretchSum] = []
-        if self._alone:
+        if self._is_only_member:
             first = list(places).index(hosts.published[hosts.host][0])
             sends = memory[first * size : (first + len(hosts.published[hosts.host])) * size]
         else:
@@ -340,7 +340,7 @@ class NetworkCommunicator:
     def _reduce_lanes(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
         placement = cached(self._placements, layout, lambda: LanePlacement.of(layout, self._hosts))
         half, sizes = 0, (0, 0, 0, 0)
-        if not self._alone:
+        if not self._is_only_member:
             # Workers that publish write before all hosts have begun this call, and so have the last total.
             half = self._number % 2
             sizes = ((layout.size, 0)[half], (0, layout.size)[half], placement.size, 0)
@@ -371,7 +371,7 @@ class NetworkCommunicator:
     def _plan_lanes(
         self, layout: Layout, placement: LanePlacement, spans: tuple[Span, ...], half: int
     ) -> tuple[LaneReduce, Leaves, Bytes]:
-        if self._alone:
+        if self._is_only_member:
             memory = self._buffers.own(Region(half), layout.size)
             outside = memory[:0]
         else:
@@ -429,7 +429,7 @@ class NetworkCommunicator:
             if agreed:
                 found = self._receive_blobs(self._first, call)
         extra = b""
-        if self._first is not None and agreed and not self._alone and any(map(any, found.values())):
+        if self._first is not None and agreed and not self._is_only_member and any(map(any, found.values())):
             extra = msgspec.msgpack.encode([found[host] for host in sorted(found)])
         extra = self._end(call, agreed, list, "", extra)
         if self._first is None or not found:
@@ -487,13 +487,13 @@ class NetworkCommunicator:
         table = PartTable.of(np.frombuffer(data, np.int64).reshape(own.size, own.size), self._hosts)
         standing, unfit = self._make_room_for_parts(call, table)
         memory = self._buffers.shared(Region.OUTSIDE)
-        if standing is Standing.READY and not self._alone:
+        if standing is Standing.READY and not self._is_only_member:
             for (start, stop), part in zip(table.sent(self._local), parts, strict=True):
                 if part:
                     np.concatenate(part, out=memory[start:stop])
             self._barrier.arrive_and_wait(call)
         received: list[Bytes] = []
-        if self._alone and standing is Standing.READY:
+        if self._is_only_member and standing is Standing.READY:
             received = [allocate(size) for size in table.sizes[:, table.first].tolist()]
             received[table.first] = joined(parts[table.first])
         agreed = standing is Standing.READY
@@ -502,10 +502,10 @@ class NetworkCommunicator:
         agreed, _ = self._share(call, agreed)
         if not agreed:
             self._refuse(call, [], unfit)
-        if not self._alone:
+        if not self._is_only_member:
             received = [joined([memory[start:stop]]) for start, stop in table.received(self._local)]
         self._last.received = self._number + 1, tuple(received)
-        if not self._alone:
+        if not self._is_only_member:
             self._barrier.arrive_and_wait(call)
         if self._first is not None:
             header = self._header(call, Standing.READY, 2)
@@ -533,7 +533,7 @@ class NetworkCommunicator:
         return b"".join(found[host] for host in sorted(found))
 
     def _make_room_for_parts(self, call: CollectiveCall, table: PartTable) -> tuple[Standing, str]:
-        if not self._alone:
+        if not self._is_only_member:
             return self._make_room(call, (0, 0, table.room, 0))
         needed, available = int(table.sizes[:, table.first].sum()), available_memory()
         if needed > available:
@@ -554,7 +554,7 @@ class NetworkCommunicator:
         header = self._header(call, standing, 1)
         for host in self._hosts.others:
             buffers: list[memoryview] = []
-            if standing is Standing.READY and self._alone:
+            if standing is Standing.READY and self._is_only_member:
                 buffers = [array.data for at in table.members(host) for array in parts[at] if array.size]
             elif standing is Standing.READY:
                 ranges = [table.sent_to(local, host) for local in range(len(self._hosts.own))]
@@ -569,7 +569,7 @@ class NetworkCommunicator:
         wait = lane.wait(call, remaining)
         try:
             for host in self._hosts.others:
-                if self._alone:
+                if self._is_only_member:
                     views = [received[at] for at in table.members(host)]
                 else:
                     start, stop = table.received_from(host)
@@ -598,7 +598,7 @@ class NetworkCommunicator:
         last = self._last
         own = _Entering(last.number, last.result is not None, self._buffers.extents.encode())
         entries = [own]
-        if not self._alone:
+        if not self._is_only_member:
             blobs = self._barrier.arrive_and_compare(
                 CollectiveCall("enter", call.what), msgspec.msgpack.encode(own), within=call
             )
@@ -616,7 +616,7 @@ class NetworkCommunicator:
             entered = self._meet_hosts(self._first, call, max(numbers, default=-1), has_result)
         # The call ends here if another host has its result.
         self._barrier.await_permission(call)
-        if not self._alone:
+        if not self._is_only_member:
             blob = msgspec.msgpack.encode(entered) if self._local == 0 else b""
             blob = self._barrier.arrive_and_compare(CollectiveCall("entered", call.what), blob, within=call)[
                 0
@@ -720,7 +720,7 @@ class NetworkCommunicator:
 
     def _share(self, call: CollectiveCall, agreed: bool, extra: bytes = b"") -> tuple[bool, bytes]:
         """Wait for the workers of this host; return whether all agree, and the `extra` of the first one."""
-        if self._alone:
+        if self._is_only_member:
             return agreed, extra
         own = _END.pack(agreed, self._notice) + extra if self._local < self._hosts.lanes else b""
         blobs = self._barrier.arrive_and_compare(CollectiveCall("end", call.what), own, within=call)
@@ -743,7 +743,7 @@ class NetworkCommunicator:
         if self._first is not None:
             everybody = exchange_details(self._first, call, self._number + 1, self._hosts, local)
         self._barrier.await_permission(call)
-        if not self._alone:
+        if not self._is_only_member:
             sent = b"" if self._first is None else msgspec.msgpack.encode(everybody)
             sent = self._barrier.arrive_and_compare(
                 CollectiveCall("all details", call.what), sent, within=call

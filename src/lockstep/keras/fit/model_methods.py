@@ -157,7 +157,7 @@ class ModelMethods:
         # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
         # checkpoints are saved.
         self._calls = NumberedCalls(
-            job.context.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset()
+            job.context.seed, unnumbered=_NOT_TRAINING if self._has_one_replica else frozenset()
         )
         self._snapshots = Snapshots(job, backend, self._calls)
         self._models, self._resumable = self._snapshots.models, self._snapshots.resumable
@@ -449,7 +449,7 @@ class ModelMethods:
             call.callbacks = writing_once(callbacks, given["verbose"], resumes=self.forwarding)
             if len(self._job.view.hosts) > 1 and (files := chief_files(call.callbacks)):
                 self._job.events.publish(ChiefWrites(files))
-            if self._alone:
+            if self._has_one_replica:
                 self._digests.begin_call(call.name, self._steps, self._recorded_settings(model, given))
                 self._record_now(f"the beginning of {call.name}", model)
             self._snapshots.note_settings(model)
@@ -471,7 +471,7 @@ class ModelMethods:
         """Train asynchronously on the workers of a job with parameter servers."""
         given = bound.arguments
         self._refuse_unserved(model, "fit")
-        if self._alone:
+        if self._has_one_replica:
             raise ModelError("fit within a callback is not supported with parameter servers")
         refuse_within_epoch(given["callbacks"])
         refuse_stateful_layers(model)
@@ -590,7 +590,7 @@ class ModelMethods:
     def steps_ended(self) -> None:
         """Hold the state at the end of the last step of an epoch: it may be the last step of the training."""
         call = self._calls.current
-        if self._alone and call.model is not None:
+        if self._has_one_replica and call.model is not None:
             self._record_now(f"the end of an epoch of {call.name}", call.model)
         if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
             held = self._backend.training_state(call.model)
@@ -636,7 +636,7 @@ class ModelMethods:
         with self._resumable.call("evaluate") as call:
             if finished := self._resumable.resume():
                 return finished.result
-            if self._alone and not self._models.awaits(model):
+            if self._has_one_replica and not self._models.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
@@ -660,7 +660,7 @@ class ModelMethods:
         with self._resumable.call("predict") as call:
             if finished := self._resumable.resume():
                 return finished.result
-            if self._alone and not self._models.awaits(model):
+            if self._has_one_replica and not self._models.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"], "in_order": True}
             data = self._input(given["x"], **options)
@@ -672,7 +672,7 @@ class ModelMethods:
             if keras.backend.backend() == "jax":
                 # While some layer is not built, Keras first calls the model on a batch of its own.
                 data.plain_first = not all(layer.built for layer in layers_of(model))
-            if not self._alone:
+            if not self._has_one_replica:
                 with self._checked(call, model, "predict", data.peek):
                     self._introduce(call, model, "predict", data.peek)
             self._compare(call, model, data.facts)
@@ -717,13 +717,13 @@ class ModelMethods:
         self, call: NumberedCall, model: Any, kind: StepKind, batch: Callable[[], Any]
     ) -> None:
         """Prepare for single-batch calls of a kind, once: build the model, and check it."""
-        if kind != "predict" and (not self._alone or self._models.awaits(model)):
+        if kind != "predict" and (not self._has_one_replica or self._models.awaits(model)):
             self._models.build(model, kind, batch)
-            if not self._alone:
+            if not self._has_one_replica:
                 with self._checked(call, model, kind, batch):
                     self._introduce(call, model, kind, batch)
         self._models.load_waiting(model)
-        if kind == "predict" and not self._alone and self._models.is_built(model):
+        if kind == "predict" and not self._has_one_replica and self._models.is_built(model):
             with self._checked(call, model, kind, batch):
                 self._introduce(call, model, kind, batch)
         if self._models.is_built(model):
@@ -762,7 +762,7 @@ class ModelMethods:
         attribute = f"{kind}_function"
         if model not in self._adopted or self._plain or self._thread.by_itself:
             return original(model, force)
-        if self._alone:
+        if self._has_one_replica:
             original(model, force)
             if kind == "train" and not isinstance(model.train_function, TrackedTrainFunction):
                 model.train_function = TrackedTrainFunction(
@@ -789,14 +789,16 @@ class ModelMethods:
         original(model, iterator=iterator, data_batch=data_batch)
 
     @property
-    def _alone(self) -> bool:
+    def _has_one_replica(self) -> bool:
         """Whether there is only one replica, so that Keras's own step is the whole step."""
         return self._job.view.replicas == 1
 
     @property
     def _plain(self) -> bool:
         """Whether Keras's own methods do everything: one replica, nothing to save or to resume from."""
-        return self._alone and self._job.checkpoints.scheduler is None and not self._resumable.behind
+        return (
+            self._has_one_replica and self._job.checkpoints.scheduler is None and not self._resumable.behind
+        )
 
     @property
     def _steps(self) -> int:
@@ -847,7 +849,7 @@ class ModelMethods:
             (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
         training = self._training_input(given, x, y, weight)
         training.before_pass = self._resumable.begin_pass
-        if validation is None or self._alone:
+        if validation is None or self._has_one_replica:
             return training, validation
         x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
         batch_size = given["validation_batch_size"] or given["batch_size"]
@@ -867,7 +869,7 @@ class ModelMethods:
         )
 
     def _input(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
-        if not self._alone:
+        if not self._has_one_replica:
             explain_sharding(self._job, x)
         call = self._calls.current
         context = self._job.context
@@ -879,8 +881,10 @@ class ModelMethods:
             call=self.call_number,
         )
         options.setdefault("shuffle", False)
-        data = global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
-        if not self._alone:
+        data = global_input(
+            x, y, sample_weight, **options, seed=order, unsplit=self._has_one_replica, reader=reader
+        )
+        if not self._has_one_replica:
             explain_reading(self._job, data.way)
         return data
 
@@ -894,10 +898,10 @@ class ModelMethods:
         settings: Callable[[], Facts] = dict,
     ) -> None:
         """Build what needs the first batch, and refuse what replicas cannot compute; see `_compare`."""
-        if self._alone and not (self._resumable.behind or self._models.awaits(model)):
+        if self._has_one_replica and not (self._resumable.behind or self._models.awaits(model)):
             return
         self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model, kind)))
-        if self._alone:
+        if self._has_one_replica:
             return
         with self._checked(call, model, kind, data.peek):
             self._introduce(call, model, kind, data.peek)
@@ -1084,7 +1088,7 @@ class ModelMethods:
         return verbose if self._job.is_chief else 0
 
     def _refuse_outsider(self, model: Any) -> None:
-        if not self._alone:
+        if not self._has_one_replica:
             raise ScopeError(
                 f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
                 f"{self._job.view.replicas} replicas would train its own model; build and compile it, "

@@ -676,7 +676,7 @@ class MappedPass:
             if rows.start == rows.stop:
                 return _rows_of(read(slice(0, 1)), slice(0, 0))
             if not self._reader.job.joins:
-                # A joiner computes all replicas of one batch alone, and then only its own.
+                # A joiner computes all replicas of one batch by itself, and then only its own.
                 for following in (batch, *self._following):
                     self._feed_own(following)
             batch.feed(rows, partial(self._feed, batch))
