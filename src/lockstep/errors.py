@@ -31,7 +31,7 @@ import re
 
 
 class LockstepError(Exception):
-    """Base of all of Lockstep's own errors."""
+    """The base of all errors that Lockstep raises on purpose."""
 
 
 class InputError(LockstepError):
@@ -47,7 +47,7 @@ class ChangedError(InputError):
 
 
 class ScopeError(InputError):
-    """A model is used outside the strategy it belongs to, or belongs to none."""
+    """A model is used outside of its strategy, or has none."""
 
 
 class DataError(InputError):
@@ -55,7 +55,7 @@ class DataError(InputError):
 
 
 class ModelError(InputError):
-    """A model's step cannot be computed by replicas."""
+    """Replicas cannot compute the step of a model."""
 
 
 class PeerError(LockstepError):
@@ -71,10 +71,10 @@ class PeerStuckError(PeerError):
 
 
 class DisagreementError(PeerError):
-    """Workers compute different things.
+    """Workers compute different values.
 
     Attributes:
-        workers: ids of those that differ from the chief; empty if unknown.
+        workers: ids of the workers that differ from the chief; empty if unknown.
     """
 
     def __init__(self, message: str, workers: tuple[int, ...] = ()) -> None:
@@ -94,7 +94,7 @@ class BackendError(UnfitError):
 
 
 class SharedMemoryError(UnfitError):
-    """There is too little memory to exchange gradients in."""
+    """There is too little shared memory to exchange gradients."""
 
 
 class NetworkError(UnfitError):
@@ -122,8 +122,8 @@ class JobError(LockstepError):
     """The job of `lockstep.launch` or `lockstep.ray.fit` ended without a result.
 
     Attributes:
-        worker: id of the worker that caused it; None if none did.
-        traceback: of the exception that the function raised there, as Python prints it; empty if none.
+        worker: the id of the worker that caused it; None if none did.
+        traceback: the traceback of the exception that the function raised there, or empty.
     """
 
     def __init__(self, message: str, worker: int | None = None, traceback: str = "") -> None:

@@ -15,7 +15,7 @@ _PATIENCE = 10.0
 
 
 class KubernetesExecutableLocation(Enum):
-    """Where this process runs, which determines how it finds the API server and with which identity.
+    """Where this process runs. This determines how it finds the API server, and with which identity.
 
     `WITHIN_CLUSTER`: in a pod, with the pod's service account. `OFF_CLUSTER`: elsewhere, with kubectl's
     configuration.
@@ -31,7 +31,7 @@ class KubernetesExecutableLocation(Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Requests the pods with given labels from the API server through the official client `kubernetes`.
+    """Finds pods by their labels, through the official client `kubernetes`.
 
     Kubernetes does not identify the task of this process: set `task_type` and `task_id`. Addresses are those
     of pods, not of nodes, which several pods may share.
@@ -93,7 +93,7 @@ class KubernetesClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task, by default of this process; "" if that was not set.
+        """Return the address of a task, by default that of this process, or "" if it was not set.
 
         Raises:
             UnfitError: as for `cluster_spec`.

@@ -166,7 +166,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class UnionResolver(ClusterResolver):
-    """Unites the clusters of several resolvers; everything else comes from the first one.
+    """Unites the clusters of several resolvers. Everything else comes from the first one.
 
     Example:
         >>> from lockstep import ClusterSpec

@@ -47,7 +47,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster; one without jobs if `TF_CONFIG` has none.
+        """Return the cluster. It has no jobs if `TF_CONFIG` has no cluster.
 
         Raises:
             ConfigError: `TF_CONFIG` does not describe a cluster.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class InputContext:
-    """The pipeline that a function is to create, with the names of `tf.distribute`.
+    """Describes the pipeline that a function must create, with the names of `tf.distribute`.
 
     Attributes:
         num_input_pipelines: the number of pipelines, one per replica.

@@ -13,9 +13,9 @@ from lockstep.worker.job import Job
 def digest(model: Any) -> str:
     """Return the SHA-256, in hexadecimal, of the whole result of training `model`.
 
-    It covers the shapes, dtypes and bits of the model's weights, of its random state and of its optimizers'
-    variables, and the history of the last `fit` (names, and the exact bits of every value). Call it between
-    distributed calls, not in a callback.
+    The digest covers the shapes, dtypes and bits of the model's weights, its random state and its optimizers'
+    variables. It also covers the history of the last `fit`, with names and the exact bits of every value.
+    Call it between distributed calls, not in a callback.
 
     Example:
         >>> import keras, lockstep

@@ -250,7 +250,7 @@ class StoredValues:
 
 
 class DistributedValues:
-    """One value per replica; never a tensor, even if a worker computes a single replica.
+    """One value per replica. It is not a tensor, even if a worker computes a single replica.
 
     Example:
         In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):

@@ -38,15 +38,14 @@ class SidecarEvaluator:
 
     Args:
         model: a compiled model, equal to the one in the training script.
-        data: as `validation_data` of `fit`: a dataset, or (x, y) or (x, y, sample_weight). It is read again
-            for each checkpoint.
-        checkpoint_dir: the folder of the checkpoints, of `lockstep.callbacks.Checkpoint` or
-            `lockstep run --checkpoint`; or the `filepath` of a `keras.callbacks.ModelCheckpoint`, such as
-            `"saved/{epoch:03d}.weights.h5"`.
+        data: a dataset, (x, y) or (x, y, sample_weight), like the `validation_data` of `fit`. It is read
+            again for each checkpoint.
+        checkpoint_dir: the folder of `lockstep.callbacks.Checkpoint` or `lockstep run --checkpoint`, or the
+            `filepath` of a `keras.callbacks.ModelCheckpoint`, such as `"saved/{epoch:03d}.weights.h5"`.
         steps: batches to evaluate; None for all.
-        max_evaluations: how many checkpoints to evaluate; None to evaluate until training ends.
+        max_evaluations: the number of checkpoints to evaluate; None to evaluate until training ends.
         callbacks: called in each evaluation as `evaluate` calls them.
-        batch_size: of arrays; None for Keras's default.
+        batch_size: the batch size for arrays; None for Keras's default.
 
     Example:
         With the checkpoints of the example of `lockstep.callbacks.Checkpoint`:
@@ -82,23 +81,26 @@ class SidecarEvaluator:
         self.batch_size = batch_size
 
     def start(self) -> Any:
-        """Evaluate until training has ended and its newest checkpoint is evaluated; return a `History`.
+        """Evaluate checkpoints until training has ended, and return a `History`.
 
-        After each evaluation, this takes the newest checkpoint and skips those in between. The model keeps
-        the state of the last one. Training has ended when no process that saves checkpoints in the folder is
-        left. A job that started or saved a checkpoint after this process started counts even if it has ended;
-        otherwise this waits for a job. Of the files of a `ModelCheckpoint`, nothing shows whether the
-        training has ended: it has if none was saved for 600 s.
+        The evaluator ends when training has ended and its newest checkpoint is evaluated. After each
+        evaluation, it takes the newest checkpoint and skips those in between. The model keeps the state of
+        the last one.
+
+        Training has ended when no process that saves checkpoints in the folder is left. A job that started or
+        saved a checkpoint after this process started counts even if it has ended. Otherwise the evaluator
+        waits for a job. The files of a `ModelCheckpoint` do not show whether training has ended. It counts as
+        ended if no file was saved for 600 s.
 
         Returns:
             The steps of the checkpoints, or the epochs of the files, in `epoch` and the metrics of each in
             `history`: `val_loss` and so on. Each is also printed.
 
         Raises:
-            CheckpointError: a checkpoint is not one of this model.
+            CheckpointError: a checkpoint is that of another model.
             ConfigError: this process saves checkpoints itself, and `max_evaluations` is None.
             PeerLostError: training ended without a complete checkpoint.
-            PeerStuckError: for 600 s there was no job and no new checkpoint.
+            PeerStuckError: there was no job and no new checkpoint for 600 s.
         """
         if self.max_evaluations is None and job.current().checkpoints.scheduler is not None:
             raise ConfigError(

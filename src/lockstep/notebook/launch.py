@@ -45,37 +45,37 @@ def launch(
 ) -> Result:
     """Run `function(*args, **kwargs)` on several workers of this machine, and return the chief's result.
 
-    `launch` runs a function as `lockstep run` runs a script, with the same bits: every worker is a new
-    process that runs the whole function, which creates its own strategy, model and data. The output of the
-    chief appears here while it trains; Ctrl-C, or interrupting the cell, ends the job.
+    `launch` runs a function as `lockstep run` runs a script, with the same bits. Every worker is a new
+    process that runs the whole function. The function creates its own strategy, model and data. The output of
+    the chief appears here while it trains. Ctrl-C, or interrupting the cell, ends the job.
 
     The function, its arguments and its result are pickled with cloudpickle (`keras-lockstep[notebook]`) and
     passed only to processes that this one starts. Arguments and results can be numbers, strings, arrays,
     lists and dicts, such as `model.fit(...).history` or `model.get_weights()`, but not objects that belong to
     one process, such as a strategy, a `tf.data.Dataset` or an open file. Keras pickles its own models, which
-    is slow: return the weights or save the model instead. Compile a model that is an argument again in the
+    is slow: return the weights or save the model instead. If a model is an argument, compile it again in the
     strategy's scope.
 
     Args:
-        function: defined anywhere, including in a notebook cell.
+        function: a function, which may be defined in a notebook cell.
         args: its arguments.
         kwargs: its keyword arguments.
-        workers: number of worker processes; does not affect the result.
-        replicas: number of parts that each batch is split into; by default the number of workers.
-        backend: sets `KERAS_BACKEND` for the workers.
-        seed: of all random numbers; 0 by default.
-        timeout: seconds that other workers wait for a worker before it is killed as stuck; 600 by default.
+        workers: number of worker processes. It does not affect the result.
+        replicas: number of parts into which each batch is split; by default the number of workers.
+        backend: the value of `KERAS_BACKEND` for the workers.
+        seed: the seed of all random numbers; 0 by default.
+        timeout: seconds for which others wait for a worker before it is killed as stuck; 600 by default.
         run_dir: folder for the logs and events of the run; `runs/<function>-<time>` by default.
         checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
-        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ from those
-            of the checkpoint.
-        input: "divided", the default, or "joint": each worker reads everything of a dataset. This affects the
+        accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ
+            from those of the checkpoint.
+        input: "divided", the default, or "joint": each worker reads the whole dataset. This affects the
             result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
         tensorboard: folder in which to write metrics and times for TensorBoard.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
-        InputError: what the function needs cannot be pickled; the message names it.
+        InputError: an object that the function needs cannot be pickled. The message names it.
         UnfitError: cloudpickle is not installed, or tensorboard, if its folder is given.
         JobError: the function raised on a worker, or the job ended for another reason.
 

@@ -29,7 +29,7 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Scaling:
-    """What each worker reserves of its node.
+    """The resources of its node that each worker reserves.
 
     Attributes:
         cpus_per_worker: CPUs of Ray.
@@ -53,7 +53,7 @@ class FitResult(Generic[Value]):
 
     Attributes:
         value: what the function returned on the chief.
-        metrics: the last that a `ReportCallback` reported there; empty without one.
+        metrics: the last metrics that a `ReportCallback` reported there; empty without one.
         checkpoint: the folder of checkpoints; None if none was given.
         path: the run folder, with logs and events.
         node: the address of the node that has the run folder.
@@ -93,37 +93,38 @@ def fit(
 ) -> FitResult[Value]:
     """Run `function(config)`, or `function()` without a config, on the workers of a Ray cluster.
 
-    It runs a function as `lockstep run --on ray` runs a script, with the same bits: every worker is a new
-    process that runs the whole function, which creates its own strategy, model and data. The output of the
-    chief appears here while it trains; Ctrl-C, or interrupting the cell, ends the job. If this process is not
-    connected to a cluster, it connects to the one of this machine, or that of `RAY_ADDRESS`.
+    `fit` runs a function as `lockstep run --on ray` runs a script, with the same bits. Every worker is a new
+    process that runs the whole function. The function creates its own strategy, model and data. The output of
+    the chief appears here while it trains. Ctrl-C, or interrupting the cell, ends the job. If this process is
+    not connected to a cluster, it connects to that of this machine or of `RAY_ADDRESS`.
 
-    The function, the config and the value are pickled with cloudpickle, and pass through Ray; see
-    `lockstep.launch` for what they can be.
+    The function, the config and the value are pickled with cloudpickle, and pass through Ray. The
+    documentation of `lockstep.launch` says what they can be.
 
     Args:
-        function: defined anywhere, including in a notebook cell.
+        function: a function, which may be defined in a notebook cell.
         config: its argument.
-        workers: number of worker processes; does not affect the result. The job begins with those for which
-            the cluster has room, and grows when nodes join.
+        workers: number of worker processes. It does not affect the result. The job begins with those for
+            which the cluster has room, and grows when nodes join.
         scaling: what each worker reserves; a CPU by default.
         min_workers: below this number, training waits for workers to join; 1 by default.
-        replicas: number of parts that each batch is split into; by default the number of workers.
-        threads_per_worker: threads per replica computation; affects the result. By default, from the cores.
-        backend: sets `KERAS_BACKEND` for the workers.
-        seed: of all random numbers; 0 by default.
-        timeout: seconds that other workers wait for a worker before it is killed as stuck; 600 by default.
+        replicas: number of parts into which each batch is split; by default the number of workers.
+        threads_per_worker: threads that compute one replica. It affects the result, and by default follows
+            from the cores.
+        backend: the value of `KERAS_BACKEND` for the workers.
+        seed: the seed of all random numbers; 0 by default.
+        timeout: seconds for which others wait for a worker before it is killed as stuck; 600 by default.
         run_dir: folder for the logs and events of the run, on the node of the coordinator;
             `runs/<function>-<time>` by default.
         checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
-        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ from those
-            of the checkpoint.
-        input: "divided", the default, or "joint": each worker reads everything of a dataset.
-        tf_distribute: replace the strategies in `tf.distribute` with Lockstep's, on every backend.
+        accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ
+            from those of the checkpoint.
+        input: "divided", the default, or "joint": each worker reads the whole dataset.
+        tf_distribute: whether to replace the strategies in `tf.distribute` with Lockstep's, on every backend.
 
     Raises:
         ConfigError: an argument is wrong, there is no cluster, or this process is itself a worker.
-        InputError: what the function needs cannot be pickled; the message names it.
+        InputError: an object that the function needs cannot be pickled. The message names it.
         UnfitError: Ray or cloudpickle is not installed, or the cluster is lost.
         JobError: the function raised on a worker, or the job ended for another reason.
 

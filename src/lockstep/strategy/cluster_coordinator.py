@@ -23,16 +23,15 @@ from lockstep.strategy.parameter_server import ParameterServerStrategy
 class ClusterCoordinator:
     """Schedules functions on the workers of a job with parameter servers.
 
-    All processes of the job make the same calls. A function runs on one worker: it reads the weights from the
-    servers, and what it applies with an optimizer of Keras updates them there. Metrics and the state of
-    layers get the changes of all functions. Variables that the script itself reads have the
-    values of the last `join`, `fetch`, or `done` that returned True. In one process without a job, `schedule`
-    runs the function.
+    All processes of the job make the same calls. A function runs on one worker and reads the weights from the
+    servers. Gradients that it passes to an optimizer of Keras update the weights there. Metrics and the state
+    of layers get the changes of all functions. The script reads variables as they were at the last `join`,
+    `fetch`, or `done` that returned True. In one process without a job, `schedule` runs the function.
 
     A strategy has one coordinator: a second call returns the same object.
 
     Args:
-        strategy: in whose scope models, optimizers and metrics were created.
+        strategy: the strategy in whose scope models, optimizers and metrics were created.
 
     Example:
         >>> import lockstep
@@ -72,11 +71,11 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let a worker run `fn`; return a handle of its result without waiting.
+        """Let a worker run `fn`, and return a handle of its result without waiting.
 
-        A function whose worker is lost runs again on another one. When a function is scheduled for the first
-        time, all processes also run it and undo it, to learn what it changes: once, and on TensorFlow both
-        eagerly and as a graph.
+        If the worker is lost, the function runs again on another one. When a function is scheduled for the
+        first time, all processes also run it and undo it, to learn what it changes. They do this once, and on
+        TensorFlow both eagerly and as a graph.
 
         Args:
             fn: a function, also a `tf.function`.
@@ -85,7 +84,7 @@ class ClusterCoordinator:
 
         Raises:
             TypeError: `fn` is not a function.
-            Exception: of an earlier function; functions that no worker had begun then are dropped.
+            Exception: an earlier function raised it. Functions that no worker had begun are dropped.
             ModelError: parameter servers do not support what `fn` changes.
         """
         if not callable(fn):
@@ -105,7 +104,7 @@ class ClusterCoordinator:
         """Wait until all scheduled functions are complete.
 
         Raises:
-            Exception: of one of them.
+            Exception: one of them raised it.
         """
         self._calls().join()
 
@@ -114,10 +113,10 @@ class ClusterCoordinator:
         return self._calls().done()
 
     def fetch(self, val: Any) -> Any:
-        """Return a nest in which the results of functions replace their remote values.
+        """Return a nest with the results of functions in place of their remote values.
 
         Raises:
-            Exception: of one of the functions.
+            Exception: one of the functions raised it.
         """
         found: list[RemoteValue] = []
         visit(val, lambda leaf: found.append(leaf) if isinstance(leaf, RemoteValue) else None)
@@ -129,8 +128,8 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: a function that returns a dataset: a `tf.data.Dataset`, a `DataLoader`, or any
-                iterable. Random operations in it begin with another seed on each worker. Or a dataset, of
-                which each worker reads all elements in the same order.
+                iterable. Random operations in it begin with another seed on each worker. It may also be a
+                dataset: each worker then reads all elements in the same order.
 
         Example:
             >>> import lockstep

@@ -69,7 +69,7 @@ class ReplicaContext:
 
         Args:
             value: a nest of tensors, with equal dtypes on all replicas, and equal shapes except along `axis`.
-            axis: to join along.
+            axis: the axis to join along.
             options: accepted for compatibility with `tf.distribute` and ignored.
 
         Raises:
@@ -95,7 +95,7 @@ class ReplicaContext:
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy whose scope or `run` is active; outside of all, one with a single replica.
+    """Return the strategy whose scope or `run` is active, or else one with a single replica.
 
     Example:
         >>> import lockstep
@@ -137,7 +137,7 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the context of the replica whose function runs; None in a strategy's scope outside of `run`.
+    """Return the context of the replica whose function runs, or None in a scope outside of `run`.
 
     Outside of all strategies, it is the context of the only replica.
 

@@ -17,11 +17,11 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Trains every model that is compiled in its scope on all replicas of the job, in lockstep.
 
     Under `lockstep run`, the command defines the job. In a script that is started by hand, `TF_CONFIG` lists
-    its workers; without it, the job has one worker and one replica.
+    its workers. Without it, the job has one worker and one replica.
 
     Args:
-        cluster_resolver: returned by the property of this name; does not select the workers.
-        communication_options: how workers exchange data; does not affect the result.
+        cluster_resolver: the value of the property of this name. It does not select the workers.
+        communication_options: how workers exchange data. It does not affect the result.
 
     Raises:
         ConfigError: `TF_CONFIG` is wrong, was set too late, or contradicts that of another task.
@@ -74,12 +74,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 class MirroredStrategy(Strategy):
     """Trains every model that is compiled in its scope on several devices of this machine.
 
-    In a plain `python train.py`, `lockstep run` restarts the script once per device; in a job, the command
-    defines the workers.
+    Under `python train.py`, `lockstep run` restarts the script once per device. In a job, the command defines
+    the workers.
 
     Args:
         devices: names such as "GPU:0" or "CPU:1"; None for all visible GPUs.
-        cross_device_ops: accepted for compatibility with `tf.distribute` and ignored; sums use a fixed tree.
+        cross_device_ops: ignored, because sums use a fixed tree; accepted as in `tf.distribute`.
 
     Raises:
         ConfigError: the devices are invalid, or there is no script to restart.
@@ -104,8 +104,8 @@ class MirroredStrategy(Strategy):
         only pipeline.
 
         Args:
-            dataset_fn: returns any of the kinds of `experimental_distribute_dataset`, whose elements are
-                batches of one replica.
+            dataset_fn: a function that returns a dataset of any kind that `experimental_distribute_dataset`
+                accepts. Its elements are batches of one replica.
             options: a `tf.distribute.InputOptions`. With the replication mode `PER_REPLICA`, each replica has
                 its own dataset, as under `MultiWorkerMirroredStrategy`; the rest is ignored.
 

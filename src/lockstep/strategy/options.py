@@ -34,7 +34,7 @@ class ReduceOp(Enum):
 
 
 class CommunicationImplementation(Enum):
-    """How bytes move between workers; does not affect the result.
+    """How bytes move between workers. It does not affect the result.
 
     Example:
         >>> import lockstep
@@ -52,8 +52,8 @@ class CommunicationOptions:
     """How workers exchange data.
 
     Attributes:
-        bytes_per_pack: accepted and ignored: shared memory needs no packs.
-        timeout_seconds: that others wait for a worker before it counts as stuck; None for the job's timeout.
+        bytes_per_pack: ignored, because shared memory needs no packs.
+        timeout_seconds: how long others wait for a stuck worker; None for the job's timeout.
         implementation: how bytes move.
 
     Example:

@@ -33,20 +33,20 @@ _CALLS: dict[TaskType, type[FunctionCalls]] = {"chief": ChiefCalls, "worker": Wo
 
 
 class ParameterServerStrategy(Strategy):
-    """Trains models asynchronously: weights live on parameter servers, and workers do not wait for one
-    another.
+    """Trains models asynchronously, with the weights on parameter servers.
 
-    `lockstep run --ps 2 -n 3 train.py` starts a chief, three workers and two parameter servers; all run the
-    script. A step of `fit` is one batch on one worker: it reads the weights, computes gradients, and the
-    servers update the weights with Keras's optimizer as gradients arrive. Outside of `fit`, all processes
-    have the same state, and share the work of `evaluate` and `predict`. `lockstep.ClusterCoordinator` runs
-    custom loops. Without `--ps`, in one process, `fit` is Keras's own.
+    Workers do not wait for one another. `lockstep run --ps 2 -n 3 train.py` starts a chief, three workers and
+    two parameter servers, and all run the script. A step of `fit` is one batch on one worker. The worker
+    reads the weights and computes gradients. The servers update the weights with Keras's optimizer as
+    gradients arrive. Outside of `fit`, all processes have the same state, and share the work of `evaluate`
+    and `predict`. `lockstep.ClusterCoordinator` runs custom loops. Without `--ps`, in one process, `fit` is
+    Keras's own.
 
     Args:
-        cluster_resolver: returned by the property of this name; does not select the workers.
-        variable_partitioner: divides variables among the servers; None places each on one server.
-        max_staleness: the largest number of updates of the weights between reading them for a step and
-            updating them by it; 0 lets one worker compute at a time. None for any number.
+        cluster_resolver: the value of the property of this name. It does not select the workers.
+        variable_partitioner: how to divide variables among the servers; None places each on one server.
+        max_staleness: the largest number of updates of the weights between a step's reading and its own
+            update; 0 lets one worker compute at a time. None for any number.
 
     Raises:
         ConfigError: the job has several workers and no parameter servers, or `TF_CONFIG` has parameter
@@ -167,7 +167,7 @@ class ParameterServerStrategy(Strategy):
         """Call `fn` in a scheduled function, or in a process on its own.
 
         Raises:
-            ModelError: the job has parameter servers, and the caller is no scheduled function.
+            ModelError: the job has parameter servers, and the caller is not a scheduled function.
         """
         if current_replica() is not None:
             return fn(*args, **(kwargs or {}))
@@ -234,15 +234,15 @@ class ServerDef(Protocol):
 
 
 class Server:
-    """Stands for a task of a cluster in programs of `tf.distribute`; listens at no address.
+    """Represents a task of a cluster in programs of `tf.distribute`. It listens at no address.
 
-    The tasks of a job are the processes that `lockstep run` starts, and `TF_CONFIG` names each of them the
-    chief, because all run what the chief of `tf.distribute` runs. So programs that call `join` in the tasks
-    "worker" and "ps" do not get there.
+    The tasks of a job are the processes that `lockstep run` starts. `TF_CONFIG` names each of them the chief,
+    because all run what the chief of `tf.distribute` runs. So a program that calls `join` in the tasks
+    "worker" and "ps" does not get there.
 
     Args:
-        server_or_cluster_def: the cluster: a `ClusterSpec`, a `tf.train.ClusterDef`, or a mapping from names
-            of jobs to addresses; or a `tf.train.ServerDef`, which also has the defaults of the next three.
+        server_or_cluster_def: the cluster, as a `ClusterSpec`, a `tf.train.ClusterDef`, or a mapping from
+            names of jobs to addresses. A `tf.train.ServerDef` also has the defaults of the next three.
         job_name: the job of the task; by default the only one.
         task_index: the index of the task in its job; by default that of the only one.
         protocol: the prefix of `target`; by default "grpc".
@@ -293,10 +293,10 @@ class Server:
         return self._target
 
     def start(self) -> None:
-        """Do nothing: there is nothing to start."""
+        """Do nothing, because there is nothing to start."""
 
     def join(self) -> NoReturn:
-        """Raise ConfigError: this process serves nothing, so it would wait without end."""
+        """Raise ConfigError, because this process serves nothing and would wait without end."""
         raise ConfigError(
             f"Server.join() waits for the server at {self._target}, which does not exist: start all tasks "
             "with `lockstep run --ps P -n N train.py`, or each one with `lockstep run --tf-config --ps P "

@@ -43,7 +43,7 @@ _REPLACED = {
 class Strategy:
     """Trains models and runs functions on all replicas of a job in lockstep.
 
-    Batch sizes are global: each step's batch is split over the replicas.
+    Batch sizes are global: the batch of each step is split over the replicas.
 
     Example:
         >>> import lockstep
@@ -63,7 +63,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R, the number of replicas; fixed for the job."""
+        """R, the number of replicas, which is fixed for the job."""
         return self._job.replicas_in_sync
 
     @property
@@ -102,9 +102,9 @@ class Strategy:
     ) -> Any:
         """Run `fn` on each replica and return its result with a `PerReplica` for each leaf.
 
-        Within `fn`, an optimizer's `apply_gradients` sums the gradients over the replicas and updates once,
-        metrics count the examples of all replicas, floating-point state of layers is averaged over the
-        replicas, and `get_replica_context()` provides all-reduce and all-gather. With one replica, this calls
+        Within `fn`, an optimizer's `apply_gradients` sums the gradients over the replicas and updates once.
+        Metrics count the examples of all replicas. Floating-point state of layers is averaged over the
+        replicas. `get_replica_context()` provides all-reduce and all-gather. With one replica, `run` calls
         `fn`. TensorFlow traces `fn`, as `tf.function` does, unless functions run eagerly.
 
         Args:
@@ -139,14 +139,14 @@ class Strategy:
             return result
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
-        """Yield the numbers of `count` steps, from 0, of a loop that workers can join and leave, as in `fit`.
+        """Yield the numbers of `count` steps of a loop that workers can join and leave, as in `fit`.
 
-        Joining workers and checkpoints receive the state. So a lost worker is replaced, and a restarted
-        program resumes at its step; both first take one extra step whose results are overwritten. Everything
-        that the loop changes must be in the state or follow from it.
+        The numbers begin at 0. Joining workers and checkpoints receive the state. So a lost worker is
+        replaced, and a restarted program resumes at its step. Both first take one extra step whose results
+        are overwritten. Everything that the loop changes must be in the state or follow from it.
 
         Args:
-            count: of steps.
+            count: the number of steps.
             state: Keras models, layers, optimizers, metrics and variables, TensorFlow's variables, iterators
                 of distributed datasets, NumPy arrays, and dicts and lists of plain values, by name.
             checkpoint: a `lockstep.callbacks.Checkpoint`, to save checkpoints without `--checkpoint`.
@@ -177,17 +177,17 @@ class Strategy:
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, TensorFlow's equivalents, or their names.
-            value: a nest of `PerReplica`, with equal shapes and dtypes on all replicas; with `axis`, shapes
+            value: a nest of `PerReplica`, with equal shapes and dtypes on all replicas. With `axis`, shapes
                 may differ along it.
-            axis: one axis or several to reduce in each replica's value as well; a mean then counts values,
+            axis: one axis or several to reduce in each replica's value as well. A mean then counts values,
                 not replicas.
 
         Returns:
-            A tensor of the backend for each leaf: of a replica's shape, with `axis` without these axes.
+            A tensor of the backend for each leaf. It has a replica's shape, without the axes of `axis`.
 
         Raises:
             DataError: a leaf does not have the axis.
-            ValueError: a leaf is no `PerReplica`, and its sum without an axis is ambiguous.
+            ValueError: a leaf is not a `PerReplica`, and its sum without an axis is ambiguous.
             ModelError: the caller is a function that `run` executes.
 
         Example:
@@ -213,7 +213,7 @@ class Strategy:
         Args:
             value: a nest of `PerReplica`, with equal dtypes on all replicas, and equal shapes except
                 along `axis`. Other leaves stay as they are.
-            axis: to join along.
+            axis: the axis to join along.
 
         Raises:
             DataError: a leaf is a single number, which has no axis.
@@ -234,7 +234,7 @@ class Strategy:
             return self._runner.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this worker's replicas, one per replica; of a tensor, only the tensor.
+        """Return a tuple with the values of this worker's replicas, or with the tensor if it is one.
 
         Example:
             In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
@@ -260,8 +260,8 @@ class Strategy:
             options: accepted for compatibility with `tf.distribute` and ignored.
 
         Returns:
-            A `DistributedDataset`; with one replica, `dataset` itself. The replicas' numbers of rows of a
-            batch differ by at most one.
+            A `DistributedDataset`, or `dataset` itself with one replica. The numbers of rows that replicas
+            get of a batch differ by at most one.
 
         Raises:
             DataError: the elements cannot be split.
@@ -290,12 +290,12 @@ class Strategy:
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give each replica its own dataset, `dataset_fn(context)`, where `context` is an `InputContext`.
 
-        There is one pipeline per replica; the worker that computes the replica reads it. Random operations in
-        the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
+        There is one pipeline per replica, and the worker that computes the replica reads it. Random
+        operations in the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
 
         Args:
-            dataset_fn: returns any of the kinds of `experimental_distribute_dataset`, whose elements are
-                batches of one replica.
+            dataset_fn: a function that returns a dataset of any kind that `experimental_distribute_dataset`
+                accepts. Its elements are batches of one replica.
             options: accepted for compatibility with `tf.distribute` and ignored.
 
         Example:
@@ -318,7 +318,7 @@ class Strategy:
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
     ) -> Any:
-        """Call `distribute_datasets_from_function`, of which this is the old name in `tf.distribute`."""
+        """Call `distribute_datasets_from_function`, which had this name in `tf.distribute`."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def _distribute_from_function(self, dataset_fn: Callable[[Any], Any], *, in_turn: bool) -> Any:

@@ -54,7 +54,7 @@ class DistributedIterator:
         return self._dataset.distributed(*job.current().timer.charging("input", self._take)())
 
     def get_next(self) -> Any:
-        """Return the next element; at the end, raise the error of `next`."""
+        """Return the next element, or raise the error of `next` at the end."""
         return next(self)
 
     def get_next_as_optional(self) -> "Optional":
@@ -66,7 +66,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """The known specs of the elements' leaves: a nest of (dtype, shape)."""
+        """A nest of (dtype, shape) for the leaves of the elements, as far as they are known."""
         return _described(self._current.form())
 
     @property
@@ -75,7 +75,7 @@ class DistributedIterator:
         return ElementPosition(self._number, self._taken)
 
     def skip(self, elements: int) -> None:
-        """Skip elements without distributing them; no worker waits for another.
+        """Skip elements without distributing them. No worker waits for another.
 
         Raises:
             DataError: fewer elements remain.
@@ -117,11 +117,11 @@ class Optional:
 
 
 class DistributedDataset:
-    """A dataset whose elements are split over the replicas; each iterator is a new pass over it.
+    """A dataset whose elements are split over the replicas. Each iterator is a new pass.
 
     Attributes:
-        source: of the elements.
-        store: where they are stored.
+        source: the source of the elements.
+        store: the store of the replicas' values.
 
     Example:
         In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
@@ -154,7 +154,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """The known specs of the elements' leaves: a nest of (dtype, shape)."""
+        """A nest of (dtype, shape) for the leaves of the elements, as far as they are known."""
         return _described(self.source.form())
 
     def distributed(self, nest: Any, values: Values) -> Any:

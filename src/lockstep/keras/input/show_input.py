@@ -52,12 +52,12 @@ def show_input(
         steps: the number of steps of the epoch to show.
         replicas: R; by default that of this process's job.
         workers: the number of workers that compute them; by default that of the job.
-        epoch: of the call, from 1.
+        epoch: the epoch of the call, from 1.
         call: the number of the call among the script's calls of `fit`, `evaluate`, `predict` and of
             single-batch methods, from 1. It has no effect after `keras.utils.set_random_seed`, where the
             order follows from the random states: the table then shows a `fit` that is called next.
-        new: whether the model has been compiled since its last `fit` or `evaluate`: Keras then first reads a
-            batch, which on JAX and PyTorch draws from the random states.
+        new: whether the model has been compiled since its last `fit` or `evaluate`. If so, Keras first reads
+            a batch, which on JAX and PyTorch draws from the random states.
 
     Raises:
         DataError: a dataset has a pipeline for each replica, so each replica reads its own.

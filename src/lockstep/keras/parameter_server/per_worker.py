@@ -10,7 +10,7 @@ from lockstep.keras.randomness import RandomNumbers
 
 
 class PerWorkerValues:
-    """A value of which each worker has its own, for the arguments of scheduled functions.
+    """A value that each worker has for itself, as an argument of scheduled functions.
 
     Example:
         >>> import lockstep

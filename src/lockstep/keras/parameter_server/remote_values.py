@@ -50,15 +50,15 @@ class RemoteValue:
         self._forgotten = weakref.finalize(self, calls.forget, step)
 
     def fetch(self) -> Any:
-        """Wait for the function; return its result, with arrays of NumPy instead of tensors.
+        """Wait for the function, and return its result with arrays of NumPy instead of tensors.
 
         Raises:
-            Exception: of the function.
+            Exception: the function raised it.
         """
         return fetched([self])[0]
 
     def get(self) -> Any:
-        """Return the same with tensors instead of arrays."""
+        """Wait for the function, and return its result with tensors."""
         return keras.tree.map_structure(
             lambda leaf: keras.ops.convert_to_tensor(leaf) if hasattr(leaf, "dtype") else leaf, self.fetch()
         )

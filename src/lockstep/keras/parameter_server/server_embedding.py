@@ -41,20 +41,20 @@ _INITIALIZERS = ("RandomUniform", "RandomNormal", "TruncatedNormal", "Constant",
 class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     """A `keras.layers.Embedding` for tables that are larger than a worker's memory.
 
-    In a job with parameter servers, each server creates and keeps a range of the rows, and no process has
-    the whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow and
-    PyTorch; `evaluate` and `predict` read the rows that a batch looks up. Models are saved, and weights
-    loaded, in blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same
-    initial values.
+    In a job with parameter servers, each server creates and keeps a range of the rows. No process has the
+    whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow and PyTorch.
+    `evaluate` and `predict` read the rows that a batch looks up. Models are saved and weights are loaded in
+    blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same initial
+    values.
 
-    The model has a variable of one row in place of the table, so its number of parameters leaves out the
-    table, and `get_weights` is an error.
+    The model has a variable of one row in place of the table. So its number of parameters leaves out the
+    table, and `get_weights` raises an error.
 
     Args:
         input_dim: number of rows.
         output_dim: the width of a row.
-        embeddings_initializer: one of Keras's that draws each row in the same way, such as `"uniform"`. The
-            rows are drawn in blocks of 65,536 rows, each with a seed of its own.
+        embeddings_initializer: an initializer of Keras that draws each row in the same way, such as
+            `"uniform"`. It draws blocks of 65,536 rows, each with a seed of its own.
         mask_zero: as in Keras.
         standbys: whether the standby of each server keeps a copy of its rows, so that a lost server does not
             end the job. The rows and their optimizer variables then take twice the memory of all servers.
@@ -134,7 +134,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
 
     @property
     def embeddings(self) -> Any:
-        """The variable of the table; not in a job with parameter servers."""
+        """The variable of the table. A job with parameter servers has none."""
         if self._table is not None:
             raise ModelError(
                 f"the table of layer {self.path!r} is on the parameter servers: look up rows by calling the "

@@ -60,18 +60,18 @@ _SAY_EVERY = 10.0
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves checkpoints from the first `fit` that has this callback until the process ends.
 
-    The checkpoints are those of `lockstep run --checkpoint`: they hold every model that is compiled in the
-    strategy's scope and are saved at the end of a step of any later call. A restarted program resumes from
-    the newest complete one with the same result to the last bit, under `lockstep run` with any number of
-    workers as well as on its own.
+    The checkpoints are those of `lockstep run --checkpoint`. They hold every model that is compiled in the
+    strategy's scope, and are saved at the end of a step of any later call. A restarted program resumes from
+    the newest complete one with the same result to the last bit. It may run under `lockstep run` with any
+    number of workers, or on its own.
 
     The program repeats everything before that `fit`. That `fit` and all later calls return their earlier
-    results if they had finished; the call in progress resumes at its step. So give the callback to the first
-    `fit` of the program, and to the same one each time; later `fit` calls do not need it.
+    results if they had finished. The call in progress resumes at its step. So give the callback to the first
+    `fit` of the program, and to the same one each time. Later calls of `fit` do not need it.
 
     Under `lockstep run`, SIGTERM, SIGHUP and Ctrl-C first save a checkpoint. SIGTERM does the same in a
-    program that runs on its own and does not handle it otherwise: the process exits at the end of its step,
-    at the latest after 20 seconds or at a second SIGTERM.
+    program that runs on its own and does not handle the signal itself: the process exits at the end of its
+    step, after at most 20 seconds, or at a second SIGTERM.
 
     `fit` raises ConfigError if another job saves checkpoints in the folder, if the replicas, threads, seed or
     backend differ from the checkpoint's, if the command has `--checkpoint`, and if `every` or `keep` is
@@ -80,10 +80,10 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     checkpoint; ScopeError if the model was not compiled in the strategy's scope.
 
     Args:
-        folder: of the checkpoints; one job at a time can use it.
+        folder: the folder of the checkpoints. One job at a time can use it.
         every: the interval: a number of steps, or a time such as "30s", "10m" or "1h".
-        keep: how many checkpoints to keep.
-        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ.
+        keep: the number of checkpoints to keep.
+        accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ.
 
     Example:
         >>> import keras, lockstep

@@ -57,29 +57,29 @@ class _Facts(msgspec.Struct):
 def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> LoadedCheckpoint:
     """Load the state of `model` from a checkpoint of `lockstep run --checkpoint`.
 
-    The state is the weights and the states of random generators; if the model is compiled, also the variables
-    of its optimizers with their step counts; and the variables of the metrics that it already has. Optimizers
-    that are not built are built. The model may use another backend than the job. Call this between calls such
-    as `fit`, not in a callback.
+    The state consists of the weights, the states of random generators, and the variables of the metrics that
+    the model already has. If the model is compiled, the state also has the variables of its optimizers with
+    their step counts. Optimizers that are not built are built. The model may use another backend than the
+    job. Call this function between calls such as `fit`, not in a callback.
 
     Variables are matched by their paths. Of the numbers that Keras puts into layer names (`dense_1`), only
     the order counts.
 
     Args:
         model: a built model, equal to the one in the job's script.
-        path: the folder of one checkpoint, or the folder of a job's checkpoints: then the newest complete one
-            is loaded, and newer damaged ones are named on stderr.
+        path: the folder of one checkpoint, or of a job's checkpoints. In the second case, the newest complete
+            one is loaded, and newer damaged ones are named on stderr.
         name: which of the job's models to load, `current` or `model <number>`: the prefix of its arrays in
             the checkpoint. By default, the one that fits.
 
     Returns:
-        What was loaded.
+        A description of the loaded checkpoint.
 
     Raises:
-        InputError: the model is not built; there is no checkpoint, or no model of this name in it; or several
+        InputError: the model is not built, there is no checkpoint or no model of this name in it, or several
             models fit with different values.
-        CheckpointError: the checkpoint is damaged, or does not fit: then the message names the variables
-            that are missing, or of another shape or dtype. Nothing has been loaded.
+        CheckpointError: the checkpoint is damaged or does not fit. The message names the variables that are
+            missing or have another shape or dtype. Nothing has been loaded.
 
     Example:
         With the checkpoints of the example of `lockstep.callbacks.Checkpoint`:

@@ -14,8 +14,8 @@ class ReportCallback(keras.callbacks.Callback):  # type: ignore[misc]
     checkpoints are those of `lockstep.ray.fit(..., checkpoint=...)`.
 
     Attributes:
-        metrics: those of the last epoch, with its validation; empty before.
-        report: how many reports all of these callbacks had made then.
+        metrics: the metrics of the last epoch, with its validation; empty before.
+        report: the number of reports that all of these callbacks had made then.
 
     Example:
         >>> import keras
