@@ -148,12 +148,13 @@ def given(x: Any, y: Any = None, *, shuffle: bool = False, batch_size: int | Non
     from lockstep.keras.input.fit_inputs import global_input
     from lockstep.keras.input.readings import ReadingWorker
     from lockstep.observability.bus import Bus
+    from lockstep.protocol.job_spec import JobSettings
     from lockstep.system.clock import SystemClock
     from lockstep.topology import place
     from lockstep.worker.job import Job, JobContext, by_itself
 
     view = place(REPLICAS, (0,))
-    job = Job(JobContext(0, 0, 1, Bus(SystemClock(), 0)), (view, by_itself(view)))
+    job = Job(JobContext(0, Bus(SystemClock(), 0), JobSettings(threads=1)), (view, by_itself(view)))
     options: dict[str, Any] = {"shuffle": shuffle, "seed": SEED, "unsplit": False}
     return global_input(x, y, batch_size=batch_size, steps=None, **options, reader=ReadingWorker(job, 1))
 

@@ -126,24 +126,14 @@ commands = st.lists(
     ),
     max_size=6,
 )
-variables = dict.fromkeys(
-    [f"LOCKSTEP_{name}" for name in ("WORKERS", "REPLICAS", "THREADS", "TIMEOUT", "AGENT")], "1"
-) | {
+variables = {
     "LOCKSTEP_WORKER": "0",
-    "LOCKSTEP_SEED": "0",
     "LOCKSTEP_RUN_DIR": "/x",
+    "LOCKSTEP_AGENT": "1",
     "LOCKSTEP_CONTROL_FD": "3",
-    "LOCKSTEP_CHECKPOINTS": "null",
 }
-OF_CHECKPOINTS = ["folder", "steps", "seconds", "keep", "resume"]
 environments = st.dictionaries(
-    st.sampled_from(list(variables)),
-    texts
-    | st.sampled_from(["9" * 5000, "\u0661", "1_0", "nan", "inf", "1e400", "-0"])
-    | st.dictionaries(st.sampled_from(["folder", "steps", "seconds", "keep", "resume"]), anything).map(
-        json.dumps
-    ),
-    max_size=2,
+    st.sampled_from(list(variables)), texts | st.sampled_from(["9" * 5000, "\u0661", "1_0", "-0"]), max_size=2
 )
 
 

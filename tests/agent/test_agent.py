@@ -126,7 +126,9 @@ class Stage:
         launcher = FakeLauncher(lambda worker: plays[worker.launch.worker](worker), react)
         descendants = FakeDescendants(launcher.started)
         workers, wanted = len(plays) - joining, len(plays) if joining else 0
-        spec = JobSpec("a.py", False, (), workers, len(plays), 1, 0, 60.0, self.folder)
+        spec = JobSpec(
+            target="a.py", workers=workers, replicas=len(plays), threads=1, timeout=60.0, run_dir=self.folder
+        )
 
         to_agent, to_coordinator = self.connect()
 
@@ -145,7 +147,7 @@ class Stage:
                 output = LocalOutput(console, paths)
                 with EventLoop() as loop:
                     agent = Agent(
-                        "a",
+                        spec,
                         to_coordinator,
                         loop,
                         LocalStarter(spec, paths, os.getpid(), launcher, output),
@@ -405,7 +407,7 @@ def test_a_channel_that_closes_after_the_end_of_the_job_is_no_loss(stage: Stage)
     said = list[str]()
     with EventLoop() as loop:
         agent = Agent(
-            "a",
+            JobSpec(target="a.py", run_dir=stage.folder),
             to_coordinator,
             loop,
             nothing,

@@ -22,6 +22,7 @@ from lockstep.protocol.host import (
     StartWorker,
     StateArrived,
 )
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import EventReport, HostMembers, Position, StateGiven, StateSource
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
@@ -49,8 +50,9 @@ class Host:
         )
         pool = Attachment.missing()
         meter = LoadMeter()
+        spec = JobSpec(target="a.py", run_dir=Path("a"))
         self.agent = Agent(
-            *("a", theirs, loop, nothing, ControlSegment.create, pool, nothing, nothing, meter),
+            *(spec, theirs, loop, nothing, ControlSegment.create, pool, nothing, nothing, meter),
             host=2,
             name="node3",
         )

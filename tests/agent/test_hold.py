@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from lockstep.agent.host_load import LoadMeter
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import KeepAlive, StartView
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import HostMembers
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
@@ -39,7 +41,7 @@ class Host:
             prepare=lambda: None, reap=lambda owned: None, end=lambda grace: (), close=lambda: None
         )
         self.agent = Agent(
-            "a",
+            JobSpec(target="a.py", run_dir=Path("a"), hold=hold),
             theirs,
             loop,
             nothing,
@@ -48,7 +50,6 @@ class Host:
             nothing,
             nothing,
             LoadMeter(),
-            hold=hold,
         )
 
     def _open(self, members: int) -> NotedExchange:

@@ -27,7 +27,8 @@ own = f"{me.worker} of {len(me.view.workers)}".encode()
 gathered = me.exchange(lambda view, communicator: communicator.gather(own))
 names = "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE", "OWN", "NPROC"
 print(json.dumps({
-    "worker": me.worker, "replicas": me.view.replicas, "seed": me.context.seed, "threads": me.context.threads,
+    "worker": me.worker, "replicas": me.view.replicas,
+    "seed": me.settings.seed, "threads": me.settings.threads,
     "gathered": [text.decode() for text in gathered],
     "arguments": sys.argv[1:], "here": os.path.basename(__file__), "pid": os.getpid(),
     "variables": [os.environ.get(name) for name in names],

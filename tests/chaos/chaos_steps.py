@@ -75,7 +75,7 @@ def tree(parts: list[Array]) -> Array:
 
 def train(job: Job, steps: int, faults: Faults) -> str:
     """Train as a worker of a job, from the beginning or from the position of the others."""
-    step, (state, chain) = 0, beginning(job.context.seed)
+    step, (state, chain) = 0, beginning(job.settings.seed)
     if job.joins:
         faults.step = steps
         faults.step = job.membership.position().step

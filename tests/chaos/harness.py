@@ -45,11 +45,11 @@ from lockstep.local_job.composition import LocalHost, run_job
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import WORKER_EVENTS, StrategyInstalled
-from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.job_spec import Checkpoints, JobSpec
 from lockstep.protocol.worker import AgentMessage, WorkerMessage
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
-from lockstep.system.environment import Checkpoints, read_worker
+from lockstep.system.environment import read_worker
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
@@ -60,7 +60,7 @@ from lockstep.transport.state_memory import MemoryTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.checkpoints import open_checkpoints
 from lockstep.worker.job import Job, JobContext, by_itself
-from lockstep.worker.membership import AgentMembership, wait_policy
+from lockstep.worker.membership import AgentMembership, take_welcome, wait_policy
 
 STEPS = 12
 LIMITS = TimeLimits(timeout=5.0, blame=0.05, look=0.05, pause=0.001, longest_pause=0.01)
@@ -109,22 +109,24 @@ class ForkLauncher:
 def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     """Run as a worker, and print its result."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    config = read_worker(launch.environment(connection.fileno()))
-    client = AgentClient(PacketChannel(connection, AgentMessage), config.worker)
-    events = Bus(SystemClock(), config.worker)
+    identity = read_worker(launch.environment(connection.fileno()))
+    client = AgentClient(PacketChannel(connection, AgentMessage), identity.worker)
+    events = Bus(SystemClock(), identity.worker)
     events.subscribe(client.report, *WORKER_EVENTS)
-    faults = Faults([fault for fault in given if fault.worker == config.worker])
+    faults = Faults([fault for fault in given if fault.worker == identity.worker])
     prepare(faults)
-    membership = AgentMembership(config, client, wait_policy(config.timeout), MemoryTransport())
-    if config.joins:
-        view = place(config.replicas, (config.worker,))
+    welcome = take_welcome(client)
+    settings = welcome.settings
+    membership = AgentMembership(identity, welcome, client, wait_policy(settings.timeout), MemoryTransport())
+    if identity.joins:
+        view = place(settings.replicas, (identity.worker,))
         communicator = by_itself(view)
     else:
         view, communicator = membership.first_view()
-    context = JobContext(config.worker, config.seed, 1, events, began_with=config.workers)
+    context = JobContext(identity.worker, events, settings)
     entered: Job
-    checkpoints = open_checkpoints(config, events, lambda: entered.is_chief)
-    entered = Job(context, (view, communicator), membership, checkpoints, joins=config.joins)
+    checkpoints = open_checkpoints(settings, events, lambda: entered.is_chief, joins=identity.joins)
+    entered = Job(context, (view, communicator), membership, checkpoints, joins=identity.joins)
     client.started()
     events.publish(StrategyInstalled("none"))
     try:
@@ -166,15 +168,13 @@ def run(folder: Path, seed: int, job: DrawnJob) -> tuple[int, list[str], int]:
     paths = RunPaths(folder)
     checkpoints = Checkpoints(folder / "checkpoints", 2, None, 2) if job.replace else None
     spec = JobSpec(
-        "steps",
-        False,
-        (),
-        job.workers,
-        job.replicas,
-        1,
-        seed,
-        LIMITS.timeout,
-        folder,
+        target="steps",
+        workers=job.workers,
+        replicas=job.replicas,
+        threads=1,
+        seed=seed,
+        timeout=LIMITS.timeout,
+        run_dir=folder,
         checkpoints=checkpoints,
         min_workers=job.workers if job.replace else 1,
         max_restarts=100 if job.replace else 0,

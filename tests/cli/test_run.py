@@ -255,8 +255,8 @@ def test_workers_have_the_documented_environment(lockstep: Any) -> None:
 import json, random, numpy
 print(json.dumps({{name: os.environ.get(name) for name in {names}}}))
 print([name for name in os.environ if name.startswith("LOCKSTEP_")])
-context = job.current().context
-print(random.random(), numpy.random.rand(), job.current().view.owners, context.threads, context.joint_input)
+settings = job.current().settings
+print(random.random(), numpy.random.rand(), job.current().view.owners, settings.threads, settings.joint_input)
 """
     options = ["-n", "2", "--replicas", "3", "--threads-per-worker", "2", "--seed", str(2**32 + 5)]
     options += ["--input", "joint"]
@@ -291,7 +291,7 @@ print(random.random(), numpy.random.rand(), job.current().view.owners, context.t
 
 
 def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
-    name = lockstep.script("print(job.current().context.threads)")
+    name = lockstep.script("print(job.current().settings.threads)")
     assert {lockstep.run("-n", n, "--replicas", "2", name).out for n in "12"} == {
         f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
     }

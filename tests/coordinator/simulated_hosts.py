@@ -343,7 +343,13 @@ class ManyHosts:
         self._fetching = 0.0
         names = tuple(JobHost(host.name, 1) for host in self.hosts)
         spec = JobSpec(
-            "a.py", False, (), members, count, 1, 0, 600.0, folder, hosts=names, max_restarts=count
+            target="a.py",
+            workers=members,
+            replicas=count,
+            threads=1,
+            run_dir=folder,
+            hosts=names,
+            max_restarts=count,
         )
         agents = [HostAgent(host.channel, host.name, host.address, remote=True) for host in self.hosts]
         command, self._command = LocalChannel.pair()

@@ -84,7 +84,7 @@ class Job:
         self.log = EventLog.open(paths.events, pytest.fail)
         events = Bus(SystemClock(), complain=pytest.fail)
         events.subscribe(self.log.append, *RUN_EVENTS)
-        spec = JobSpec("a.py", False, (), 2, 4, 1, 0, 60.0, folder)
+        spec = JobSpec(target="a.py", workers=2, replicas=4, threads=1, run_dir=folder)
         self.coordinator = Coordinator(
             spec,
             paths,

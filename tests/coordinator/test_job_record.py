@@ -15,7 +15,7 @@ from lockstep.protocol.host import (
     StartView,
     StartWorker,
 )
-from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.job_spec import Checkpoints, JobHost, JobSpec, Verification
 from lockstep.protocol.worker import FailureReport
 from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.supervisor.decide import decide
@@ -27,18 +27,16 @@ from lockstep.supervisor.events import (
     WorkerExited,
 )
 from lockstep.supervisor.state import JobSize, State, TimeLimits
-from lockstep.system.environment import Checkpoints
 
 SPEC = JobSpec(
-    "train.py",
-    False,
-    ("--epochs", "3"),
-    4,
-    8,
-    2,
-    7,
-    600.0,
-    Path("runs/a"),
+    target="train.py",
+    arguments=("--epochs", "3"),
+    workers=4,
+    replicas=8,
+    threads=2,
+    seed=7,
+    run_dir=Path("runs/a"),
+    verification=Verification(5, all=True),
     checkpoints=Checkpoints(Path("saved"), None, 3.0, 2, given="saved"),
     hosts=(JobHost("node1", 2), JobHost("node2", 2)),
 )

@@ -94,7 +94,7 @@ class Job:
         self.command, command = LocalChannel.pair()
         self.out = (self.folder / "out").open("wb", 0)
         self.err = (self.folder / "err").open("wb", 0)
-        spec = JobSpec("a.py", False, (), 3, 4, 1, 0, 60.0, self.folder, hosts=HOSTS)
+        spec = JobSpec(target="a.py", workers=3, replicas=4, threads=1, run_dir=self.folder, hosts=HOSTS)
         limits = TimeLimits(abort=0.01, term=0.01, kill=0.01)
         self.coordinator = Coordinator(
             spec,

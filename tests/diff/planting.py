@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import msgspec
 import numpy as np
 
 from lockstep.collectives.loopback import Hub
@@ -29,6 +28,7 @@ from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.observability.bus import Bus
 from lockstep.observability.event_log import recorded
 from lockstep.observability.events import JobFinished, JobStarted
+from lockstep.protocol.job_spec import JobSettings, JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.paths import RunPaths
 from lockstep.topology import place
@@ -135,7 +135,7 @@ def train(folder: Path, program: Program) -> None:
     with recorded(bus, RunPaths(folder), print):
         bus.publish(_started(program))
         seed_everything(program.job_seed)
-        context = JobContext(0, program.job_seed, program.threads, bus)
+        context = JobContext(0, bus, JobSettings(seed=program.job_seed, threads=program.threads))
         own = Job(context, (view, Hub(ReducePlan.of(view)).member(0)))
         job.enter(own)
         with patches.install(own).scope(nullcontext), _faults(program):
@@ -247,10 +247,8 @@ def _faults(program: Program) -> Iterator[None]:
 
 
 def _started(program: Program) -> JobStarted:
-    kinds = {each.encode_name: each.type for each in msgspec.inspect.type_info(JobStarted).fields}
-    fields = dict.fromkeys(kinds)
-    fields |= {"seed": program.job_seed, "replicas": REPLICAS, "workers": 1, "format": 1, "arguments": ()}
-    return JobStarted(**fields)
+    spec = JobSpec(target="training.py", run_dir=Path("run"), seed=program.job_seed, replicas=REPLICAS)
+    return JobStarted(versions={}, script=None, cores=1, host="", directory="", job=spec.recorded())
 
 
 def _finished(program: Program, model: Any, digest: str) -> JobFinished:

@@ -35,7 +35,7 @@ def options_of_repetition(folder: Path, monkeypatch: pytest.MonkeyPatch, **job: 
 
     monkeypatch.setattr(subprocess, "run", start)
     recording = Recording(folder / "old", JOB | {"directory": str(folder)} | job, PROGRAM)
-    assert repeat(recording, folder / "new", {}) == 0
+    assert repeat(recording, folder / "new") == 0
     ((_, *command),) = started
     assert command[:4] == ["-P", "-m", "lockstep", "run"]
     with run.make_context("run", command[4:]) as context:

@@ -42,12 +42,11 @@ from lockstep.protocol.host import (
     SendCheckpoint,
     TakeCheckpoint,
 )
-from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.job_spec import Checkpoints, JobHost, JobSpec
 from lockstep.protocol.rendezvous import Rejected
 from lockstep.system import disk_work
 from lockstep.system.clock import SystemClock
 from lockstep.system.disk_work import DiskWork
-from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.stream_channel import StreamChannel
@@ -115,7 +114,8 @@ def test_a_host_without_a_coordinator_says_whether_it_trains(broken: bool) -> No
         workers=SimpleNamespace(need_coordinator=lambda: True),
     )
     session: Any = SimpleNamespace(lost=lost, rejected="", keep_alive=lambda: None)
-    agent: Any = SimpleNamespace(hold=None, lacks_workers=False, pauses=lambda now: False)
+    spec = JobSpec(target="a.py", run_dir=Path("run"))
+    agent: Any = SimpleNamespace(spec=spec, lacks_workers=False, pauses=lambda now: False)
     offer: Any = None
     with contextlib.closing(agent_process._Contact(process, session, agent, None, 600.0, offer)) as contact:
         contact.serve()
@@ -401,7 +401,15 @@ def begun(folder: Path) -> Agent:
     agent = Agent(folder)
     agent.send(msgspec.structs.replace(prepare(folder), checkpoints=""))
     assert agent.answer() == FACTS
-    spec = JobSpec("a.py", False, (), 2, 2, 1, 0, 60.0, folder, hosts=(JobHost("a", 1), JobHost("b", 1)))
+    spec = JobSpec(
+        target="a.py",
+        workers=2,
+        replicas=2,
+        threads=1,
+        timeout=60.0,
+        run_dir=folder,
+        hosts=(JobHost("a", 1), JobHost("b", 1)),
+    )
     agent.send(BeginJob(spec, 1, spec.hosts[1], 1))
     agent.send(EndHost(0.0, status=3))
     return agent

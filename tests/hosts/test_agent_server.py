@@ -78,7 +78,7 @@ def join(tmp_path: Any) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def begin(*arguments: Any) -> Job:
-        spec = JobSpec("train.py", False, (), 1, 1, 1, 0, 60.0, tmp_path, hosts=(JobHost("10.0.0.1", 1),))
+        spec = JobSpec(target="train.py", threads=1, run_dir=tmp_path, hosts=(JobHost("10.0.0.1", 1),))
         jobs.append(Job(spec, *arguments))
         return jobs[-1]
 

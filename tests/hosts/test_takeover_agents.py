@@ -14,7 +14,7 @@ from lockstep.transport.local_channel import LocalChannel
 
 def test_agents_that_the_record_does_not_count_on_join_anew() -> None:
     """Those of lost hosts, of hosts that joined after the record was made, and of another job."""
-    spec = JobSpec("a.py", False, (), 3, 4, 1, 0, 60.0, Path("run"))
+    spec = JobSpec(target="a.py", workers=3, replicas=4, threads=1, run_dir=Path("run"))
     hosts = (HostRecord("node1", None), HostRecord("node2", None, lost=True), HostRecord("node3", None))
     record = JobRecord(spec, State.of(spec.view, TimeLimits(), JobSize.of(3, 1, 5)), hosts)
     ends: list[Any] = [LocalChannel.pair() for _ in range(5)]

@@ -13,8 +13,9 @@ from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.import_scan import NOTHING, ImportScan
 from lockstep.launcher.launcher import Launch, LocalHandle, LocalLauncher
 from lockstep.protocol.channel import Attachment
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import Welcome
-from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
+from lockstep.system.environment import WorkerIdentity, job_environment, tf_config, worker_environment
 from lockstep.system.prctl import adopt_orphans
 
 PATIENCE = 300_000
@@ -39,7 +40,11 @@ class Workers:
             wait_for(descriptor)
         handle = self.launcher.start(Launch(worker, self._environment(worker)))
         self._handles.append(handle)
-        handle.channel.send(Welcome(Attachment(SharedPool.create().fd)))
+        handle.channel.send(
+            Welcome(
+                Attachment(SharedPool.create().fd), JobSettings(replicas=2, seed=5, threads=1, adopts=False)
+            )
+        )
         return handle
 
     def output(self, worker: int = 1) -> tuple[int | None, str, str]:
@@ -64,8 +69,8 @@ class Workers:
 
     def _environment(self, worker: int) -> Callable[[int], dict[str, str]]:
         def environment(control: int) -> dict[str, str]:
-            config = WorkerConfig(worker, 1, 2, 5, 1, 60.0, self.folder, os.getpid(), control, joins=True)
-            return worker_environment(config, slot=worker)
+            identity = WorkerIdentity(worker, self.folder, os.getpid(), control, joins=True)
+            return worker_environment(identity, job_environment(5, 1), cluster=tf_config(worker, 2))
 
         return environment
 

@@ -16,8 +16,9 @@ from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.launcher import AgentChannel, Handle, Launch, Launcher, LocalLauncher
 from lockstep.observability.events import ScriptEnded, WorkerReady
 from lockstep.protocol.channel import Attachment, PeerGone
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import EnterView, EventReport, SharedMemoryEndpoint, Welcome
-from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
+from lockstep.system.environment import WorkerIdentity, job_environment, tf_config, worker_environment
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import adopt_orphans
 
@@ -48,8 +49,8 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     RunPaths(tmp_path).sources.mkdir()
 
     def environment(control: int) -> dict[str, str]:
-        config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control)
-        return worker_environment(config)
+        identity = WorkerIdentity(0, tmp_path, os.getpid(), control)
+        return worker_environment(identity, job_environment(0, 1), cluster=tf_config(0, 1))
 
     def start(script: str) -> Handle:
         path = tmp_path / f"{script}.py"
@@ -62,7 +63,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
             wait_for(descriptor)
         handle = launcher.start(Launch(0, environment))
         handles.append(handle)
-        handle.channel.send(Welcome(Attachment(SharedPool.create().fd)))
+        handle.channel.send(Welcome(Attachment(SharedPool.create().fd), JobSettings(threads=1, adopts=False)))
         segment = ControlSegment.create(1)
         handle.channel.send(EnterView(1, ((0,),), SharedMemoryEndpoint(Attachment.copy_of(segment.fd))))
         segment.close()

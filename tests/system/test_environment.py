@@ -9,10 +9,11 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.system.environment import (
-    WorkerConfig,
+    WorkerIdentity,
     cache_folder,
     environment_at_start,
     forget_worker,
+    job_environment,
     read_worker,
     replaced_hash_seed,
     switched_off,
@@ -22,37 +23,34 @@ from lockstep.system.environment import (
     worker_environment,
 )
 
-CONFIG = WorkerConfig(
-    worker=1,
-    workers=2,
-    replicas=3,
-    seed=2**32 + 7,
-    threads=4,
-    timeout=1.5,
-    run_dir=Path("/runs/a b"),
-    agent=99,
-    control=5,
-)
+IDENTITY = WorkerIdentity(worker=1, run_dir=Path("/runs/a b"), agent=99, control=5)
+
+
+def environment_of(
+    inherited: dict[str, str],
+    *,
+    backend: str | None = None,
+    identity: WorkerIdentity = IDENTITY,
+    devices: str | None = None,
+    shares_devices: bool = False,
+) -> dict[str, str]:
+    shared = job_environment(2**32 + 7, 4, inherited, backend=backend)
+    return worker_environment(
+        identity, shared, cluster=tf_config(1, 3), devices=devices, shares_devices=shares_devices
+    )
 
 
 def test_read_inverts_write() -> None:
-    for config in (
-        CONFIG,
-        *(replace(CONFIG, **{name: True}) for name in ("tf_distribute", "by_hand", "joins", "joint_input")),
-    ):
-        assert read_worker(worker_environment(config, {})) == config
+    for changes in ({}, {"by_hand": True}, {"joins": True}, {"host": "node 1"}):
+        identity = replace(IDENTITY, **changes)
+        assert read_worker(environment_of({}, identity=identity)) == identity
 
 
 def test_the_whole_environment_of_a_worker() -> None:
     inherited = {"HOME": "/home", "OMP_NUM_THREADS": "64", "LOCKSTEP_OLD": "x", "TF_CONFIG": "old"}
-    assert worker_environment(CONFIG, inherited) == {
+    assert environment_of(inherited) == {
         "HOME": "/home",
         "LOCKSTEP_WORKER": "1",
-        "LOCKSTEP_WORKERS": "2",
-        "LOCKSTEP_REPLICAS": "3",
-        "LOCKSTEP_SEED": str(2**32 + 7),
-        "LOCKSTEP_THREADS": "4",
-        "LOCKSTEP_TIMEOUT": "1.5",
         "LOCKSTEP_RUN_DIR": "/runs/a b",
         "LOCKSTEP_AGENT": "99",
         "LOCKSTEP_CONTROL_FD": "5",
@@ -81,8 +79,8 @@ def test_a_hash_seed_of_the_user_that_is_replaced(given: str | None, replaced: s
 
 
 def test_backend_and_devices_are_set_only_on_request() -> None:
-    plain = worker_environment(CONFIG, {})
-    asked = worker_environment(CONFIG, {}, backend="torch", devices="0,1")
+    plain = environment_of({})
+    asked = environment_of({}, backend="torch", devices="0,1")
     assert asked == plain | {
         "KERAS_BACKEND": "torch",
         "MALLOC_TRIM_THRESHOLD_": "1073741824",
@@ -96,7 +94,7 @@ def test_backend_and_devices_are_set_only_on_request() -> None:
 
 @pytest.mark.parametrize(("backend", "kept"), [("tensorflow", True), ("torch", True), ("jax", False)])
 def test_glibc_keeps_the_memory_of_backends_that_allocate_with_it(backend: str, kept: bool) -> None:
-    assert ("MALLOC_TRIM_THRESHOLD_" in worker_environment(CONFIG, {}, backend=backend)) == kept
+    assert ("MALLOC_TRIM_THRESHOLD_" in environment_of({}, backend=backend)) == kept
 
 
 @pytest.mark.parametrize(
@@ -132,8 +130,8 @@ def test_a_task_of_slurm_uses_the_cores_that_it_asks_for(
 
 
 def test_workers_that_share_a_gpu_allocate_memory_on_demand() -> None:
-    alone = worker_environment(CONFIG, {}, devices="0")
-    shared = worker_environment(CONFIG, {}, devices="0", shared=True)
+    alone = environment_of({}, devices="0")
+    shared = environment_of({}, devices="0", shares_devices=True)
     assert shared == alone | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
@@ -146,11 +144,11 @@ def test_settings_of_the_user_on_determinism_remain_and_are_named() -> None:
         "TF_DETERMINISTIC_OPS": "0",
         "CUBLAS_WORKSPACE_CONFIG": ":0:0",
     }
-    made = worker_environment(CONFIG, off, devices="0")
+    made = environment_of(off, devices="0")
     assert {name: made[name] for name in off} == off
     assert switched_off(off) == tuple(off)
     assert switched_off({}) == ()
-    kept = worker_environment(CONFIG, {"XLA_FLAGS": "--xla_dump_to=x"}, devices="0")
+    kept = environment_of({"XLA_FLAGS": "--xla_dump_to=x"}, devices="0")
     assert kept["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_deterministic_ops=true"
 
 
@@ -171,7 +169,7 @@ def test_the_environment_at_the_start_is_found(tmp_path: Path, monkeypatch: pyte
 
 
 def test_forgetting_the_worker_keeps_other_variables() -> None:
-    environment = worker_environment(CONFIG, {"HOME": "/home"})
+    environment = environment_of({"HOME": "/home"})
     forget_worker(environment)
     assert [name for name in environment if name.startswith("LOCKSTEP_")] == []
     assert environment["HOME"] == "/home"
@@ -182,31 +180,23 @@ def test_forgetting_the_worker_keeps_other_variables() -> None:
     [
         ("WORKER", "-1", "expected a whole number, 0 or more"),
         ("WORKER", "٣", "expected a whole number, 0 or more"),
-        ("WORKERS", "0", "expected a whole number, 1 or more"),
-        ("SEED", "", "expected a whole number, 0 or more"),
-        ("TIMEOUT", "soon", "expected seconds"),
-        ("TIMEOUT", "nan", "expected seconds, more than 0"),
+        ("AGENT", "0", "expected a whole number, 1 or more"),
+        ("CONTROL_FD", "", "expected a whole number, 0 or more"),
         ("RUN_DIR", "runs", "expected an absolute path"),
     ],
 )
 def test_an_invalid_variable_is_named(name: str, value: str, expected: str) -> None:
-    environment = worker_environment(CONFIG, {}) | {f"LOCKSTEP_{name}": value}
+    environment = environment_of({}) | {f"LOCKSTEP_{name}": value}
     with pytest.raises(ConfigError) as caught:
         read_worker(environment)
     assert str(caught.value) == f"LOCKSTEP_{name} is {value!r}: {expected}"
 
 
-@pytest.mark.parametrize("name", [name for name in worker_environment(CONFIG, {}) if name[:5] == "LOCKS"])
+@pytest.mark.parametrize("name", [name for name in environment_of({}) if name[:5] == "LOCKS"])
 def test_a_missing_variable_is_named(name: str) -> None:
-    environment = worker_environment(CONFIG, {})
+    environment = environment_of({})
     del environment[name]
     with pytest.raises(ConfigError, match=f"^{name} is not set: "):
-        read_worker(environment)
-
-
-def test_the_worker_must_be_one_of_the_workers() -> None:
-    environment = worker_environment(replace(CONFIG, worker=2), {})
-    with pytest.raises(ConfigError, match=r"^LOCKSTEP_WORKER is 2, but the 2 workers count from 0$"):
         read_worker(environment)
 
 

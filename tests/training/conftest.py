@@ -19,6 +19,7 @@ from lockstep.launcher.import_scan import imports_for_training
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import WORKER_EVENTS, Event
 from lockstep.parameter_server.order import read_order
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import job_environment
 from lockstep.topology import place
@@ -249,7 +250,7 @@ def job_of_one_worker(published: list[Event]) -> Job:
     hub = Hub(ReducePlan.of(view))
     events = Bus(SystemClock(), 0)
     events.subscribe(lambda entry: published.append(entry.event), *WORKER_EVENTS)
-    context = JobContext(0, 0, 1, events)
+    context = JobContext(0, events, JobSettings(threads=1))
     entered = Job(context, (view, hub.member(0)))
     job.enter(entered)
     return entered

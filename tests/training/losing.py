@@ -35,7 +35,7 @@ def lose_between_pushes(step: int, *workers: int) -> None:
         if isinstance(message, Push) and message.step >= step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if here.worker in workers and here.context.order is None:
+    if here.worker in workers and here.settings.order is None:
         AskingChannel.send = sent  # type: ignore[method-assign]
 
 
@@ -48,7 +48,7 @@ def lose_servers(given: Sequence[str]) -> None:
         given: the number of the server, and the arguments of `lose_this_process`; empty for none.
     """
     here = job.current()
-    if here.context.order is not None:
+    if here.settings.order is not None:
         return
     standby.KEPT_BYTES = 0
     tasks = here.context.tasks

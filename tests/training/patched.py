@@ -15,6 +15,7 @@ import lockstep
 from lockstep.keras import assignments, patches
 from lockstep.keras.replica_run.runner import runner_of
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import downloads, jax_cache, tf_distribute_shim
@@ -24,7 +25,7 @@ from lockstep.worker.patch_registry import PATCHES
 LIBRARIES = ("jax", "keras", "tensorflow", "torch")
 OWN = str(Path(lockstep.__file__).parent)
 VIEW = place(3, (0,))
-JOB = Job(JobContext(0, 0, 1, Bus(SystemClock(), 0)), (VIEW, by_itself(VIEW)))
+JOB = Job(JobContext(0, Bus(SystemClock(), 0), JobSettings(threads=1)), (VIEW, by_itself(VIEW)))
 
 Attributes = dict[tuple[int, str], tuple[str, Any]]
 

@@ -33,7 +33,7 @@ from lockstep.worker import job
 ops = keras.ops
 BACKEND = keras.backend.backend()
 POINT, FOLDER = sys.argv[1], Path(sys.argv[2])
-REPLAYS = job.current().context.order is not None
+REPLAYS = job.current().settings.order is not None
 WORKER = job.current().worker
 TASKS = job.current().context.tasks
 assert TASKS is not None

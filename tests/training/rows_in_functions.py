@@ -179,7 +179,7 @@ def replaced(folder: Path) -> None:
     def counted(*given: Any) -> Any:
         nonlocal ran
         ran += 1
-        if own.worker == 2 and ran == 4 and own.context.order is None:
+        if own.worker == 2 and ran == 4 and own.settings.order is None:
             os.kill(os.getpid(), signal.SIGKILL)
         if own.worker == 6:
             joined.write_text(str(ran))

@@ -166,7 +166,7 @@ def assigned_late() -> Iterator[None]:
     functions begin; in a replay they are not, and the functions still get the same values of variables.
     """
     functions = strategy.function_calls()
-    if not isinstance(functions, ChiefCalls) or job.current().context.order is not None:
+    if not isinstance(functions, ChiefCalls) or job.current().settings.order is not None:
         yield
         return
     FunctionDispatcher._assign, assign = lambda *_: None, FunctionDispatcher._assign  # type: ignore[method-assign]

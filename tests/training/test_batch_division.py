@@ -34,6 +34,7 @@ from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
@@ -66,7 +67,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 def job_of(view: View) -> Job:
-    context = JobContext(0, 0, 1, Bus(SystemClock(), 0))
+    context = JobContext(0, Bus(SystemClock(), 0), JobSettings(threads=1))
     return Job(context, (view, by_itself(view)))
 
 
@@ -217,7 +218,7 @@ class Worker:
             found: EnteredView = view, by_itself(view)
         else:
             found = membership.entered(world.place_of(self.worker))
-        context = JobContext(self.worker, 0, 1, Bus(SystemClock(), self.worker))
+        context = JobContext(self.worker, Bus(SystemClock(), self.worker), JobSettings(threads=1))
         self.job = Job(context, found, membership, joins=joins)
         visited = ReorderedDataset(self.dataset, self.shuffle, (SEED,))
         source = division(visited, lambda batch: batch, ReadingWorker(self.job, SEED))

@@ -14,6 +14,7 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import PeerLostError
 from lockstep.keras.fit.callbacks import different_paths, paths_of, writing_once
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, set_callback_states
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext, by_itself
@@ -147,7 +148,13 @@ def hub_of_two(job_of_one_worker: Job) -> Iterator[Hub]:
     """The exchange of two workers, of which this process is the one that is not the chief."""
     view = place(2, (0, 1))
     hub = Hub(ReducePlan.of(view))
-    job.enter(Job(JobContext(1, 0, 1, job_of_one_worker.events), (view, hub.member(1)), Survivor()))
+    job.enter(
+        Job(
+            JobContext(1, job_of_one_worker.events, JobSettings(workers=2, threads=1)),
+            (view, hub.member(1)),
+            Survivor(),
+        )
+    )
     yield hub
     job.enter(job_of_one_worker)
 

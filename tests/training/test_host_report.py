@@ -23,6 +23,7 @@ from lockstep.keras.small_program import computed_bits, cost_of_limit
 from lockstep.keras.worker_exchange import agree, texts_of_all
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import HostsDiffer
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place_on_hosts
 from lockstep.worker.job import Job, JobContext
@@ -46,7 +47,8 @@ ALLOW = "; --allow-unlike accepts a result that depends on which host computes w
 def own_job(**options: bool) -> Job:
     view = place_on_hosts(4, HOSTS)
     return Job(
-        JobContext(0, 0, 1, Bus(SystemClock(), 0), **options), (view, Hub(ReducePlan.of(view)).member(0))
+        JobContext(0, Bus(SystemClock(), 0), JobSettings(threads=1, **options)),
+        (view, Hub(ReducePlan.of(view)).member(0)),
     )
 
 
@@ -119,7 +121,7 @@ def in_all(view: View, act: Callable[[Job], None]) -> list[str]:
 
     def run(position: int, worker: int) -> str:
         host = next(name for name, ids in zip(("node1", "node2"), HOSTS, strict=True) if worker in ids)
-        context = JobContext(worker, 0, 1, Bus(SystemClock(), worker), host=host)
+        context = JobContext(worker, Bus(SystemClock(), worker), JobSettings(workers=4, threads=1), host=host)
         try:
             act(Job(context, (view, hub.member(position))))
         except DisagreementError as error:
@@ -150,7 +152,7 @@ def test_a_joiner_compares_its_host_with_that_of_a_member(monkeypatch: pytest.Mo
     view, bus = place_on_hosts(4, HOSTS), Bus(SystemClock(), 0)
 
     def at(worker: int, host: str, *, over_hosts: bool = True) -> Job:
-        context = JobContext(worker, 0, 1, bus, host=host, over_hosts=over_hosts)
+        context = JobContext(worker, bus, JobSettings(workers=3, threads=1), host=host, over_hosts=over_hosts)
         return Job(context, (view, Hub(ReducePlan.of(view)).member(0)))
 
     member = report_for_joiners(at(0, "node1"))

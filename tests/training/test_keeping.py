@@ -14,6 +14,7 @@ from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import FolderLock
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
@@ -194,7 +195,9 @@ class TestRefusals:
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
-        own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
+        own = Job(
+            JobContext(0, Bus(SystemClock(), 0), JobSettings(seed=7, threads=1)), (view, job.by_itself(view))
+        )
         calls = NumberedCalls()
         keeping = ScriptCheckpoints(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.sources import DividedSource, GlobalBatchSource, Pass
 from lockstep.keras.input.streams import host_nest
 from lockstep.keras.randomness import random_states, same_states
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.topology import View, place
 from lockstep.worker.job import Job, JobContext
 
@@ -63,7 +64,9 @@ class Worker:
 
     def __init__(self, worker: int, workers: int, base: JobContext, replicas: int = REPLICAS) -> None:
         view = place(replicas, tuple(range(workers)))
-        context = JobContext(worker, base.seed, workers, base.events)
+        context = JobContext(
+            worker, base.events, JobSettings(workers=workers, seed=base.settings.seed, threads=1)
+        )
         self.job = Job(context, (view, Hub(ReducePlan.of(view)).member(0)))
         self.reader = ReadingWorker(self.job, 77)
 

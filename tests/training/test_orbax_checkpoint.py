@@ -11,6 +11,7 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.keras.fit.callbacks import HostOrbaxCheckpoint, paths_of, writes, writing_once
 from lockstep.keras.private.common import ORBAX_CHECKPOINT
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
@@ -44,7 +45,8 @@ def test_one_worker_writes_and_all_count(
     )
     view = place(2, (0, 1))
     own = job.Job(
-        job.JobContext(worker, 0, 1, Bus(SystemClock(), 0)), (view, Hub(ReducePlan.of(view)).member(worker))
+        job.JobContext(worker, Bus(SystemClock(), 0), JobSettings(workers=2, threads=1)),
+        (view, Hub(ReducePlan.of(view)).member(worker)),
     )
     monkeypatch.setattr(job, "_current", [own])
     given = made(tmp_path)

@@ -22,6 +22,7 @@ from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
@@ -33,7 +34,9 @@ def process() -> tuple[Snapshots, list[Any]]:
     """A process at the beginning of its script: two built models with unbuilt optimizers."""
     keras.utils.clear_session()
     view = place(3, (0,))
-    own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
+    own = Job(
+        JobContext(0, Bus(SystemClock(), 0), JobSettings(seed=7, threads=1)), (view, job.by_itself(view))
+    )
     backend: Any = SimpleNamespace(to_numpy=keras.ops.convert_to_numpy)
     snapshots = Snapshots(own, backend, NumberedCalls())
     models = []
@@ -129,7 +132,11 @@ def test_a_process_that_resumes_reads_no_other_batch_for_a_model_that_skipped_ca
         keras.utils.set_random_seed(3)
         view = place(3, (0,))
         events = Bus(SystemClock(), 0)
-        own = Job(JobContext(0, 7, 1, events), (view, job.by_itself(view)), checkpoints=checkpoints)
+        own = Job(
+            JobContext(0, events, JobSettings(seed=7, threads=1)),
+            (view, job.by_itself(view)),
+            checkpoints=checkpoints,
+        )
         methods = ModelMethods(own, JaxBackend())
         models = []
         with methods.scope(nullcontext):

@@ -14,6 +14,7 @@ import pytest
 from lockstep.errors import UnfitError
 from lockstep.keras import patches
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext, by_itself
@@ -170,7 +171,7 @@ def test_a_forked_process_trains_as_plain_keras(
 ) -> None:
     """Also a model whose step the replicas of its worker have computed."""
     view = place(2, (0,))
-    own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, by_itself(view)))
+    own = Job(JobContext(0, Bus(SystemClock(), 0), JobSettings(seed=7, threads=1)), (view, by_itself(view)))
     patches.install(own).adopt_all()
     try:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

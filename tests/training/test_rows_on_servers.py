@@ -24,6 +24,7 @@ from lockstep.keras.parameter_server.table_rows import VALUES, TableRows, ranges
 from lockstep.observability.bus import Bus
 from lockstep.parameter_server.row_digest import digest_of_rows
 from lockstep.parameter_server.tasks import Tasks
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
@@ -400,7 +401,8 @@ def test_a_worker_that_joins_has_no_rows() -> None:
     joining: Any = SimpleNamespace(
         process=6,
         joins=True,
-        context=SimpleNamespace(tasks=Tasks(6, 2), has_all_tasks=False),
+        context=SimpleNamespace(tasks=Tasks(6, 2)),
+        settings=JobSettings(workers=6, parameter_servers=2),
         at_completion=lambda act: None,
         at_exit=lambda act: None,
     )
@@ -412,7 +414,12 @@ def chief_and_server() -> Iterator[tuple[ServerTable, ServerTable]]:
     """A table of four rows in two processes, the chief and the server, that have met in a call."""
     view = place(2, (0, 1))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=120.0))
-    contexts = [JobContext(one, 0, 1, Bus(SystemClock(), one), tasks=Tasks(2, 1)) for one in (0, 1)]
+    contexts = [
+        JobContext(
+            one, Bus(SystemClock(), one), JobSettings(threads=1, workers=2, replicas=2, parameter_servers=1)
+        )
+        for one in (0, 1)
+    ]
     jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
     def meet(job: Job) -> ServerTable:

@@ -16,6 +16,7 @@ from lockstep.keras.replica_run.results import ResultCombiner
 from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import gathered_scalars, spread
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
@@ -27,7 +28,9 @@ def together(act: Callable[[int, RunRounds], Any]) -> list[Any]:
     """Run `act` on two workers, of which the first owns replicas 0 and 1; return their results or errors."""
     view = place(REPLICAS, (0, 1))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
-    contexts = [JobContext(worker, 0, 1, Bus(SystemClock(), worker)) for worker in (0, 1)]
+    contexts = [
+        JobContext(worker, Bus(SystemClock(), worker), JobSettings(workers=2, threads=1)) for worker in (0, 1)
+    ]
     jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
     def one(job: Job) -> Any:

@@ -17,6 +17,7 @@ from lockstep.keras.state import settings
 from lockstep.keras.state.settings import differences, settings_of_call, settings_of_model, settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
@@ -135,7 +136,9 @@ def test_parts_of_a_loop_have_settings() -> None:
 
 def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     view, calls = place(3, (0,)), NumberedCalls()
-    own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
+    own = Job(
+        JobContext(0, Bus(SystemClock(), 0), JobSettings(seed=7, threads=1)), (view, job.by_itself(view))
+    )
     snapshots = Snapshots(own, None, calls)  # type: ignore[arg-type]
     facts = {"settings": settings_of_parts({"net": layers.Dropout(0.2)}), "sources": {}}
     held: Any = SimpleNamespace(parts={"net": layers.Dropout(0.5)})

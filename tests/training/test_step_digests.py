@@ -19,6 +19,7 @@ from lockstep.observability.events import (
     ProgramRecorded,
     StepDigests,
 )
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
@@ -48,7 +49,7 @@ class Recorded:
         bus = Bus(SystemClock(), 0)
         bus.subscribe(lambda published: self.events.append(published.event), *WORKER_DIGESTS)
         view = place(REPLICAS, (0,))
-        context = JobContext(0, 0, 1, bus, digests=wish)
+        context = JobContext(0, bus, JobSettings(threads=1, digests=wish))
         self.time, self.cost = 1000.0, cost
         self.job = Job(context, (view, Hub(ReducePlan.of(view)).member(0)))
         self.recorder = DigestRecorder(self.job, self.to_numpy, lambda: self.time)

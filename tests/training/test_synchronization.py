@@ -27,6 +27,7 @@ from lockstep.keras.synchronization import (
     spread,
 )
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext
@@ -43,7 +44,10 @@ def all_reduces(workers: int) -> list[Synchronization]:
 def jobs(workers: int) -> list[Job]:
     view = place(REPLICAS, tuple(range(workers)))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
-    contexts = [JobContext(worker, 0, 1, Bus(SystemClock(), worker)) for worker in range(workers)]
+    contexts = [
+        JobContext(worker, Bus(SystemClock(), worker), JobSettings(workers=workers, threads=1))
+        for worker in range(workers)
+    ]
     return [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
 

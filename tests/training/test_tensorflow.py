@@ -26,6 +26,7 @@ from lockstep.collectives.layout import allocate
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
@@ -740,7 +741,10 @@ def test_a_checkpoint_is_written_elsewhere_and_renamed(tmp_path: Path) -> None:
         type(saver).save(saver, prefix)
 
     view = place(2, (0, 1))
-    own = Job(JobContext(0, 0, 1, Bus(SystemClock(), 0), tmp_path / "run"), (view, by_itself(view)))
+    own = Job(
+        JobContext(0, Bus(SystemClock(), 0), JobSettings(threads=1), tmp_path / "run"),
+        (view, by_itself(view)),
+    )
     final = tmp_path / "new" / "ckpt"
     checkpoint = tf.train.Checkpoint(kept=tf.Variable([1.0, 2.0]))
     shared(own, lambda: False, write)(checkpoint._saver, str(final))

@@ -28,6 +28,7 @@ from lockstep.keras.verification import (
     judge,
 )
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings, Verification
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext
@@ -38,19 +39,22 @@ REPLICAS = 4
 
 @given(some.integers(0, 2**32), some.integers(1, 9), some.integers(1, 5), some.integers(1, 500))
 def test_each_cycle_draws_every_replica(seed: int, replicas: int, every: int, begin: int) -> None:
-    plan = VerificationPlan(seed, replicas, every)
+    plan = VerificationPlan(seed, replicas, Verification(every))
     first = (begin // (every * replicas)) * every * replicas
     cycle = [plan.drawn(step) for step in range(first + 1, first + every * replicas + 1)]
     assert sorted(replica for drawn in cycle for replica in drawn) == list(range(replicas))
     assert all(bool(drawn) == (step % every == 0) for step, drawn in enumerate(cycle, first + 1))
-    whole = VerificationPlan(seed, replicas, every, all=True)
+    whole = VerificationPlan(seed, replicas, Verification(every, all=True))
     assert whole.drawn(every) == tuple(range(replicas))
 
 
 def test_another_seed_draws_in_another_order_and_nothing_is_drawn_without_an_interval() -> None:
-    orders = {tuple(VerificationPlan(seed, 4, 1).drawn(step) for step in range(1, 9)) for seed in range(20)}
+    orders = {
+        tuple(VerificationPlan(seed, 4, Verification(1)).drawn(step) for step in range(1, 9))
+        for seed in range(20)
+    }
     assert len(orders) > 10
-    assert VerificationPlan(0, 4).drawn(1) == ()
+    assert VerificationPlan(0, 4, Verification()).drawn(1) == ()
 
 
 @given(some.integers(1, 6), some.integers(0, 20))
@@ -130,7 +134,11 @@ def verified(
     view = place(REPLICAS, tuple(range(workers)))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
     contexts = [
-        JobContext(one, 0, 1, Bus(SystemClock(), one), verify_every=1, verify_all=True)
+        JobContext(
+            one,
+            Bus(SystemClock(), one),
+            JobSettings(workers=workers, threads=1, verification=Verification(1, True)),
+        )
         for one in range(workers)
     ]
     jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]

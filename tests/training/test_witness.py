@@ -35,7 +35,12 @@ WEIGHTS = np.linspace(0.2, 2, 29).astype("float32")
 @pytest.fixture(autouse=True)
 def checks(job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the job of this process check scripts."""
-    monkeypatch.setattr(job_of_one_worker, "_context", replace(job_of_one_worker.context, checks=True))
+    check("first", job_of_one_worker, monkeypatch)
+
+
+def check(calls: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(job.settings, checks=calls)
+    monkeypatch.setattr(job, "_context", replace(job.context, settings=settings))
 
 
 @pytest.fixture
@@ -550,8 +555,7 @@ def test_what_a_trial_leaves_behind_is_seen(
 def test_what_an_earlier_call_has_learned_is_seen(
     compared: Callable[[], list[StepCompared]], job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every = replace(job_of_one_worker.context, checks="every-fit")
-    monkeypatch.setattr(job_of_one_worker, "_context", every)
+    check("every-fit", job_of_one_worker, monkeypatch)
     once, known = GlobalStep.compute_once, dict[int, Any]()
 
     def learning(self: GlobalStep, batch: GlobalBatch) -> Any:

@@ -11,6 +11,7 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import WORKER_EVENTS, DistributionBegan, Event, FirstStepEnded
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker import job as worker_job
@@ -51,9 +52,9 @@ class Call:
         return "done"
 
 
-def job_of(worker: int, began_with: int | None) -> tuple[Job, Agent]:
+def job_of(worker: int, began_with: int) -> tuple[Job, Agent]:
     view, agent = place(4, (0, 1, 4, 5)), Agent()
-    context = JobContext(worker, 0, 1, Bus(SystemClock(), worker), began_with=began_with)
+    context = JobContext(worker, Bus(SystemClock(), worker), JobSettings(threads=1, workers=began_with))
     return Job(context, (view, by_itself(place(1, (0,)))), agent), agent
 
 
@@ -105,10 +106,10 @@ def test_a_joined_worker_that_differs_exits() -> None:
     assert differs.workers == (4,)
 
 
-@pytest.mark.parametrize(("others", "began_with"), [((1,), 4), ((1, 4), 4), ((), 4), ((4,), None)])
+@pytest.mark.parametrize(("others", "began_with"), [((1,), 4), ((1, 4), 4), ((), 4), ((4,), 6)])
 @pytest.mark.parametrize("worker", [0, 4])
 def test_any_other_difference_is_an_error_on_every_worker(
-    others: tuple[int, ...], began_with: int | None, worker: int
+    others: tuple[int, ...], began_with: int, worker: int
 ) -> None:
     job, agent = job_of(worker, began_with)
 
@@ -128,7 +129,7 @@ def test_a_single_process_that_differs_raises_the_error() -> None:
 def test_the_context_of_a_job_is_frozen() -> None:
     job, _ = job_of(worker=0, began_with=4)
     with pytest.raises(FrozenInstanceError):
-        job.context.seed = 1  # type: ignore[misc]
+        job.context.worker = 1  # type: ignore[misc]
 
 
 def test_a_process_with_the_task_of_an_evaluator_evaluates() -> None:
@@ -160,7 +161,7 @@ def test_only_the_chief_runs_the_actions_at_the_end(worker: int, done: list[str]
 def test_first_events_are_reported_once() -> None:
     view, events, published = place(1, (0,)), Bus(SystemClock(), 0), list[Event]()
     events.subscribe(lambda entry: published.append(entry.event), *WORKER_EVENTS)
-    job = Job(JobContext(0, 0, 1, events), (view, by_itself(view)))
+    job = Job(JobContext(0, events, JobSettings(threads=1)), (view, by_itself(view)))
     for _ in range(2):
         job.note_distribution()
         job.note_step()

@@ -10,6 +10,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.observability.bus import Bus
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.system.locks import try_lock
 from lockstep.system.paths import RunPaths
@@ -46,7 +47,10 @@ def test_a_tuner_is_made_by_one_worker_at_a_time_and_searches_with_all(
     view = place(1, (0,))
     communicator: Communicator = Hub(ReducePlan.of(view)).member(0)
     monkeypatch.setattr(communicator, "barrier", lambda *, what: MADE.append(what), raising=False)
-    own = job.Job(job.JobContext(0, 0, 1, Bus(SystemClock(), 0), folder=tmp_path), (view, communicator))
+    own = job.Job(
+        job.JobContext(0, Bus(SystemClock(), 0), JobSettings(threads=1), folder=tmp_path),
+        (view, communicator),
+    )
     monkeypatch.setattr(job, "_current", [own])
     library: Any = ModuleType("library")
     library.Tuner = Tuner

@@ -81,6 +81,7 @@ from lockstep.protocol.host import (
     WorkerArrived,
     WorkerSaid,
 )
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import (
     AbortExchange,
     AnswersAt,
@@ -114,7 +115,7 @@ class Agent:
     """Runs the workers of one job on this host; `loop` serves it as soon as it exists.
 
     Attributes:
-        job: the job's name.
+        spec: the job.
         coordinator: the channel to the job's coordinator.
         loop: serves this agent.
         starter: starts workers.
@@ -128,15 +129,13 @@ class Agent:
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
         late: whether this host joins a job that runs already.
-        hold: seconds from a sign of life that the coordinator has answered, after which calls of the exchange
-            wait for the next answer before they end; None if they never do.
         say: shows a note of the coordinator to the users of this host.
         clock: for deadlines.
         status: the exit status of the job, once `ended`.
         ended: whether all processes of the job on this host have ended, and nothing follows.
     """
 
-    job: str
+    spec: JobSpec
     coordinator: Channel[HostReport, Instruction]
     loop: EventLoop
     starter: Starter
@@ -150,7 +149,6 @@ class Agent:
     network: HostNetwork | None = None
     arrivals: Arrivals | None = None
     late: bool = False
-    hold: float | None = None
     say: Callable[[str], None] = note
     clock: Clock = field(default_factory=SystemClock)
     status: int = field(default=1, init=False)
@@ -170,7 +168,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         # With a hold, calls wait for the first answer too.
-        self._permitted = math.inf if self.hold is None else 0.0
+        self._permitted = math.inf if self.spec.hold is None else 0.0
         self._states = HeldStates(self.host, self.network, self.loop, self._tell_of_moving)
         if self.network is not None:
             self.network.connections.pass_questions = self._pass_questions
@@ -180,7 +178,7 @@ class Agent:
         self.loop.before_each_wait(self._watch_stacks)
         self.loop.watch(self.coordinator.fileno(), self._obey)
         if self.arrivals is not None:
-            self.arrivals.begin(self.job, self._tell_of_arrival, late=self.late)
+            self.arrivals.begin(self.spec.name, self._tell_of_arrival, late=self.late)
             self.loop.watch(self.arrivals.fileno(), self.arrivals.serve)
 
     def close(self) -> None:
@@ -263,8 +261,8 @@ class Agent:
         The time counts from there, not from the answer: that may have been under way for long, while another
         coordinator began.
         """
-        if self.hold is not None:
-            self._permitted = max(self._permitted, sent + self.hold)
+        if self.spec.hold is not None:
+            self._permitted = max(self._permitted, sent + self.spec.hold)
             if self._exchange is not None:
                 self._exchange.permit(self._permitted)
 
@@ -296,9 +294,11 @@ class Agent:
         )
         worker = self.starter.start(start.worker, taken, joins=start.joins)
         self._workers[start.worker] = worker
-        network = self.network
+        network, settings = self.network, self.spec.settings
         worker.channel.send(
-            Welcome(self.pool, network.job, network.credentials) if network else Welcome(self.pool)
+            Welcome(self.pool, settings, network.job, network.credentials)
+            if network
+            else Welcome(self.pool, settings)
         )
         if start.worker in self._view.workers:
             self._let_in(worker)

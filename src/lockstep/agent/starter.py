@@ -10,7 +10,7 @@ from lockstep.agent.worker_handle import OutputPipe, WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
 from lockstep.launcher.launcher import Launch, Launcher
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.system.environment import WorkerConfig, worker_environment
+from lockstep.system.environment import WorkerIdentity, job_environment, tf_config, worker_environment
 from lockstep.system.paths import RunPaths
 
 
@@ -109,33 +109,15 @@ class LocalStarter:
 
     def _environment(self, worker: int, slot: int, joins: bool, control: int) -> dict[str, str]:
         spec = self.spec
-        config = WorkerConfig(
-            worker=worker,
-            workers=spec.workers,
-            replicas=spec.replicas,
-            seed=spec.seed,
-            threads=spec.threads,
-            timeout=spec.timeout,
-            run_dir=self.paths.root,
-            agent=self.pid,
-            control=control,
-            joins=joins,
-            checkpoints=spec.checkpoints,
-            accepts_changes=spec.accepts_changes,
-            tf_distribute=spec.tf_distribute,
-            adopts=spec.adopts,
-            joint_input=spec.joint_input,
-            host=self.host,
-            verify_every=spec.verify_every,
-            verify_all=spec.verify_all,
-            allow_unlike=spec.allow_unlike,
-            parameter_servers=spec.parameter_servers,
-        )
+        shared = job_environment(spec.seed, spec.threads, backend=spec.backend)
+        if spec.in_one_process and spec.backend in (None, "tensorflow"):
+            # Threads of TensorFlow wait in functions while others run.
+            shared["TF_NUM_INTEROP_THREADS"] = str(spec.replicas)
         devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(
-            config,
-            slot=slot,
-            backend=spec.backend,
+            WorkerIdentity(worker, self.paths.root, self.pid, control, joins, host=self.host),
+            shared,
+            cluster=tf_config(slot, spec.replicas, spec.parameter_servers),
             devices=devices.visible if devices else None,
-            shared=bool(devices and devices.shared),
+            shares_devices=bool(devices and devices.shared),
         )

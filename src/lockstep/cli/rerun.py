@@ -37,7 +37,7 @@ def rerun(run: str, run_dir: Path | None, one_process: bool) -> None:
 
     recording = read_recording(find_run(run).folder)
     folder = run_dir.absolute() if run_dir is not None else fresh_run_folder(recording)
-    status = repeat(recording, folder, {}, one_process=one_process)
+    status = repeat(recording, folder, one_process=one_process)
     if status:
         raise ConfigError(f"the new run ended with status {status}; its logs are in {folder}")
     again = read_recording(folder)

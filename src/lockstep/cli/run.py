@@ -34,15 +34,17 @@ from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
-from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
+from lockstep.protocol.job_spec import (
+    GRACE,
+    Checkpoints,
+    Devices,
+    InputReading,
+    JobSpec,
+    Verification,
+)
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
-    ONE_PROCESS,
-    ORDER,
-    Checkpoints,
-    is_checking,
-    is_repeating,
     keras_backend,
     legacy_keras,
     replaced_hash_seed,
@@ -368,6 +370,14 @@ def _of_schedulers(command: Command) -> Command:
     is_flag=True,
     help="Show the run on a local web page while it lasts, as lockstep ui does. A note has the address.",
 )
+@click.option("--digests", default="", hidden=True, help="Steps to record: off, all, or the last one.")
+@click.option(
+    "--checks", default="", hidden=True, help="Calls to compare with one process, and nothing else."
+)
+@click.option(
+    "--order", type=_Folder(path_type=Path), hidden=True, help="Run whose order of arrivals to follow."
+)
+@click.option("--one-process", is_flag=True, hidden=True, help="With --order, follow that of all tasks.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("script", shell_complete=complete_script)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -462,7 +472,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     with contextlib.ExitStack() as beside:
         if options["ui"]:
             beside.enter_context(page_beside(spec.run_dir))
-        if spec.replicas > 1 and not (spec.parameter_servers or is_checking() or is_repeating()):
+        if spec.replicas > 1 and not (spec.parameter_servers or spec.checks or spec.digests):
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.grace, None if engine is None else engine.LIFELINE)
@@ -494,7 +504,8 @@ def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[N
 
 def _passed_on(arguments: Sequence[str]) -> str:
     """Say which arguments of the script look like options of `lockstep run`; empty if none does."""
-    known = {name for param in run.params if isinstance(param, click.Option) for name in param.opts}
+    shown = [param for param in run.params if isinstance(param, click.Option) and not param.hidden]
+    known = {name for param in shown for name in param.opts}
     alike = dict.fromkeys(word for one in arguments if (word := one.partition("=")[0]) in known)
     return f"; {', '.join(alike)} after the script is for the script" if alike else ""
 
@@ -691,7 +702,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
             f"{count(servers, 'parameter server')} and at least one worker: {servers + 2} processes in all"
         )
     replicas = replicas or workers
-    if others and {ONE_PROCESS, ORDER} <= os.environ.keys():
+    if others and options["one_process"]:
         workers = 1
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0
@@ -725,10 +736,12 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         checkpoints=checkpoints,
         hosts=where.hosts if isinstance(where, Hosts) else (),
         plain=options["plain"],
-        verify_every=_verify_every(options, replicas),
-        verify_all=options["verify_replicas"] == "all",
+        verification=_verification(options, replicas),
         allow_unlike=options["allow_unlike"],
         parameter_servers=options["servers"] or 0,
+        digests=options["digests"],
+        checks=options["checks"],
+        order=options["order"],
     )
 
 
@@ -740,15 +753,15 @@ def _others(options: Mapping[str, Any]) -> int:
     return options["servers"] + 1 if options["servers"] else 0
 
 
-def _verify_every(options: dict[str, Any], replicas: int) -> int:
-    every: int | None = options["verify_every"]
+def _verification(options: Mapping[str, Any], replicas: int) -> Verification:
+    every, verifies_all = options["verify_every"], options["verify_replicas"] == "all"
     if every is not None and replicas < 2:
         raise ConfigError("--verify-every needs at least 2 replicas: Keras itself computes the only one")
     if every is not None and options["allow_unlike"]:
         raise ConfigError("--verify-every compares the bits of workers, so it excludes --allow-unlike")
-    if every is None and options["verify_replicas"] == "all":
+    if every is None and verifies_all:
         raise ConfigError("--verify-replicas all needs --verify-every K")
-    return every or 0
+    return Verification(every or 0, verifies_all)
 
 
 def check_numbers(workers: int, replicas: int, least: int) -> None:

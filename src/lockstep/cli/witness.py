@@ -37,7 +37,7 @@ from lockstep.coordinator.comparison import (
 from lockstep.observability.run_lines import GrowingFile, json_object
 from lockstep.system.child_process import command_of, ending_with_this_process
 from lockstep.system.descendants import kill_family
-from lockstep.system.environment import cache_folder, checking, usable_cores
+from lockstep.system.environment import cache_folder, usable_cores, with_temporary_folder
 from lockstep.system.landlock import can_restrict
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -74,14 +74,16 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
         folder: the folder for its run; exists.
         calls: which calls to compare.
     """
-    job = command_of("lockstep", "run", "-n", "1", "--max-restarts", "0", "--run-dir", str(folder))
+    job = command_of(
+        "lockstep", "run", "-n", "1", "--max-restarts", "0", "--checks", calls, "--run-dir", str(folder)
+    )
     log, temporary = folder / "output", folder / _TEMPORARY
     temporary.mkdir(exist_ok=True)
     with log.open("wb") as output:
         ended = subprocess.run(
             ending_with_this_process([*job, *words, *program]),
             # The run beside must not find temporary files of the comparison, nor the other way round.
-            env=checking(calls) | {"TMPDIR": str(temporary)},
+            env=with_temporary_folder(temporary),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -67,7 +67,6 @@ from lockstep.supervisor import events as job_events
 from lockstep.supervisor.decide import decide
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
-from lockstep.system.environment import is_checking
 from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import name_workers
@@ -233,9 +232,8 @@ class Coordinator:
             self._take_over(self.record)
 
     def _begin_job(self) -> None:
-        asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
         script = Script(self.spec.target, self.spec.module, self.spec.arguments)
-        self.events.publish(run_events.JobStarted(**provenance(script), **asked))
+        self.events.publish(run_events.JobStarted(**provenance(script), job=self.spec.recorded()))
         workers = tuple(range(self.spec.workers))
         self._send_view(self.state.start_view())
         for worker in workers:
@@ -498,7 +496,7 @@ class Coordinator:
         self._decide(requested)
 
     def _take_requests(self) -> None:
-        if is_checking():
+        if self.spec.checks:
             # It takes no requests: commands without a name are for the only job that runs.
             return
         try:

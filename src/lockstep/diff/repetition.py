@@ -4,7 +4,7 @@ import hashlib
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lockstep.diff.comparison import Comparison
 from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
 from lockstep.system.child_process import command_of
-from lockstep.system.environment import DIGESTS, ONE_PROCESS, ORDER, repeating
+from lockstep.system.environment import repeating
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
 from lockstep.system.run_folder import fresh_folder
@@ -52,7 +52,7 @@ def rerun_both(found: Comparison, recordings: tuple[Recording, Recording], folde
         own = folder / f"run-{number}"
         log = folder / f"output-{number}"
         with log.open("wb") as output:
-            status = repeat(recording, own, {DIGESTS: str(until)}, words, output)
+            status = repeat(recording, own, ["--digests", str(until), *words], output)
         if status:
             tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
             raise ConfigError(
@@ -66,8 +66,7 @@ def rerun_both(found: Comparison, recordings: tuple[Recording, Recording], folde
 def repeat(
     recording: Recording,
     folder: Path,
-    variables: Mapping[str, str],
-    options: list[str] | None = None,
+    options: Sequence[str] = (),
     output: Any = None,
     *,
     one_process: bool = False,
@@ -77,7 +76,6 @@ def repeat(
     Args:
         recording: of the run.
         folder: of the new run, absolute.
-        variables: further environment variables.
         options: further options.
         output: the file for the output of the command; None for that of this process.
         one_process: whether one process does what all processes of a job with parameter servers did.
@@ -103,13 +101,12 @@ def repeat(
             f"workers: repeat it in one process with lockstep run -n 1 --replicas {recording.replicas}"
         )
     _refuse_changed(recording)
-    words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *(options or ()))
-    words += ["--", str(job["target"]), *map(str, job["arguments"])]
-    environment = repeating(recording.program["flags"]) | dict(variables)
+    words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *options)
     if recording.has_servers:
-        environment[ORDER] = str(recording.folder.absolute())
-    if one_process:
-        environment[ONE_PROCESS] = "yes"
+        words += ["--order", str(recording.folder.absolute())]
+    words += ["--one-process"] if one_process else []
+    words += ["--", str(job["target"]), *map(str, job["arguments"])]
+    environment = repeating(recording.program["flags"])
     return subprocess.run(
         words, cwd=where, env=environment, stdout=output, stderr=output, check=False
     ).returncode

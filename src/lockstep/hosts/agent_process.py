@@ -321,15 +321,14 @@ class AgentProcess:
             network=listener.network(prepare.job),
         )
         late = begin.host >= len(begin.spec.hosts)
-        spec = begin.spec
-        agent = start_agent(local, spec.run_dir.name, session, loop, late=late, hold=spec.hold, say=self.say)
+        agent = start_agent(local, begin.spec, session, loop, late=late, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
         running = partial(self._offer, session, prepare, begin)
         leaves, retires, stop = math.inf, False, 0
         with (
             contextlib.closing(agent),
             self._take_place(prepare.job) as place,
-            contextlib.closing(_Contact(self, session, agent, place, spec.timeout, running)) as contact,
+            contextlib.closing(_Contact(self, session, agent, place, begin.spec.timeout, running)) as contact,
         ):
             while not agent.ended:
                 loop.turn(contact.serve())
@@ -430,7 +429,7 @@ class _Contact:
             if self.place is not None:
                 self.place.is_wanted = False
         if pauses:
-            self._note(f"the coordinator has not answered for {self.agent.hold:g} s", seconds)
+            self._note(f"the coordinator has not answered for {self.agent.spec.hold:g} s", seconds)
         if seconds <= SILENCE:
             if self.session.lost and self.agent.lacks_workers:
                 self._note(self.session.lost, seconds)
@@ -448,7 +447,7 @@ class _Contact:
             seconds: since something has arrived from the coordinator.
         """
         now = self.process.clock.now()
-        if self.agent.hold is None and self.agent.lacks_workers:
+        if self.agent.spec.hold is None and self.agent.lacks_workers:
             if now < self._repeat:
                 return
             self._repeat = now + _REPEAT
@@ -462,7 +461,7 @@ class _Contact:
             return
         else:
             trains = "continues while no worker is lost"
-            if self.agent.hold is not None:
+            if self.agent.spec.hold is not None:
                 trains = "pauses until one answers"
             limit = f"{self.patience:g} s without a coordinator"
             does = f"training {trains}, and ends on this host after {limit}"

@@ -388,7 +388,7 @@ def start_here(
     name, workers = spec.hosts[here.host]
     network = here.listener.network(job)
     local = replace(local, host=here.host, name=name, peer=_peer_of(here.facts), network=network)
-    agent = start_agent(local, spec.run_dir.name, session, loop, late=late, hold=spec.hold, say=say)
+    agent = start_agent(local, spec, session, loop, late=late, say=say)
     return ConnectedHost(name, local.peer, workers, here.facts.cores, session), agent
 
 

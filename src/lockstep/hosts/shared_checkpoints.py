@@ -34,9 +34,9 @@ from lockstep.protocol.host import (
     SendCheckpoint,
     TakeCheckpoint,
 )
+from lockstep.protocol.job_spec import Checkpoints
 from lockstep.system.clock import Clock
 from lockstep.system.disk_work import DiskWork
-from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
 from lockstep.system.run_folder import claim_for_job

@@ -31,10 +31,9 @@ from lockstep.protocol.host import (
     KeepRecord,
     RunningJob,
 )
-from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.job_spec import Checkpoints, JobHost, JobSpec
 from lockstep.protocol.rendezvous import Rejected
 from lockstep.system.clock import Clock, SystemClock
-from lockstep.system.environment import Checkpoints
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
 from lockstep.system.run_folder import sign_claim

@@ -147,7 +147,7 @@ def refuse_unlike(job: Job, what: str, program: str, reports: Sequence[HostRepor
         f"{first.host} and {other.host} compute different bits in {program} with {backend}"
         f"{_why_other_bits(first, other)}"
     )
-    if not job.context.allow_unlike:
+    if not job.settings.allow_unlike:
         remedy = "run on hosts of one kind" + _limits(job, reports, share)
         allow = "--allow-unlike accepts a result that depends on which host computes which replica"
         raise DisagreementError(

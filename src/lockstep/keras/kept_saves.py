@@ -34,8 +34,8 @@ class KeptSaves:
     @classmethod
     def of(cls, job: Job) -> "KeptSaves | None":
         """Return those of a job that checks its script; None for others."""
-        context = job.context
-        return cls(RunPaths(context.folder).saved) if context.checks and context.folder else None
+        folder = job.context.folder
+        return cls(RunPaths(folder).saved) if job.settings.checks and folder else None
 
     def save(
         self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any

@@ -109,7 +109,7 @@ class RandomNumbers:
         finally:
             self._states = current_states()
             if self._states.keys() != before.keys():
-                before = _seeded(job.current().context.seed) | before
+                before = _seeded(job.current().settings.seed) | before
             restore_states(before)
 
     def make(self, function: Callable[[], Result]) -> Result:
@@ -151,7 +151,7 @@ def random_numbers(seed: int, generator: Any = None) -> Iterator[None]:
             yield
     finally:
         if imported_frameworks() != known:
-            before = _seeded(job.current().context.seed) | before
+            before = _seeded(job.current().settings.seed) | before
         restore_states(before)
 
 

@@ -145,7 +145,7 @@ class SharedSaves:
 
     def _occasion_of(self, path: str) -> Occasion | None:
         """Return the occasion on which this worker saves to a path, perhaps not for the first time here."""
-        if self._job.context.allow_unlike or self._job.joins:
+        if self._job.settings.allow_unlike or self._job.joins:
             return None
         name = self._occasion()
         known, count = self._last.get(path, ("", 0))

@@ -126,7 +126,7 @@ class DigestRecorder:
         self._job = job
         self._to_numpy = to_numpy
         self._now = now
-        wish = job.context.digests
+        wish = job.settings.digests
         self._is_off = wish == "off"
         self._all = bool(wish) and not self._is_off
         self._until = int(wish) if wish.isdecimal() else None
@@ -159,12 +159,12 @@ class DigestRecorder:
         """Record what the bits of a call depend on, as far as it differs from the call before."""
         if not self.active:
             return
-        context = self._job.context
+        job = self._job
         program = ProgramRecorded(
-            seed=context.seed,
-            replicas=self._job.view.replicas,
-            threads=context.threads,
-            input="joint" if context.joint_input else "divided",
+            seed=job.settings.seed,
+            replicas=job.view.replicas,
+            threads=job.settings.threads,
+            input="joint" if job.settings.joint_input else "divided",
             backend=keras.backend.backend(),
             versions={"python": platform.python_version(), **libraries()},
             flags=numeric_flags(),

@@ -26,6 +26,7 @@ from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
 from lockstep.keras.synchronization import ExchangeCall, Round, Synchronization
 from lockstep.keras.worker_exchange import texts_of_all
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
+from lockstep.protocol.job_spec import Verification
 from lockstep.system.prose import count, name_workers
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -66,20 +67,19 @@ class VerificationPlan:
     Attributes:
         seed: of the job.
         replicas: R.
-        every: the interval in training steps; 0 to verify nothing.
-        all: whether a verified step verifies all replicas, instead of one.
+        verification: the job's setting.
     """
 
     seed: int
     replicas: int
-    every: int = 0
-    all: bool = False
+    verification: Verification
 
     def drawn(self, step: int) -> tuple[int, ...]:
         """Return the replicas to verify in training step `step`, counted from 1 over the whole job."""
-        if not self.every or step % self.every:
+        every = self.verification.every
+        if not every or step % every:
             return ()
-        if self.all:
+        if self.verification.all:
             return tuple(range(self.replicas))
         cycle, place = divmod(self._number(step), self.replicas)
 
@@ -90,10 +90,10 @@ class VerificationPlan:
 
     def turn(self, step: int) -> int:
         """Return a number that is another one in each cycle, so that other workers check."""
-        return self._number(step) // (1 if self.all else self.replicas)
+        return self._number(step) // (1 if self.verification.all else self.replicas)
 
     def _number(self, step: int) -> int:
-        return step // self.every - 1
+        return step // self.verification.every - 1
 
 
 class Roles(NamedTuple):
@@ -214,10 +214,7 @@ class Verifications:
     """
 
     def __init__(self, job: Job) -> None:
-        context = job.context
-        self.plan = VerificationPlan(
-            context.seed, job.view.replicas, context.verify_every, context.verify_all
-        )
+        self.plan = VerificationPlan(job.settings.seed, job.view.replicas, job.settings.verification)
         self.step = 0
         self.count = 0
         self.compares_hosts = False

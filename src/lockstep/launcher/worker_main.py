@@ -36,9 +36,10 @@ from lockstep.observability.events import (
     SourceChanged,
 )
 from lockstep.observability.step_recorder import StepRecorder
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
-from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
+from lockstep.system.environment import WorkerIdentity, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.system.landlock import write_only_below
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -75,38 +76,39 @@ _STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGIN
 def main(arguments: Sequence[str]) -> None:
     """Run the script of `arguments` as the worker that the environment describes."""
     try:
-        config = read_worker()
+        identity = read_worker()
     except ConfigError as error:
         note(with_code(error))
         sys.exit(2)
-    if not config.by_hand:
-        die_with(config.agent)
+    if not identity.by_hand:
+        die_with(identity.agent)
         write_whole_lines()
-    os.set_inheritable(config.control, False)
-    write_when_asked(RunPaths(config.run_dir).stack(config.worker))
-    client = AgentClient(PacketChannel(socket.socket(fileno=config.control), AgentMessage), config.worker)
-    if config.by_hand:
-        threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
+    os.set_inheritable(identity.control, False)
+    write_when_asked(RunPaths(identity.run_dir).stack(identity.worker))
+    client = AgentClient(PacketChannel(socket.socket(fileno=identity.control), AgentMessage), identity.worker)
+    if identity.by_hand:
+        threading.Thread(target=_end_with_coordinator, args=(identity, client), daemon=True).start()
     clock = SystemClock()
-    events = Bus(clock, config.worker)
+    events = Bus(clock, identity.worker)
     # Before the client: the measurements of a call precede the event of its end.
     recorder = StepRecorder(events, clock, _is_chief)
     events.subscribe(client.report, *WORKER_EVENTS, *WORKER_MEASUREMENTS)
     events.subscribe(client.report, *WORKER_DIGESTS, OrderRecorded)
     try:
-        _enter_job(config, client, events).at_exit(recorder.flush)
+        job = _enter_job(identity, client, events)
     except PeerLostError as over:
         note(with_code(over))
         sys.exit(1)
+    job.at_exit(recorder.flush)
     forget_worker()
     _share_searches()
-    share_downloads(config.run_dir, config.agent, config.worker, events.publish)
-    sources = RunPaths(config.run_dir).sources
+    share_downloads(identity.run_dir, identity.agent, identity.worker, events.publish)
+    sources = RunPaths(identity.run_dir).sources
     keep_sources(sources, lambda path, what: events.publish(SourceChanged(path, what)))
-    _watch_writes(config, client)
+    _watch_writes(identity.run_dir, job.settings, client)
     report_imports(_publish_import)
     client.started()
-    _run(Script.parse(arguments), client, has_log=not config.by_hand)
+    _run(Script.parse(arguments), client, has_log=not identity.by_hand)
 
 
 def _share_searches() -> None:
@@ -115,12 +117,12 @@ def _share_searches() -> None:
     share_searches()
 
 
-def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
-    if config.replicas > 1:
-        checkpoints = (config.checkpoints.folder,) if config.checkpoints is not None else ()
-        folders = (config.run_dir, cache_folder(), *checkpoints)
+def _watch_writes(run_dir: Path, settings: JobSettings, client: AgentClient) -> None:
+    if settings.replicas > 1:
+        checkpoints = (settings.checkpoints.folder,) if settings.checkpoints is not None else ()
+        folders = (run_dir, cache_folder(), *checkpoints)
         places = LibraryFolders(folders, home_folder(), Path.cwd())
-        if config.checks:
+        if settings.checks:
             refuse_effects(places, _end_check)
             _write_only_here(folders)
         else:
@@ -135,11 +137,11 @@ def _write_only_here(folders: Sequence[Path]) -> None:
         write_only_below([*folders, cache_folder().parent, *hidden, *system])
 
 
-def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
+def _end_with_coordinator(identity: WorkerIdentity, client: AgentClient) -> None:
     """End this process when the coordinator of its job has ended."""
     client.wait_for_end()
     note(
-        f"the coordinator of this job (process {config.agent}) has ended, so worker {config.worker} "
+        f"the coordinator of this job (process {identity.agent}) has ended, so worker {identity.worker} "
         "exits; restart all workers"
     )
     os._exit(1)
@@ -153,53 +155,38 @@ def _end_check(reason: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> "Job":
-    from lockstep.parameter_server.tasks import Tasks
+def _enter_job(identity: WorkerIdentity, client: AgentClient, events: Bus) -> "Job":
     from lockstep.topology import place
     from lockstep.transport.state_memory import MemoryTransport
     from lockstep.worker import job, tf_distribute_shim
     from lockstep.worker.checkpoints import open_checkpoints
-    from lockstep.worker.membership import AgentMembership, wait_policy
+    from lockstep.worker.membership import AgentMembership, take_welcome, wait_policy
 
-    seed_everything(config.seed)
-    keep_compiled(cache_folder(), config.threads)
-    if config.tf_distribute:
+    welcome = take_welcome(client)
+    settings = welcome.settings
+    seed_everything(settings.seed)
+    keep_compiled(cache_folder(), settings.threads)
+    if settings.tf_distribute:
         tf_distribute_shim.replace_names()
-    elif config.replicas > 1:
-        tf_distribute_shim.refuse_strategies(config.replicas)
-    policy = wait_policy(config.timeout)
-    membership = AgentMembership(config, client, policy, MemoryTransport())
-    if config.joins:
-        view = place(config.replicas, (config.worker,))
+    elif settings.replicas > 1:
+        tf_distribute_shim.refuse_strategies(settings.replicas)
+    policy = wait_policy(settings.timeout)
+    membership = AgentMembership(identity, welcome, client, policy, MemoryTransport())
+    if identity.joins:
+        view = place(settings.replicas, (identity.worker,))
         communicator = job.by_itself(view)
     else:
         view, communicator = membership.first_view()
     context = job.JobContext(
-        config.worker,
-        config.seed,
-        config.threads,
-        events,
-        config.run_dir,
-        config.workers,
-        config.joint_input,
-        config.host,
-        membership.over_hosts,
-        config.digests,
-        config.checks,
-        config.verify_every,
-        config.verify_all,
-        config.allow_unlike,
-        Tasks(config.replicas, config.parameter_servers) if config.parameter_servers else None,
-        config.tf_distribute,
-        config.order,
+        identity.worker, events, settings, identity.run_dir, identity.host, membership.over_hosts
     )
-    checkpoints = open_checkpoints(config, events, job.is_chief)
-    own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins)
+    checkpoints = open_checkpoints(settings, events, job.is_chief, joins=identity.joins)
+    own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=identity.joins)
     job.enter(own)
-    leads_host = any(host[0] == config.worker for host in view.hosts)
-    first = CacheOwner(config.worker, own.is_chief, leads_host and not config.joins)
+    leads_host = any(host[0] == identity.worker for host in view.hosts)
+    first = CacheOwner(identity.worker, own.is_chief, leads_host and not identity.joins)
     own.at_exit(divide_caches(first))
-    if config.adopts:
+    if settings.adopts:
         when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=job.become_alone)
     return own
@@ -294,7 +281,7 @@ def _hint(error: BaseException) -> str:
 
     # A library's own error of this kind, which has no number, may be about something else than a path.
     exists = isinstance(error, FileExistsError) and error.errno is not None
-    if exists and (job.current().context.began_with or 1) > 1:
+    if exists and job.current().settings.workers > 1:
         return (
             "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
             "create it on one worker only: if lockstep.is_chief()"

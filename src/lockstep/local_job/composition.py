@@ -58,23 +58,21 @@ class LocalHost:
 
 def start_agent(
     local: LocalHost,
-    job: str,
+    spec: JobSpec,
     coordinator: Channel[HostReport, Instruction],
     loop: EventLoop,
     *,
     late: bool = False,
-    hold: float | None = None,
     say: Callable[[str], None] = note,
 ) -> Agent:
     """Return the agent of a job on this host, which `loop` serves.
 
     Args:
         local: this host.
-        job: the name of the job.
+        spec: the job.
         coordinator: the channel to its coordinator.
         loop: serves the agent.
         late: whether the host joins a job that runs already.
-        hold: of the job.
         say: shows a note of the coordinator to the users of this host.
 
     Raises:
@@ -82,7 +80,7 @@ def start_agent(
         OSError: this process has too many descriptors.
     """
     return Agent(
-        job=job,
+        spec=spec,
         coordinator=coordinator,
         loop=loop,
         starter=local.starter,
@@ -96,7 +94,6 @@ def start_agent(
         network=local.network,
         arrivals=local.arrivals,
         late=late,
-        hold=hold,
         say=say,
     )
 
@@ -133,7 +130,7 @@ def run_job(
     described = JobDescription(spec.labels, len(state.view.workers))
     with recorded(events, paths, console.say), exported(events, exports, described, note):
         to_agent, to_coordinator = LocalChannel.pair()
-        with closing(start_agent(local, paths.root.name, to_coordinator, loop)):
+        with closing(start_agent(local, spec, to_coordinator, loop)):
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,

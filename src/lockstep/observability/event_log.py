@@ -11,7 +11,13 @@ import msgspec
 
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.digest_log import DigestLog
-from lockstep.observability.events import MEASUREMENTS, RUN_EVENTS, WORKER_DIGESTS, JobStarted
+from lockstep.observability.events import (
+    MEASUREMENTS,
+    RUN_EVENTS,
+    WORKER_DIGESTS,
+    JobStarted,
+    recorded_fields,
+)
 from lockstep.system.files import AppendFile, Complain
 from lockstep.system.paths import RunPaths
 
@@ -69,7 +75,7 @@ class EventLog:
 
 def encoded(published: PublishedEvent) -> bytes:
     """Return the line of an event."""
-    line = {"time": round(published.time, 3), **msgspec.to_builtins(published.event)}
+    line = {"time": round(published.time, 3), **recorded_fields(published.event)}
     if published.worker is not None:
         line["worker"] = published.worker
     try:

@@ -33,8 +33,8 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
         cores: number of cores that the run may use.
         host: the name of the host.
         directory: in which the command was started.
-
-    The other fields are those of `lockstep.protocol.job_spec.JobSpec`, as built-in types.
+        job: the fields of `lockstep.protocol.job_spec.JobSpec` as built-in types. On disk, they are fields of
+            the event itself.
     """
 
     format: int = FORMAT
@@ -43,35 +43,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     cores: int
     host: str
     directory: str
-    target: str
-    module: bool
-    arguments: tuple[str, ...]
-    workers: int
-    replicas: int
-    threads: int
-    seed: int
-    timeout: float
-    run_dir: str
-    tee: str
-    backend: str | None
-    chosen: str
-    devices: tuple[dict[str, Any], ...]
-    checkpoints: dict[str, Any] | None
-    accepts_changes: bool
-    min_workers: int
-    max_restarts: int
-    grace: float
-    tf_distribute: bool
-    adopts: bool
-    joint_input: bool
-    verify_every: int = 0
-    verify_all: bool = False
-    allow_unlike: bool = False
-    parameter_servers: int = 0
-    hosts: tuple[tuple[str, int], ...]
-    plain: bool
-    hold: float | None
-    inherited: tuple[int, ...]
+    job: dict[str, Any]
 
 
 class WorkerStarted(_Event, frozen=True, tag="started"):
@@ -911,3 +883,9 @@ MEASUREMENTS: tuple[type[Event], ...] = (*WORKER_MEASUREMENTS, LoadMeasured)
 
 WORKER_DIGESTS: tuple[type[Event], ...] = get_args(WorkerDigest)
 """The events in the digest log, after the `job` event of each run."""
+
+
+def recorded_fields(event: Event) -> dict[str, Any]:
+    """Return the name of an event and its fields, as on disk."""
+    fields: dict[str, Any] = msgspec.to_builtins(event)
+    return fields | fields.pop("job") if isinstance(event, JobStarted) else fields

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import LoadMeasured, MetricsRecorded, StepsMeasured
+from lockstep.observability.events import LoadMeasured, MetricsRecorded, StepsMeasured, recorded_fields
 
 _CHUNK = 4 * 1024 * 1024
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -94,7 +94,7 @@ def happenings(text: bytes) -> Iterator[Happening]:
 
 def as_happening(published: PublishedEvent) -> Happening:
     """Return an event as its line in `events.jsonl` says it."""
-    fields = msgspec.to_builtins(published.event)
+    fields = recorded_fields(published.event)
     worker = fields.pop("worker", published.worker)
     return Happening(published.time, fields.pop("event"), worker, fields)
 

@@ -108,7 +108,7 @@ class Points:
             self._text = (known, text)
             points.append(Point(_JOB, "membership", known, time, text))
             if isinstance(event, JobStarted):
-                points.append(Point(_JOB, "workers", known, time, event.workers))
+                points.append(Point(_JOB, "workers", known, time, event.job["workers"]))
             elif isinstance(event, ViewStarted):
                 points.append(Point(_JOB, "workers", known, time, len(event.workers)))
         self._waiting.clear()
@@ -117,8 +117,8 @@ class Points:
 
 def _described(event: Event) -> str:
     match event:
-        case JobStarted(workers=workers):
-            return f"the job begins with {count(workers, 'worker')}"
+        case JobStarted(job=job):
+            return f"the job begins with {count(job['workers'], 'worker')}"
         case ViewStarted(number, workers, reason):
             return f"view {number} with {name_workers(workers)}: {reason}"
         case CoordinatorStarted(pid=pid):

@@ -1,12 +1,13 @@
-"""The specification of a job on this host."""
+"""The specification of a job, and the part of it that its workers get: the one place of each setting."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from lockstep.observability.console import Tee
-from lockstep.system.environment import Checkpoints
 from lockstep.system.prose import count, interval
 from lockstep.topology import View, place_on_hosts
 
@@ -41,72 +42,141 @@ class JobHost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class JobSpec:
-    """One job, with all defaults resolved.
+class Checkpoints:
+    """The checkpoints that a job saves, and the one that it resumes from.
+
+    Attributes:
+        folder: of the checkpoints, absolute.
+        steps: the interval in training steps; None if it is a time.
+        seconds: the interval in seconds; None if it is a number of steps.
+        keep: number of checkpoints to keep.
+        resume: the one to resume from; None to start from the beginning.
+        given: the folder as the user wrote it.
+    """
+
+    folder: Path
+    steps: int | None
+    seconds: float | None
+    keep: int
+    resume: Path | None = None
+    given: str = ""
+
+
+class Verification(msgspec.Struct, frozen=True, rename={"every": "verify_every", "all": "verify_all"}):
+    """Which replicas a second worker computes again.
+
+    Attributes:
+        every: the interval in training steps; 0 for never.
+        all: whether it is all replicas, instead of one.
+    """
+
+    every: int = 0
+    all: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """What all workers of a job know of it; the agent's first message to a worker contains it.
+
+    The defaults are those of a process that is not a worker of a job.
+
+    Attributes:
+        workers: number of workers with which the job begins.
+        replicas: number of replicas.
+        threads: number of threads that compute one replica; 0 until the cores of all hosts are known.
+        seed: determines everything random in the job.
+        timeout: seconds after which a worker that others wait for counts as stuck.
+        joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
+        adopts: whether models that a script compiles without a strategy are distributed.
+        tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
+        checkpoints: the checkpoints to save; None for none.
+        accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
+        verification: which replicas are computed twice.
+        allow_unlike: whether hosts may compute different bits.
+        parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
+        digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
+        checks: the calls whose first steps a job compares with plain Keras in one process, and does nothing
+            else: `first` of each kind of each compiled model, or `every-fit`; empty for other jobs.
+        order: the folder of the run whose order of arrivals this job follows; None for none.
+    """
+
+    workers: int = 1
+    replicas: int = 1
+    threads: int = 0
+    seed: int = 0
+    timeout: float = 600.0
+    joint_input: bool = False
+    adopts: bool = True
+    tf_distribute: bool = False
+    checkpoints: Checkpoints | None = None
+    accepts_changes: bool = False
+    verification: Verification = field(default_factory=Verification)
+    allow_unlike: bool = False
+    parameter_servers: int = 0
+    digests: str = ""
+    checks: str = ""
+    order: Path | None = None
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether one process has all tasks of a job with parameter servers: it repeats a run."""
+        return self.parameter_servers > 0 and self.workers == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(JobSettings):
+    """One job, with all defaults resolved: its settings, what it runs, and how it is started and supervised.
 
     Attributes:
         target: path of the script, or name of the module.
         module: whether `target` is a module.
         arguments: of the script.
-        workers: number of workers.
-        replicas: number of replicas.
-        threads: number of threads that compute one replica; 0 until the cores of all hosts are known.
-        seed: determines everything random in the job.
-        timeout: seconds after which a worker that others wait for counts as stuck.
         run_dir: the run folder, as the user wrote it.
         tee: the workers whose output the terminal shows.
         backend: the Keras backend; None to leave it unchanged.
         chosen: the backend and the reason for it, for messages.
         devices: of each worker; empty to leave them unchanged.
-        checkpoints: the checkpoints to save; None for none.
-        accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         min_workers: with fewer workers, training waits.
         max_restarts: how many lost workers are replaced.
         grace: seconds that a stopped job has to complete its step and write a checkpoint.
-        tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
-        adopts: whether models that a script compiles without a strategy are distributed.
-        joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
         plain: whether connections between hosts are not encrypted.
         hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
             if no other coordinator can lead the job meanwhile, because the address of this one is a lock.
         inherited: descriptors of this process that workers inherit with the same numbers.
-        verify_every: the interval in training steps at which a second worker computes a replica again; 0 for
-            never.
-        verify_all: whether it is all replicas, instead of one.
-        allow_unlike: whether hosts may compute different bits.
-        parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
     """
 
     target: str
-    module: bool
-    arguments: tuple[str, ...]
-    workers: int
-    replicas: int
-    threads: int
-    seed: int
-    timeout: float
+    module: bool = False
+    arguments: tuple[str, ...] = ()
     run_dir: Path
     tee: Tee = "chief"
     backend: str | None = None
     chosen: str = ""
     devices: tuple[Devices, ...] = ()
-    checkpoints: Checkpoints | None = None
-    accepts_changes: bool = False
     min_workers: int = 1
     max_restarts: int = 0
     grace: float = GRACE
-    tf_distribute: bool = False
-    adopts: bool = True
-    joint_input: bool = False
     hosts: tuple[JobHost, ...] = ()
     plain: bool = False
     hold: float | None = None
     inherited: tuple[int, ...] = ()
-    verify_every: int = 0
-    verify_all: bool = False
-    allow_unlike: bool = False
-    parameter_servers: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return self.run_dir.absolute().name
+
+    @property
+    def settings(self) -> JobSettings:
+        """What its workers know of it."""
+        return JobSettings(**{each.name: getattr(self, each.name) for each in fields(JobSettings)})
+
+    def recorded(self) -> dict[str, Any]:
+        """Return its fields as the event `job` has them: those of `verification` beside the others."""
+        named: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        named.update(named.pop("verification"))
+        return named
 
     @property
     def view(self) -> View:
@@ -114,11 +184,6 @@ class JobSpec:
         ids = iter(range(self.workers))
         counts = [host.workers for host in self.hosts] or [self.workers]
         return place_on_hosts(self.replicas, tuple(tuple(islice(ids, count)) for count in counts))
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether one process has all tasks of a job with parameter servers: it repeats a run."""
-        return self.parameter_servers > 0 and self.workers == 1
 
     @property
     def vital(self) -> frozenset[int]:
@@ -141,7 +206,7 @@ class JobSpec:
     def labels(self) -> dict[str, str]:
         """What tells this job from others, for programs that collect figures of many."""
         return {
-            "job": self.run_dir.absolute().name,
+            "job": self.name,
             "script": self.target,
             "backend": self.backend or "",
             "replicas": str(self.replicas),

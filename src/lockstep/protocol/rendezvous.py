@@ -93,10 +93,8 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     Attributes:
         worker: its id.
         joins: whether it joins a running job.
-        replicas: number of replicas of the job.
-        seed: of the job.
+        seed: determines everything random in the job.
         threads: number of threads that compute one replica.
-        timeout: seconds after which a worker that others wait for counts as stuck.
         run_dir: the run folder, absolute.
         coordinator: process id of the coordinator.
         shares: whether another worker uses one of its GPUs.
@@ -104,10 +102,8 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
 
     worker: int
     joins: bool
-    replicas: int
     seed: int
     threads: int
-    timeout: float
     run_dir: str
     coordinator: int
     shares: bool

@@ -15,6 +15,7 @@ from lockstep.observability.events import (
 )
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.job_spec import JobSettings
 
 
 class EventReport(msgspec.Struct, frozen=True, tag="report"):
@@ -197,11 +198,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     Attributes:
         pool: the memory for partials and totals, which all workers on the host share.
+        settings: what the worker knows of its job.
         job: the id of the job, random bytes; empty if it has one host.
         credentials: with which the worker connects to other hosts; None if the job has one host.
     """
 
     pool: Attachment
+    settings: JobSettings
     job: bytes = b""
     credentials: Credentials | None = None
 

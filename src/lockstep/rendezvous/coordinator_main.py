@@ -30,8 +30,6 @@ from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder,
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.transport.local_channel import LocalChannel
 
-_TIMEOUT = 600.0
-
 
 def main(arguments: Sequence[str]) -> None:
     """Coordinate one job.
@@ -109,13 +107,10 @@ def _spec(server: RendezvousServer) -> JobSpec:
     cores = min(process.arrival.cores for process in server.waiting.values() if process.arrival is not None)
     return JobSpec(
         target=first.target,
-        module=False,
-        arguments=(),
         workers=replicas,
         replicas=replicas,
         threads=max(1, cores // replicas),
-        seed=0,
-        timeout=_TIMEOUT,
+        adopts=False,
         run_dir=fresh_folder(Path("runs"), Path(first.target).stem, time.time()),
         backend=first.backend,
     )

@@ -57,13 +57,11 @@ from lockstep.system.run_folder import (
 )
 from lockstep.transport.local_channel import LocalChannel
 
+_PAUSE = 1.0
+
 
 class _Deserted(Exception):
     """No process of this host waits any more."""
-
-
-TIMEOUT = 600.0
-_PAUSE = 1.0
 
 
 def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
@@ -212,12 +210,9 @@ class _TasksOfHost:
         return JobSpec(
             target=first.target,
             module=first.module,
-            arguments=(),
             workers=len(first.tasks),
             replicas=len(first.tasks),
-            threads=0,
-            seed=0,
-            timeout=TIMEOUT,
+            adopts=False,
             run_dir=fresh_folder(Path("runs"), Path(first.target).stem, time.time()),
             backend=first.backend,
         )

@@ -286,10 +286,8 @@ class RendezvousStarter:
             return Admitted(
                 worker=worker,
                 joins=joins,
-                replicas=spec.replicas,
                 seed=spec.seed,
                 threads=spec.threads,
-                timeout=spec.timeout,
                 run_dir=str(self.paths.root),
                 coordinator=self.pid,
                 shares=shares,

@@ -39,8 +39,9 @@ from lockstep.system.child_process import command_of
 from lockstep.system.environment import (
     KEY_FILE,
     RUN,
-    WorkerConfig,
+    WorkerIdentity,
     environment_at_start,
+    job_environment,
     keras_backend,
     key_file,
     legacy_keras,
@@ -205,13 +206,8 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     note(f"{why}; {tasks[slot].name} restarts the script as worker {admitted.worker}, {choice}")
     if hash_seed := replaced_hash_seed(admitted.seed, environment_at_start()):
         note(f"workers get PYTHONHASHSEED from the job's seed, {admitted.seed}, instead of {hash_seed}")
-    worker = WorkerConfig(
+    worker = WorkerIdentity(
         worker=admitted.worker,
-        workers=admitted.replicas,
-        replicas=admitted.replicas,
-        seed=admitted.seed,
-        threads=admitted.threads,
-        timeout=admitted.timeout,
         run_dir=Path(admitted.run_dir),
         agent=admitted.coordinator,
         control=connection,
@@ -221,7 +217,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     os.set_inheritable(connection, True)
     flush_streams()
     arguments = (*program.options, "-P", "-m", "lockstep.launcher.worker_main", *program.command)
-    environment = _environment(worker, text, choice.backend, admitted.shares)
+    environment = _environment(worker, admitted, text, choice.backend)
     os.execve(sys.executable, (sys.executable, *arguments), environment)
 
 
@@ -272,11 +268,12 @@ def _check_size(arrival: Arrival) -> None:
         )
 
 
-def _environment(worker: WorkerConfig, text: str, backend: str, shares: bool) -> dict[str, str]:
+def _environment(worker: WorkerIdentity, admitted: Admitted, text: str, backend: str) -> dict[str, str]:
     """Return the environment of the worker; it keeps the user's own settings."""
     before = environment_at_start() | {"TF_CONFIG": text}
     gpus = ",".join(visible_gpus()) or None
-    after = worker_environment(worker, before, backend=backend, devices=gpus, shared=shares)
+    shared = job_environment(admitted.seed, admitted.threads, before, backend=backend)
+    after = worker_environment(worker, shared, cluster=text, devices=gpus, shares_devices=admitted.shares)
     after.pop("CUDA_VISIBLE_DEVICES", None)
     return after | {name: before[name] for name in _OWN if name in before}
 

@@ -129,8 +129,8 @@ class ParameterServerStrategy(Strategy):
         return PerWorkerDataset(
             make,
             # That of the lost worker in one that has taken its place.
-            lambda: seed_of(job.context.seed, "dataset", number, job.process),
-            seed_of(job.context.seed, "dataset", number),
+            lambda: seed_of(job.settings.seed, "dataset", number, job.process),
+            seed_of(job.settings.seed, "dataset", number),
             lambda: (job.process, job.replacement),
         )
 
@@ -153,7 +153,7 @@ class ParameterServerStrategy(Strategy):
                 ended=self._methods.functions_changed,
                 trained=self._methods.steps_taken,
             )
-            calls = OneProcessCalls if self._job.context.has_all_tasks else _CALLS[program.task]
+            calls = OneProcessCalls if self._job.settings.in_one_process else _CALLS[program.task]
             self._calls = calls(program)
         return self._calls
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from lockstep.errors import ConfigError
 from lockstep.system.cgroups import cpu_quota
 
@@ -48,14 +46,6 @@ _HASH_SEED = "PYTHONHASHSEED"
 _OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_HOME")
 KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
-ORDER = f"{_PREFIX}ORDER"
-"""The variable with the folder of a run whose order of arrivals this one follows; see `JobContext.order`."""
-ONE_PROCESS = f"{_PREFIX}ONE_PROCESS"
-"""The variable that lets one process follow the orders of all tasks; see `JobSpec.in_one_process`."""
-DIGESTS = f"{_PREFIX}DIGESTS"
-"""The variable that says which steps a run records; see `lockstep.worker.job.JobContext.digests`."""
-CHECK = f"{_PREFIX}CHECK"
-"""The variable of a job that only compares its steps with one process; see `JobContext.checks`."""
 ATTEMPT = f"{_PREFIX}ATTEMPT"
 """The variable with the number of times that a job was started again, and its run folder."""
 ENGINE = f"{_PREFIX}ENGINE"
@@ -70,81 +60,26 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints that a job saves, and the one that it resumes from.
-
-    Attributes:
-        folder: of the checkpoints, absolute.
-        steps: the interval in training steps; None if it is a time.
-        seconds: the interval in seconds; None if it is a number of steps.
-        keep: number of checkpoints to keep.
-        resume: the one to resume from; None to start from the beginning.
-        given: the folder as the user wrote it.
-    """
-
-    folder: Path
-    steps: int | None
-    seconds: float | None
-    keep: int
-    resume: Path | None = None
-    given: str = ""
-
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The configuration that a worker gets from the agent that starts it.
+class WorkerIdentity:
+    """Which worker a process is, and where its agent and its run are; the agent tells it all else.
 
     Attributes:
         worker: the worker's id, from 0.
-        workers: number of workers the job starts with.
-        replicas: number of replicas of the job.
-        seed: determines everything random in the job.
-        threads: number of threads that compute one replica.
-        timeout: seconds after which a worker that others wait for counts as stuck.
         run_dir: the run's own folder, absolute.
         agent: process id of the agent.
         control: inherited descriptor of the socket to the agent.
         joins: whether the worker joins a running job.
-        checkpoints: the checkpoints to save; None for none.
-        accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
-        tf_distribute: whether names under `tf.distribute` are Lockstep's.
-        adopts: whether models that a script compiles without a strategy are distributed.
-        joint_input: whether this worker reads everything of a dataset, also where reading could be divided.
         by_hand: whether the user started this process.
         host: the name of the worker's host, as the user wrote it; empty if the job has one host.
-        digests: which steps to record; see `lockstep.worker.job.JobContext`.
-        checks: likewise.
-        verify_every: see `lockstep.protocol.job_spec.JobSpec`.
-        verify_all: likewise.
-        allow_unlike: likewise.
-        parameter_servers: likewise.
-        order: see `lockstep.worker.job.JobContext`.
     """
 
     worker: int
-    workers: int
-    replicas: int
-    seed: int
-    threads: int
-    timeout: float
     run_dir: Path
     agent: int
     control: int
     joins: bool = False
-    checkpoints: Checkpoints | None = None
-    accepts_changes: bool = False
-    tf_distribute: bool = False
-    adopts: bool = False
-    joint_input: bool = False
     by_hand: bool = False
     host: str = ""
-    digests: str = ""
-    checks: str = ""
-    verify_every: int = 0
-    verify_all: bool = False
-    allow_unlike: bool = False
-    parameter_servers: int = 0
-    order: Path | None = None
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -157,45 +92,21 @@ def parent_told(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(_PARENT, "")
 
 
-def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
+def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
     """Parse the `LOCKSTEP_*` variables.
 
     Raises:
         ConfigError: one is missing or invalid; the message names it.
     """
-    config = WorkerConfig(
+    return WorkerIdentity(
         worker=_parse(environ, "WORKER", _count),
-        workers=_parse(environ, "WORKERS", _positive),
-        replicas=_parse(environ, "REPLICAS", _positive),
-        seed=_parse(environ, "SEED", _count),
-        threads=_parse(environ, "THREADS", _positive),
-        timeout=_parse(environ, "TIMEOUT", _seconds),
         run_dir=_parse(environ, "RUN_DIR", _folder),
         agent=_parse(environ, "AGENT", _positive),
         control=_parse(environ, "CONTROL_FD", _count),
         joins=f"{_PREFIX}JOINS" in environ,
-        checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
-        accepts_changes=f"{_PREFIX}ACCEPT_CHANGES" in environ,
-        tf_distribute=f"{_PREFIX}TF_DISTRIBUTE" in environ,
-        adopts=f"{_PREFIX}ADOPTS" in environ,
-        joint_input=f"{_PREFIX}JOINT_INPUT" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
         host=environ.get(f"{_PREFIX}HOST", ""),
-        digests=environ.get(DIGESTS, ""),
-        checks=environ.get(CHECK, ""),
-        verify_every=_parse({f"{_PREFIX}VERIFY_EVERY": "0", **environ}, "VERIFY_EVERY", _count),
-        verify_all=f"{_PREFIX}VERIFY_ALL" in environ,
-        allow_unlike=f"{_PREFIX}ALLOW_UNLIKE" in environ,
-        parameter_servers=_parse(
-            {f"{_PREFIX}PARAMETER_SERVERS": "0", **environ}, "PARAMETER_SERVERS", _count
-        ),
-        order=_parse(environ, "ORDER", _folder) if ORDER in environ else None,
     )
-    if config.worker >= config.workers and not config.joins:
-        raise ConfigError(
-            f"{_PREFIX}WORKER is {config.worker}, but the {config.workers} workers count from 0"
-        )
-    return config
 
 
 def forget_worker(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -205,33 +116,25 @@ def forget_worker(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def worker_environment(
-    config: WorkerConfig,
-    inherited: Mapping[str, str] = os.environ,
+    identity: WorkerIdentity,
+    shared: Mapping[str, str],
     *,
-    slot: int | None = None,
-    backend: str | None = None,
+    cluster: str,
     devices: str | None = None,
-    shared: bool = False,
+    shares_devices: bool = False,
 ) -> dict[str, str]:
     """Return the whole environment of a worker.
 
     Args:
-        config: the result of `read_worker` in the worker.
-        inherited: the other variables of the worker.
-        slot: the worker's index in `TF_CONFIG`; its id if it has had that slot from the beginning.
-        backend: the Keras backend; None to leave it unchanged.
-        devices: the worker's `CUDA_VISIBLE_DEVICES`; None to leave it unchanged.
-        shared: whether other workers use the same devices.
+        identity: the result of `read_worker` in the worker.
+        shared: the `job_environment`.
+        cluster: its `TF_CONFIG`.
+        devices: its `CUDA_VISIBLE_DEVICES`; None to leave it unchanged.
+        shares_devices: whether other workers use the same devices.
     """
-    environment = job_environment(config.seed, config.threads, inherited, backend=backend)
-    environment |= _lockstep_variables(config)
-    slot = config.worker if slot is None else slot
-    if config.parameter_servers and config.workers == 1 and backend in (None, "tensorflow"):
-        # Threads of TensorFlow wait in functions while others run.
-        environment["TF_NUM_INTEROP_THREADS"] = str(config.replicas)
-    environment["TF_CONFIG"] = tf_config(slot, config.replicas, config.parameter_servers)
+    environment = {**shared, **_identity_variables(identity), "TF_CONFIG": cluster}
     if devices is not None:
-        environment |= device_variables(inherited, devices, shared)
+        environment |= device_variables(shared, devices, shares_devices)
     return environment
 
 
@@ -247,7 +150,6 @@ def job_environment(
         backend: the Keras backend; None to leave it unchanged.
     """
     environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
-    environment |= {name: value for name, value in inherited.items() if name in (DIGESTS, ORDER, CHECK)}
     environment = _ARROW | environment | _thread_variables(threads)
     environment[_HASH_SEED] = _hash_seed(seed)
     environment["PYTHONUNBUFFERED"] = "1"
@@ -398,19 +300,9 @@ def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def checking(calls: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a command whose job only compares `calls`; see `JobContext.checks`."""
-    return {**environ, CHECK: calls}
-
-
-def is_checking(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the job of this environment only compares its steps with one process."""
-    return CHECK in environ
-
-
-def is_repeating(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the job of this environment repeats steps of another one."""
-    return not {ORDER, ONE_PROCESS, DIGESTS}.isdisjoint(environ)
+def with_temporary_folder(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a process whose temporary files are in a folder."""
+    return {**environ, "TMPDIR": str(folder)}
 
 
 def repeating(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -502,42 +394,19 @@ def usable_cores(
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
-def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
+def _identity_variables(identity: WorkerIdentity) -> dict[str, str]:
     values: dict[str, object] = {
-        "WORKER": config.worker,
-        "WORKERS": config.workers,
-        "REPLICAS": config.replicas,
-        "SEED": config.seed,
-        "THREADS": config.threads,
-        "TIMEOUT": config.timeout,
-        "RUN_DIR": config.run_dir,
-        "AGENT": config.agent,
-        "CONTROL_FD": config.control,
+        "WORKER": identity.worker,
+        "RUN_DIR": identity.run_dir,
+        "AGENT": identity.agent,
+        "CONTROL_FD": identity.control,
     }
-    if config.joins:
+    if identity.joins:
         values["JOINS"] = "yes"
-    if config.checkpoints is not None:
-        values["CHECKPOINTS"] = msgspec.json.encode(config.checkpoints, enc_hook=str).decode()
-    if config.accepts_changes:
-        values["ACCEPT_CHANGES"] = "yes"
-    if config.tf_distribute:
-        values["TF_DISTRIBUTE"] = "yes"
-    if config.adopts:
-        values["ADOPTS"] = "yes"
-    if config.joint_input:
-        values["JOINT_INPUT"] = "yes"
-    if config.by_hand:
+    if identity.by_hand:
         values["BY_HAND"] = "yes"
-    if config.verify_every:
-        values["VERIFY_EVERY"] = config.verify_every
-    if config.verify_all:
-        values["VERIFY_ALL"] = "yes"
-    if config.allow_unlike:
-        values["ALLOW_UNLIKE"] = "yes"
-    if config.parameter_servers:
-        values["PARAMETER_SERVERS"] = config.parameter_servers
-    if config.host:
-        values["HOST"] = config.host
+    if identity.host:
+        values["HOST"] = identity.host
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}
 
 
@@ -587,23 +456,6 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ValueError("expected a whole number, 1 or more")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise ValueError("expected seconds") from None
-    if not 0 < seconds < float("inf"):
-        raise ValueError("expected seconds, more than 0")
-    return seconds
-
-
-def _checkpoints(text: str) -> Checkpoints | None:
-    try:
-        return msgspec.json.decode(text, type=Checkpoints | None, dec_hook=lambda kind, value: kind(value))
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
 
 
 def _folder(text: str) -> Path:

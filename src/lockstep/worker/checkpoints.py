@@ -7,7 +7,7 @@ from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_s
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import announce
 from lockstep.observability.bus import Bus
-from lockstep.system.environment import WorkerConfig
+from lockstep.protocol.job_spec import JobSettings
 
 
 class WorkerCheckpoints:
@@ -67,25 +67,28 @@ class WorkerCheckpoints:
             self._scheduler.finish()
 
 
-def open_checkpoints(config: WorkerConfig, events: Bus, is_chief: Callable[[], bool]) -> WorkerCheckpoints:
+def open_checkpoints(
+    settings: JobSettings, events: Bus, is_chief: Callable[[], bool], *, joins: bool
+) -> WorkerCheckpoints:
     """Return the checkpoints that the command requests.
 
     Args:
-        config: of this worker.
+        settings: of the job.
         events: the bus on which each checkpoint is published.
         is_chief: returns whether this worker is currently the chief.
+        joins: whether this worker joins a running job, from whose members it gets the state.
 
     Raises:
         CheckpointError: the folder cannot be used, or the checkpoint to resume from can no longer be read.
     """
-    asked = config.checkpoints
+    asked = settings.checkpoints
     if asked is None:
-        return WorkerCheckpoints(accepts_changes=config.accepts_changes)
+        return WorkerCheckpoints(accepts_changes=settings.accepts_changes)
     announce(asked.folder)
     every = Every(asked.steps, asked.seconds)
     opened = open_scheduler(Store(asked.folder, asked.keep), every, events.publish)
     # The coordinator has a chief killed that never reaches the end of a step.
     end_at_a_step(opened, is_chief)
-    resumes = asked.resume is not None and not config.joins
+    resumes = asked.resume is not None and not joins
     resumed = load(asked.resume) if asked.resume is not None and resumes else None
-    return WorkerCheckpoints(opened, resumed, accepts_changes=config.accepts_changes)
+    return WorkerCheckpoints(opened, resumed, accepts_changes=settings.accepts_changes)

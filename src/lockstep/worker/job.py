@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
@@ -31,6 +31,7 @@ from lockstep.observability.bus import Bus
 from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet, TrainingPaused
 from lockstep.observability.step_timer import StepTimer
 from lockstep.parameter_server.tasks import Tasks
+from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
@@ -207,48 +208,26 @@ class JobContext:
 
     Attributes:
         worker: this process's worker id.
-        seed: determines everything random in the job.
-        threads: number of threads that compute one replica.
         events: the bus on which this worker publishes.
+        settings: of the job.
         folder: of the run, where workers share files; None without one.
-        began_with: the number of workers with which the job began; None if no worker can join.
-        joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
         host: the name of its host, as the user wrote it; empty if that is not known.
         over_hosts: whether the job has several hosts; then some members may enter a view one call later than
             others.
-        digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
-        checks: the calls whose first steps a job compares with plain Keras in one process, and does nothing
-            else: `first` of each kind of each compiled model, or `every-fit`; empty for other jobs.
-        verify_every: the interval in training steps of `lockstep.keras.verification`; 0 for none.
-        verify_all: whether a verified step verifies all replicas.
-        allow_unlike: whether hosts may compute different bits.
-        tasks: of the processes of a job with parameter servers; None for other jobs.
-        tf_distribute: whether names under `tf.distribute` are Lockstep's.
-        order: the folder of the run whose order of arrivals this job follows; None for none.
     """
 
     worker: int
-    seed: int
-    threads: int
     events: Bus
+    settings: JobSettings = field(default_factory=JobSettings)
     folder: Path | None = None
-    began_with: int | None = None
-    joint_input: bool = False
     host: str = ""
     over_hosts: bool = False
-    digests: str = ""
-    checks: str = ""
-    verify_every: int = 0
-    verify_all: bool = False
-    allow_unlike: bool = False
-    tasks: Tasks | None = None
-    tf_distribute: bool = False
-    order: Path | None = None
 
     @property
-    def has_all_tasks(self) -> bool:
-        """Whether this process has all tasks of a job with parameter servers: it repeats a run."""
-        return self.tasks is not None and self.began_with == 1
+    def tasks(self) -> Tasks | None:
+        """The tasks of the processes of a job with parameter servers; None for other jobs."""
+        servers = self.settings.parameter_servers
+        return Tasks(self.settings.replicas, servers) if servers else None
 
 
 class Job:
@@ -322,6 +301,11 @@ class Job:
     def context(self) -> JobContext:
         """What does not change."""
         return self._context
+
+    @property
+    def settings(self) -> JobSettings:
+        """The settings of the job."""
+        return self._context.settings
 
     @property
     def worker(self) -> int:
@@ -656,8 +640,7 @@ class Job:
             self.events.publish(event)
 
     def _have_joined(self, workers: tuple[int, ...]) -> bool:
-        began_with = self._context.began_with
-        return began_with is not None and bool(workers) and min(workers) >= began_with
+        return bool(workers) and min(workers) >= self.settings.workers
 
     def _enter_next(
         self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]
@@ -727,11 +710,12 @@ def by_itself(view: View) -> Communicator:
 def alone() -> Job:
     """Return the job of a process without an agent: one worker, one replica."""
     view = place(replicas=1, workers=(0,))
-    return Job(JobContext(worker=0, seed=0, threads=0, events=Bus(SystemClock(), 0)), (view, by_itself(view)))
+    return Job(JobContext(0, Bus(SystemClock(), 0)), (view, by_itself(view)))
 
 
 def become_alone() -> None:
     """Give this process, a child that a script has forked, a job of its own: it is not a worker."""
     current().left = True
-    context, view = current().context, place(1, (0,))
-    enter(Job(JobContext(0, context.seed, context.threads, Bus(SystemClock(), 0)), (view, by_itself(view))))
+    settings, view = current().settings, place(1, (0,))
+    own = JobSettings(seed=settings.seed, threads=settings.threads)
+    enter(Job(JobContext(0, Bus(SystemClock(), 0), own), (view, by_itself(view))))

@@ -35,7 +35,7 @@ from lockstep.protocol.worker import (
     StateGiven,
     Welcome,
 )
-from lockstep.system.environment import WorkerConfig
+from lockstep.system.environment import WorkerIdentity
 from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
@@ -58,6 +58,20 @@ def wait_policy(timeout: float) -> WaitPolicy:
     return WaitPolicy(_REPORT_EVERY, timeout + GRACE_FOR_AGENT)
 
 
+def take_welcome(client: AgentClient) -> Welcome:
+    """Wait for the first message of the agent, and return it.
+
+    Raises:
+        PeerLostError: the job is over.
+    """
+    message = _receive(client)
+    if isinstance(message, AbortExchange):
+        raise PeerLostError(message.reason)
+    if not isinstance(message, Welcome):
+        raise _unexpected(message)
+    return message
+
+
 class AgentMembership:
     """The `Membership` of a worker with an agent, which passes on the decisions of the coordinator.
 
@@ -65,40 +79,38 @@ class AgentMembership:
     enough workers have joined.
 
     Args:
-        config: of this worker.
+        identity: of this worker.
+        welcome: the first message of the agent.
         client: the connection to the agent.
         policy: how this worker waits for others.
         states: how states travel between workers.
-
-    Raises:
-        PeerLostError: the job is over.
     """
 
     def __init__(
-        self, config: WorkerConfig, client: AgentClient, policy: WaitPolicy, states: StateTransport
+        self,
+        identity: WorkerIdentity,
+        welcome: Welcome,
+        client: AgentClient,
+        policy: WaitPolicy,
+        states: StateTransport,
     ) -> None:
-        self._config = config
+        self._identity = identity
+        self._welcome = welcome
         self._client = client
         self._policy = policy
         self._states = states
         self._segment: ControlSegment | None = None
         self._peeked_segment: tuple[int, ControlSegment] | None = None
         self._communicator: Communicator | None = None
-        welcome = self._receive()
-        if isinstance(welcome, AbortExchange):
-            raise PeerLostError(welcome.reason)
-        if not isinstance(welcome, Welcome):
-            raise _unexpected(welcome)
         self._pool = SharedPool.attach(welcome.pool.take())
         self._buffers = Buffers(self._pool)
-        self._job, self._credentials = welcome.job, welcome.credentials
         self._entrance: NetworkEntrance | None = None
-        self._view = place(1, (config.worker,))
+        self._view = place(1, (identity.worker,))
 
     @property
     def over_hosts(self) -> bool:
         """Whether the job has several hosts."""
-        return self._credentials is not None
+        return self._welcome.credentials is not None
 
     def first_view(self) -> EnteredView:
         """Enter the view with which the job begins.
@@ -106,7 +118,7 @@ class AgentMembership:
         Raises:
             PeerLostError: the job is over.
         """
-        return self._enter_announced(self._receive())
+        return self._enter_announced(_receive(self._client))
 
     def next_view(self, lost: LockstepError, *, expected: bool = False) -> EnteredView:
         """Wait for the view after the one that ended with `lost`, and enter it; see `Membership`.
@@ -183,7 +195,7 @@ class AgentMembership:
             PeerLostError: the job is over.
         """
         self._client.request_to_join(whole=False)
-        message = self._receive()
+        message = _receive(self._client)
         if isinstance(message, Position):
             return self._states.fetch(message.state)
         self._enter_announced(message)
@@ -197,7 +209,7 @@ class AgentMembership:
         """
         self._buffers.map_allocated()
         self._client.request_to_join(whole=True)
-        message = self._receive()
+        message = _receive(self._client)
         admitted = self._enter_announced(message)
         if not isinstance(message, EnterView) or message.state is None:
             raise InternalError("the agent admitted a worker without the state")
@@ -207,7 +219,7 @@ class AgentMembership:
         """Wait until this worker is admitted; leave the view to `next_view`; see `Membership`."""
         self._buffers.map_allocated()
         self._client.request_to_join(whole=True)
-        message = self._receive()
+        message = _receive(self._client)
         if not isinstance(message, EnterView) or message.state is None:
             self._enter_announced(message)
             raise InternalError("the agent admitted a worker without the state")
@@ -242,16 +254,10 @@ class AgentMembership:
         """What completes a connection from another host; see `Membership`."""
         return None if self._entrance is None else self._entrance.accept
 
-    def _receive(self) -> AgentMessage:
-        # The agent says when the job is over, and if it dies, this process dies too.
-        message = self._client.receive(None)
-        assert message is not None
-        return message
-
     def _enter_announced(self, message: AgentMessage) -> EnteredView:
         match message:
             case EnterView(number, hosts, endpoint):
-                return self._enter(place_on_hosts(self._config.replicas, hosts, number), endpoint)
+                return self._enter(place_on_hosts(self._welcome.settings.replicas, hosts, number), endpoint)
             case Leave():
                 _end(0)
             case AbortExchange(reason):
@@ -269,7 +275,7 @@ class AgentMembership:
         self._segment = ControlSegment.attach(endpoint.control.take())
         if isinstance(endpoint, NetworkEndpoint):
             return self._enter_network(view, endpoint, self._segment)
-        rank = view.workers.index(self._config.worker)
+        rank = view.workers.index(self._identity.worker)
         plan = ReducePlan.of(view)
         self._communicator = SharedCommunicator(
             self._segment, self._buffers, rank, plan, self._policy, self._observe
@@ -294,14 +300,22 @@ class AgentMembership:
             # Most jobs have one host, and need none of this.
             from lockstep.worker.network_entrance import NetworkEntrance
 
-            assert self._credentials is not None
+            job, credentials = self._welcome.job, self._welcome.credentials
+            assert credentials is not None
             self._entrance = NetworkEntrance(
-                self._config, self._job, self._credentials, self._pool, self._client, self._policy
+                self._identity, job, credentials, self._pool, self._client, self._policy
             )
         return self._entrance
 
     def _observe(self, wait: PeerWait) -> None:
         self._client.waiting(wait.what, wait.workers, wait.seconds)
+
+
+def _receive(client: AgentClient) -> AgentMessage:
+    # The agent says when the job is over, and if it dies, this process dies too.
+    message = client.receive(None)
+    assert message is not None
+    return message
 
 
 def _unexpected(message: AgentMessage) -> InternalError:

@@ -22,7 +22,7 @@ from lockstep.errors import LockstepError, NetworkError, PeerStuckError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.worker import AgentMessage, HostMembers, NetworkEndpoint, PeerConnected
-from lockstep.system.environment import WorkerConfig
+from lockstep.system.environment import WorkerIdentity
 from lockstep.topology import View
 from lockstep.transport.addresses import join_address
 from lockstep.transport.dial import accept, dial
@@ -40,7 +40,7 @@ class NetworkEntrance:
     """Enters the exchanges of a job over hosts, one after another, and keeps what outlives them.
 
     Args:
-        config: of this worker.
+        identity: of this worker.
         job: the id of the job.
         credentials: of this worker.
         pool: the memory that all workers on this host share.
@@ -50,21 +50,21 @@ class NetworkEntrance:
 
     def __init__(
         self,
-        config: WorkerConfig,
+        identity: WorkerIdentity,
         job: bytes,
         credentials: Credentials,
         pool: SharedPool,
         client: AgentClient,
         policy: WaitPolicy,
     ) -> None:
-        self._config = config
+        self._identity = identity
         self._job = job
         self._credentials = credentials
         self._client = client
         self._policy = policy
         self._buffers = NetworkBuffers(pool)
         self._last = LastCall()
-        if not config.joins:
+        if not identity.joins:
             self._last.number = 0
         self._current: NetworkCommunicator | None = None
         self._endpoint: NetworkEndpoint | None = None
@@ -86,7 +86,7 @@ class NetworkEntrance:
             PeerStuckError: a worker on another host has not connected in time.
         """
         plan, self._endpoint = HostPlan.of(view, endpoint.here), endpoint
-        local = plan.own.index(self._config.worker)
+        local = plan.own.index(self._identity.worker)
         links: Mapping[int, Link] = {}
         if local < plan.lanes:
             connected = LaneConnector(

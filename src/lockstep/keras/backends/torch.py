@@ -74,7 +74,7 @@ class TorchBackend:
         # A single replica is Keras's own step, and must also compute equal bits each time.
         self._prepared = job.is_worker()
         if self._prepared:
-            enable_determinism(job.current().context.threads)
+            enable_determinism(job.current().settings.threads)
 
     def build(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
         """Create a model's variables by calling it with symbolic inputs."""
@@ -170,7 +170,7 @@ class TorchBackend:
                 )
             return
         self._prepared = True
-        enable_determinism(job.current().context.threads)
+        enable_determinism(job.current().settings.threads)
 
 
 @dataclass(frozen=True)
@@ -657,7 +657,7 @@ class TorchEagerBackend:
 
     def __init__(self) -> None:
         _observe_passes()
-        enable_determinism(job.current().context.threads)
+        enable_determinism(job.current().settings.threads)
 
     @contextmanager
     def isolated(self, seed: int) -> Iterator[None]:

@@ -66,4 +66,4 @@ def seed_traces(model: Any, subject: str) -> None:
         model: compiled.
         subject: identifies it on all workers.
     """
-    vars(model)[TRACE_SEED] = seed_of(script_seeds(job.current().context.seed), subject)
+    vars(model)[TRACE_SEED] = seed_of(script_seeds(job.current().settings.seed), subject)

@@ -403,7 +403,7 @@ class GlobalStep:
         call.steps += 1
         call.logs = logs
         trains = self._kind == "train"
-        if self._job.context.checks and call.steps >= _CHECKED_STEPS:
+        if self._job.settings.checks and call.steps >= _CHECKED_STEPS:
             setattr(self._model, "stop_training" if trains else "stop_evaluating", True)
         if trains:
             self._calls.taken += 1
@@ -411,7 +411,7 @@ class GlobalStep:
         number = self._calls.taken if call.at_end and trains else call.steps
         if number % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
             arrays, what = self._program.named_state(state), f"after step {call.steps} of {call.name}"
-            if not self._job.context.allow_unlike:
+            if not self._job.settings.allow_unlike:
                 facts = state_facts(self._backend.to_numpy, arrays)
                 agree(self._job, what, {**facts, **python_facts(self._model)})
             elif (given := chiefs_state(self._job, what, self._backend.to_numpy, arrays)) is not None:

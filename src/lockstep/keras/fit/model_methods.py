@@ -157,7 +157,7 @@ class ModelMethods:
         # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
         # checkpoints are saved.
         self._calls = NumberedCalls(
-            job.context.seed, unnumbered=_NOT_TRAINING if self._has_one_replica else frozenset()
+            job.settings.seed, unnumbered=_NOT_TRAINING if self._has_one_replica else frozenset()
         )
         self._snapshots = Snapshots(job, backend, self._calls)
         self._models, self._resumable = self._snapshots.models, self._snapshots.resumable
@@ -420,7 +420,7 @@ class ModelMethods:
         self._last.trains(model)
         asked = asked_in(given["callbacks"])
         callbacks = take_out(asked, given["callbacks"])
-        if self._job.context.checks:
+        if self._job.settings.checks:
             callbacks = without_writers(callbacks)
         with self._resumable.call("fit") as call:
             if asked is not None:
@@ -827,7 +827,7 @@ class ModelMethods:
         if len(self._job.view.workers) == 1 or self._resumable.behind:
             return
         arrays = model_state(model)
-        if not self._job.context.allow_unlike:
+        if not self._job.settings.allow_unlike:
             facts = state_facts(self._backend.to_numpy, arrays)
             agree(self._job, what, {**facts, **python_facts(model)})
         elif given := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
@@ -872,12 +872,11 @@ class ModelMethods:
         if not self._has_one_replica:
             explain_sharding(self._job, x)
         call = self._calls.current
-        context = self._job.context
-        order = order_seed(context.seed, call.number)
+        order = order_seed(self._job.settings.seed, call.number)
         reader = ReadingWorker(
             self._job,
             seed_of(call.seed, call.number),
-            joint=context.joint_input,
+            joint=self._job.settings.joint_input,
             call=self.call_number,
         )
         options.setdefault("shuffle", False)
@@ -911,7 +910,7 @@ class ModelMethods:
         self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]
     ) -> AbstractContextManager[None]:
         """Return a context in which to try a model; a job that checks the script compares a step there."""
-        checks = self._job.context.checks
+        checks = self._job.settings.checks
         witnessed = self._witnessed.setdefault(model, set())
         if not checks or (checks != "every-fit" and kind in witnessed):
             return nullcontext()
@@ -1065,7 +1064,7 @@ class ModelMethods:
         self._digests.begin_call(call.name, self._calls.taken, {**seeds, **found, **recorded})
         if several:
             arrays = model_state(model)
-            if self._job.context.allow_unlike:
+            if self._job.settings.allow_unlike:
                 if given := chiefs_state(self._job, call.name, self._backend.to_numpy, arrays):
                     assign(model, given)
                 arrays = {}

@@ -395,7 +395,7 @@ class Trial:
         if not (methods or of_layers):
             return
         # As by `tf.distribute`, which divides Keras's losses by the number of replicas and adds gradients up.
-        follows = self._context is not nullcontext and self._job.context.tf_distribute
+        follows = self._context is not nullcontext and self._job.settings.tf_distribute
         summed = follows and "train_step" in methods
         names = [f"{name} of {type(model).__name__}" for name in methods]
         names = names or [f"the metric {metric.name}" for metric in of_layers.values()]

@@ -46,7 +46,7 @@ def distribute(
         raise DataError("the dataset is already distributed")
     explain_sharding(job, dataset)
     source: Source = GlobalBatchSource(dataset, job.view.replicas)
-    if not job.context.joint_input:
+    if not job.settings.joint_input:
         source = shard_pipelines(job, dataset, seed) or _divided(job, dataset, seed, call) or source
     explain_reading(job, source.way)
     return _dataset(runner, source)

@@ -86,10 +86,10 @@ def show_input(
     else:
         way = _way(x) if _is_dataset(x) else ARRAYS
         shards = shards_of(x, view.replicas) if view.replicas > 1 else None
-        if isinstance(shards, Shards) and not job.current().context.joint_input:
+        if isinstance(shards, Shards) and not job.current().settings.joint_input:
             rows = islice(_read_shards(shards, view), steps * view.replicas)
             return InputTable(str(shards.way), tuple(rows))
-    seed = order_seed(job.current().context.seed, call)
+    seed = order_seed(job.current().settings.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
         visited = map(_numbers, _visited(order.begin, order.sample, epoch, steps, new=new))
@@ -112,7 +112,7 @@ def _way(dataset: Any) -> Way:
         return Way.joint(AN_ITERATOR)  # `fit` reads its first batch at once.
     this, states = job.current(), random_states()
     try:
-        reader = ReadingWorker(this, 0, joint=this.context.joint_input)
+        reader = ReadingWorker(this, 0, joint=this.settings.joint_input)
         options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": ()}
         return global_input(dataset, **options, unsplit=False, reader=reader, in_order=True).way
     except DataError:

@@ -77,7 +77,7 @@ def fit_on_servers(
             with served.job.apart():
                 server.serve()
     elif task == "chief":
-        process = OneProcess if served.job.context.has_all_tasks else ChiefProcess
+        process = OneProcess if served.job.settings.in_one_process else ChiefProcess
         with process(served) as chief:
             chief.train(keras_fit, training, callbacks, given["steps_per_epoch"])
             updated = chief.updated_rows()

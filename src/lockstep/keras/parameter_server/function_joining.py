@@ -33,7 +33,7 @@ class FunctionJoining:
         if resumption is not None:
             self.log = resumption.functions[self._position]
             snapshots.models.load(self.log.models)
-        elif job.is_chief and job.context.order is None:
+        elif job.is_chief and job.settings.order is None:
             self.log = self._resumable.functions[self._position] = FunctionLog()
 
     @property

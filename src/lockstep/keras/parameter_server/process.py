@@ -156,7 +156,7 @@ class TaskProcess:
 
     def order(self, name: str) -> tuple[OrderWriter, RecordedOrder | None]:
         """Begin an order of arrivals; return its writer, and the order to follow in a replay."""
-        folder, followed, recorded = self.job.context.folder, self.job.context.order, None
+        folder, followed, recorded = self.job.context.folder, self.job.settings.order, None
         writer = OrderWriter(None)
         if folder is not None:
             file = OrderFile(RunPaths(folder).orders / name)
@@ -228,7 +228,7 @@ class TaskProcess:
             self.places = self.tables.places(known, self.call.name)
         else:
             self.places = self.tasks.places([{process_of[one] for one in host} for host in hosts])
-        if self.job.context.order is not None:
+        if self.job.settings.order is not None:
             # A replay repeats a run, also one that lost a server, without a loss: nothing is kept for one.
             self.places = tuple(ServerPlace(place.process, None) for place in self.places)
         self.live = tuple(sorted(process for process in known if process in self.tasks.workers))

@@ -247,7 +247,7 @@ class ServerTables:
         self.servers = self._tasks.servers
         self.own: tuple[int, ...] = ()
         self.held: tuple[int, ...] = ()
-        if job.context.has_all_tasks:
+        if job.settings.in_one_process:
             self.own = self.held = tuple(range(self.servers))
         # A worker that joins has no task before it takes the place of a lost one.
         elif task == "ps" and not job.joins:
@@ -327,13 +327,13 @@ class ServerTables:
                     "load them in all processes"
                 )
         known = {process: (worker, at) for worker, (process, at, *_) in found.items()}
-        if self._job.context.has_all_tasks:
+        if self._job.settings.in_one_process:
             self._channels = []
         else:
             self._place({process: held for process, _, held, *_ in found.values()}, standbys, what)
             self._connect(known)
         # Functions that are scheduled update the rows of the standbys that were there at first.
-        completes = standbys and self._job.context.order is None and not self.scheduling
+        completes = standbys and self._job.settings.order is None and not self.scheduling
         if completes and self._complete(hosts):
             self._connect(known)
         return [
@@ -504,7 +504,7 @@ class ServerTables:
 
     def _kept_for(self, job: Job, index: int) -> list[int]:
         """Return the servers whose standby a server is, as long as the job lasts."""
-        if job.context.order is not None:
+        if job.settings.order is not None:
             # A replay loses no server.
             return []
         own = self._tasks.id_of_server(index)

@@ -153,7 +153,7 @@ class RunRounds:
 
         On hosts that compute different bits, states differ by rounding.
         """
-        if self._job.context.allow_unlike:
+        if self._job.settings.allow_unlike:
             facts = {name: text for name, text in facts.items() if not name.startswith("variable ")}
         self._exchange(lambda _, communicator: compare_all(self._job, communicator, what, facts))
 

@@ -162,7 +162,7 @@ class StepLoops:
     def _compare(self, what: str, loop: "LoopState", settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:
             arrays = loop.named_state(None)
-            if self._job.context.allow_unlike:
+            if self._job.settings.allow_unlike:
                 if given := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
                     loop.load(None, given)
                 arrays = {}

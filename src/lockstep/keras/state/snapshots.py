@@ -176,7 +176,7 @@ class Snapshots:
             for name, value in arrays.items()
         }
         manifest = {"job": self.facts(), "training": packed}
-        if (verifications := verifications_of(self._job)).plan.every:
+        if (verifications := verifications_of(self._job)).plan.verification.every:
             manifest["verified"] = verifications.up_to
         return Contents(self._calls.taken, manifest, {**converted, **values})
 
@@ -279,9 +279,9 @@ class Snapshots:
         job = self._job
         return {
             "replicas": job.view.replicas,
-            "seed": job.context.seed,
-            "threads": job.context.threads,
-            "input": "joint" if job.context.joint_input else "divided",
+            "seed": job.settings.seed,
+            "threads": job.settings.threads,
+            "input": "joint" if job.settings.joint_input else "divided",
             "backend": keras.backend.backend(),
             "libraries": libraries(),
         }
