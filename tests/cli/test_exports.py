@@ -121,7 +121,7 @@ def test_a_missing_package_is_named_with_its_extra(lockstep: Any) -> None:
         ),
         (
             "gs://bucket/x",
-            "Invalid value for '--tensorboard': gs://bucket/x is no folder of this machine.",
+            "Invalid value for '--tensorboard': gs://bucket/x is not a folder of this machine.",
         ),
     ],
 )

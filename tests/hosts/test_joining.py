@@ -202,7 +202,7 @@ def test_addresses(nodes: Sequence[Host], lean_environment: dict[str, str], keye
             node.lockstep(*at(node.address, "run1"), **lean_environment),
             "so the job needs a key: make one with lockstep",
         ),
-        (node.lockstep(*at("0.0.0.0", "run2"), **keyed), "is no address that other hosts can connect to"),
+        (node.lockstep(*at("0.0.0.0", "run2"), **keyed), "is not an address that other hosts can connect to"),
         (node.lockstep(*at("7000", "run6"), **keyed), "7000 is a port without an address; expected ADDR"),
         (node.lockstep(*at("node2:7000", "run3"), **keyed), "node2:7000 is not an address of this host"),
         (node.lockstep(*at("node1:70000", "run4"), **keyed), "the port of node1:70000 is more than 65535"),

@@ -251,7 +251,7 @@ def test_a_node_without_the_folder_is_named(tmp_path: Path) -> None:
         (
             {},
             {"scaling": lockstep.ray.Scaling(gpus_per_worker=-1)},
-            "resources per worker: -1 is no amount of GPU",
+            "resources per worker: -1 is not an amount of GPU",
         ),
     ],
 )

@@ -62,10 +62,10 @@ def test_what_workers_need() -> None:
 @pytest.mark.parametrize(
     ("cpus", "custom", "error"),
     [
-        (-1, {}, "resources per worker: -1 is no amount of CPU"),
-        ("one", {}, "resources per worker: 'one' is no amount of CPU"),
-        (1, {"tpu": float("nan")}, "resources per worker: nan is no amount of tpu"),
-        (1, {"GPU": 1}, "GPU is no custom resource; give cpus or gpus per worker"),
+        (-1, {}, "resources per worker: -1 is not an amount of CPU"),
+        ("one", {}, "resources per worker: 'one' is not an amount of CPU"),
+        (1, {"tpu": float("nan")}, "resources per worker: nan is not an amount of tpu"),
+        (1, {"GPU": 1}, "GPU is not a custom resource; give cpus or gpus per worker"),
         (0, {"tpu": 0}, "resources per worker: a worker must reserve something; give it a CPU"),
     ],
 )

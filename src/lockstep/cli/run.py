@@ -111,7 +111,7 @@ class _Folder(click.Path):
         if not os.fspath(value):
             self.fail("the path is empty; name a folder, such as ./folder.", param, ctx)
         if "://" in os.fsdecode(value):
-            self.fail(f"{os.fsdecode(value)} is no folder of this machine.", param, ctx)
+            self.fail(f"{os.fsdecode(value)} is not a folder of this machine.", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -625,7 +625,7 @@ def _exports(options: Mapping[str, Any]) -> Exports:
     folder, port, metrics = options["tensorboard"], options["metrics_port"], None
     if folder is not None:
         package = importlib.util.find_spec("tensorboard")
-        # A folder of that name in the current one is no package.
+        # A folder of that name in the current one is not a package.
         if package is None or package.origin is None:
             raise UnfitError(
                 "--tensorboard needs the package tensorboard: pip install 'keras-lockstep[tensorboard]'"
@@ -746,7 +746,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
 
 
 def _others(options: Mapping[str, Any]) -> int:
-    """Return how many processes of a job are no workers to the user: a chief and parameter servers.
+    """Return how many processes of a job are not workers to the user: a chief and parameter servers.
 
     They are processes like the workers; outside of `fit`, each has a replica.
     """

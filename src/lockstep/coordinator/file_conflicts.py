@@ -47,7 +47,7 @@ class FileConflicts:
             worker: its id.
             path: of the file, absolute.
             line: of the script, such as `train.py:41`.
-            running: the live workers; a file that only ended workers wrote is no conflict.
+            running: the live workers; a file that only ended workers wrote is not a conflict.
             host: the host to which the file belongs; None if hosts share it.
             appends: whether it appends to the file.
             library: that opens it for this line; empty if none does.

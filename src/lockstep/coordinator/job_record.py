@@ -120,7 +120,7 @@ def decode_record(data: bytes) -> JobRecord:
     """Return the record that `encode_record` has encoded.
 
     Raises:
-        ValueError: the data is no such record.
+        ValueError: the data is not such a record.
     """
     if not data:
         raise ValueError("the record of the job was too large for the agents to keep when it was lost")

@@ -510,7 +510,7 @@ def _explains(head: HeadDifference, found: _Fact) -> bool:
                 return assigned
             return not (of_data or of_length)
         case "state":
-            # What differs first is no result of a computation: something has assigned it.
+            # What differs first is not a result of a computation: something has assigned it.
             return of_callbacks and bool(found.names) and all(map(_is_optimizers, found.names))
         case "input":
             reads = of_data or name in ("input", f"{_KERAS}floatx", f"{_KERAS}image_data_format")

@@ -26,7 +26,7 @@ class Key(NamedTuple):
 
     Attributes:
         step: number of training steps of the run, with this one if it trains.
-        tests: whether it is no training step.
+        tests: whether it is not a training step.
         call: such as `evaluate 2`; empty for a training step.
         number: of the step in its call; 0 for a training step, and for the state outside of any step, where
             `call` names the point, such as `the end of fit 1`.

@@ -67,7 +67,7 @@ class IndexedJob:
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
             raise ConfigError(
-                f"--name {self.name!r} is no name for a Service: expected lower-case letters, digits and "
+                f"--name {self.name!r} is not a name for a Service: expected lower-case letters, digits and "
                 "'-', beginning with a letter and not ending with '-'"
             )
         longest = _LONGEST_NAME - len(f"-{self.pods - 1}")
@@ -77,11 +77,13 @@ class IndexedJob:
                 f"of the last pod is {self.name}-{self.pods - 1}, and a host name has at most {_LONGEST_NAME}"
             )
         if _IMAGE.fullmatch(self.image) is None:
-            raise ConfigError(f"--image {self.image!r} is no image: expected one such as registry/train:1")
+            raise ConfigError(
+                f"--image {self.image!r} is not an image: expected one such as registry/train:1"
+            )
         for option, text in self.resources.items():
             pattern, example = _QUANTITIES[option]
             if pattern.fullmatch(text) is None:
-                raise ConfigError(f"{option} {text!r} is no quantity: expected one {example}")
+                raise ConfigError(f"{option} {text!r} is not a quantity: expected one {example}")
         if (size := len(self._tf_config)) > _MOST_TF_CONFIG:
             raise ConfigError(
                 f"the addresses of {self.pods} pods have {size} characters, but TF_CONFIG has room for "

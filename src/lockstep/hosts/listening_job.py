@@ -88,8 +88,8 @@ class _ListeningJob:
             host, _ = gate.listener.place
             if _address(host).is_unspecified:
                 raise ConfigError(
-                    f"--listen {self.where.address} is no address that other hosts can connect to; give the "
-                    "one at which they reach this host"
+                    f"--listen {self.where.address} is not an address that other hosts can connect to; give "
+                    "the one at which they reach this host"
                 )
             self.own = JobHost(host, self.where.here)
             engine = self.where.engine

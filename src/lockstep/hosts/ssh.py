@@ -63,7 +63,7 @@ class SshAgent:
         return cls(name, process, channel)
 
     def watch(self, loop: EventLoop, say: Callable[[str], None], children: set[int]) -> None:
-        """Show each line that `ssh` and the agent write to stderr; once it has ended, it is no child."""
+        """Show each line that `ssh` and the agent write to stderr; once it has ended, it is not a child."""
         assert self.process.stderr is not None
         descriptor = self.process.stderr.fileno()
         ended = os.pidfd_open(self.process.pid)

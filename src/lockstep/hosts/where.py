@@ -254,6 +254,6 @@ def _is_given(options: Mapping[str, Any], option: str) -> bool:
 def _engine(options: Mapping[str, Any], processes: int) -> Engine:
     address = options["engine"]
     if not _ENGINE.fullmatch(address):
-        raise ConfigError(f"--on {address} is no engine: give ray, or ray://HOST:PORT")
+        raise ConfigError(f"--on {address} is not an engine: give ray, or ray://HOST:PORT")
     cpus, gpus = options["cpus"] or 1, options["gpus"] or 0
     return Engine(address, processes, cpus, gpus, options["resources"], options["detached"])

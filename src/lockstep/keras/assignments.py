@@ -72,7 +72,7 @@ def observed_by(observer: VariableObserver | None) -> Iterator[None]:
 def reads_observed_by(act: Callable[[Any], None]) -> Iterator[None]:
     """Within the block, call `act` before any variable is read through its `value`.
 
-    On TensorFlow, a tape identifies variables by their handles, which is no read.
+    On TensorFlow, a tape identifies variables by their handles, which is not a read.
     """
 
     def value(original: property, variable: Any) -> Any:

@@ -285,7 +285,7 @@ def _only_handled(name: str, handlers: Sequence[str]) -> None:
 def _untracked(attribute: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Keras from searching the state of a training, its `attribute`, for layers, array by array.
 
-    A `UserDict` is no `dict`, but programs can read and change it in the same way.
+    A `UserDict` is not a `dict`, but programs can read and change it in the same way.
     """
 
     @functools.wraps(original)

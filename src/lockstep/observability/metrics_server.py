@@ -53,7 +53,7 @@ def response(request: bytes, body: Callable[[], bytes]) -> bytes:
     """Return the response to a request; `body` returns the figures."""
     found = _REQUEST.match(request)
     if found is None:
-        return _encoded("400 Bad Request", "this is no request of HTTP/1.1\n")
+        return _encoded("400 Bad Request", "this is not a request of HTTP/1.1\n")
     method, path = found[1], found[2].partition(b"?")[0]
     host = _HOST.search(request)
     # A page of another site could use a host name that resolves to this address.

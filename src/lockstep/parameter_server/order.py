@@ -183,7 +183,7 @@ def read_order(path: Path, call: int) -> list[Record]:
     except OSError as error:
         raise ConfigError(f"the recorded order {path} cannot be read: {error.strerror}") from None
     if not data.startswith(_MARK):
-        raise ConfigError(f"{path} is no order of arrivals that this version of Lockstep can read")
+        raise ConfigError(f"{path} is not an order of arrivals that this version of Lockstep can read")
     body = memoryview(data)[len(_MARK) :]
     body = body[: len(body) // _RECORD.size * _RECORD.size]
     try:

@@ -183,7 +183,7 @@ Endpoint = SharedMemoryEndpoint | NetworkEndpoint
 class Notice(IntEnum):
     """What the coordinator asks of the members of a view; all of them see it in the same call.
 
-    It is no message: the exchange of the view carries it as a number.
+    It is not a message: the exchange of the view carries it as a number.
     """
 
     NOTHING = 0

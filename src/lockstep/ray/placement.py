@@ -37,15 +37,15 @@ def worker_needs(cpus: float, gpus: float, custom: Mapping[str, float]) -> dict[
         custom: amounts of the user's resources.
 
     Raises:
-        ConfigError: an amount is no number, or negative, or all are 0.
+        ConfigError: an amount is not a number, or negative, or all are 0.
     """
     for name in _OWN:
         if name in custom:
-            raise ConfigError(f"{name} is no custom resource; give cpus or gpus per worker")
+            raise ConfigError(f"{name} is not a custom resource; give cpus or gpus per worker")
     needs = {"CPU": cpus, "GPU": gpus, **custom}
     for name, amount in needs.items():
         if not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
-            raise ConfigError(f"resources per worker: {amount!r} is no amount of {name}")
+            raise ConfigError(f"resources per worker: {amount!r} is not an amount of {name}")
     if not any(needs.values()):
         raise ConfigError("resources per worker: a worker must reserve something; give it a CPU")
     return needs

@@ -50,7 +50,7 @@ class ClusterCoordinator:
         """Return the only coordinator of a strategy.
 
         Raises:
-            InputError: it is no `ParameterServerStrategy`.
+            InputError: it is not a `ParameterServerStrategy`.
         """
         if not isinstance(strategy, ParameterServerStrategy):
             raise InputError("ClusterCoordinator needs a lockstep.ParameterServerStrategy")

@@ -87,7 +87,7 @@ class Header(NamedTuple):
         """Decode a header.
 
         Raises:
-            FrameError: `data` are no header.
+            FrameError: `data` are not a header.
         """
         if len(data) != HEADER_SIZE:
             raise FrameError(f"a header of {len(data)} bytes instead of {HEADER_SIZE}")
@@ -138,7 +138,7 @@ class Hello(NamedTuple):
         """Decode a hello.
 
         Raises:
-            FrameError: `data` are no hello.
+            FrameError: `data` are not a hello.
         """
         if len(data) != HELLO_SIZE:
             raise FrameError(f"a hello of {len(data)} bytes instead of {HELLO_SIZE}")

@@ -42,7 +42,7 @@ from lockstep.keras.private.common import trained_by, with_values
 class EndOfRound(BaseException):
     """Ends a step or function at an update, or when it reads weights that are not known yet.
 
-    It is no Exception, so that the handlers of the step do not catch it.
+    It is not an Exception, so that the handlers of the step do not catch it.
     """
 
 

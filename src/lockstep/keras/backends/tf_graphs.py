@@ -384,7 +384,7 @@ def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
             )
         if id(handle) not in known:
             raise ModelError(
-                f"the step changes {handle}, which is no variable; its changes cannot be combined"
+                f"the step changes {handle}, which is not a variable; its changes cannot be combined"
             )
         found.append(known[id(handle)])
     return found

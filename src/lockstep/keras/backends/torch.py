@@ -714,7 +714,7 @@ class _CustomGradient(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _SideEffects:
-    """The effects of a replica's computation on gradients and buffers, which are no variables of Keras."""
+    """The effects of a replica's computation on gradients and buffers, which are not variables of Keras."""
 
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

@@ -157,7 +157,7 @@ def _masks(layer: Any) -> bool:
 
 
 def _states_across_examples(model: Any, batch: TriedBatch) -> list[str]:
-    """Name the variables of the program's own layers whose change in a step is no mean over examples."""
+    """Name the variables of the program's own layers whose change in a step is not a mean over examples."""
     variables = _own_states(model)
     if not variables:
         return []

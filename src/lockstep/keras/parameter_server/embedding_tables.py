@@ -331,7 +331,7 @@ def _hindrance(model: Any, layer: Any) -> str:
 class _TableRead(BaseException):
     """A model reads a table other than by lookups of ids that depend on its inputs.
 
-    It is no Exception, because Keras replaces those.
+    It is not an Exception, because Keras replaces those.
     """
 
     def __init__(self, layer: Any, reason: str = "the model reads it in other ways than by lookups") -> None:

@@ -278,7 +278,7 @@ class FunctionCalls(ABC):
 
     def _introduce(self, scheduled: Scheduled) -> None:
         """Try a function out in all processes, and place the variables that it trains."""
-        # The trial is no part of any function.
+        # The trial is not a part of any function.
         self._job.timer.stop()
         known = len(self._runner.updates)
         seed = seed_of(self._call.seed, "trial", self._calls)

@@ -453,7 +453,7 @@ RATE = "_learning_rate"
 """The attribute with the learning rate as given: a variable, a schedule or a function."""
 
 SET_BY_BUILD = frozenset({"_lock", "built"})
-"""The attributes of an optimizer that are no variables, and that `build` changes."""
+"""The attributes of an optimizer that are not variables, and that `build` changes."""
 
 
 def given_rate(optimizer: Any) -> Any:

@@ -226,7 +226,7 @@ class LoopState:
         """Skip elements until the iterators are at `positions`.
 
         Raises:
-            CheckpointError: a part is no iterator, or its pass is another one, or it is further already.
+            CheckpointError: a part is not an iterator, or its pass is another one, or it is further already.
         """
         for name, position in positions.items():
             part = self._parts.get(name)
