@@ -58,6 +58,7 @@ from lockstep.system.paths import RunPaths
 from lockstep.system.process_limits import check_limits
 from lockstep.system.prose import count
 from lockstep.system.run_folder import (
+    RUNS,
     check_writable,
     claim_folder,
     claim_when_free,
@@ -646,7 +647,7 @@ def _exports(options: Mapping[str, Any]) -> Exports:
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:
-    return fresh_folder(Path("runs"), _script_name(options), time.time())
+    return fresh_folder(RUNS, _script_name(options), time.time())
 
 
 def _script_name(options: Mapping[str, Any]) -> str:

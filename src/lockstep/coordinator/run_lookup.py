@@ -9,8 +9,7 @@ from lockstep.coordinator.admin_socket import plain
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.protocol.admin import StatusRequest
 from lockstep.system.paths import RunPaths
-
-_RUNS = Path("runs")
+from lockstep.system.run_folder import RUNS
 
 
 class FoundRun(NamedTuple):
@@ -25,7 +24,7 @@ class FoundRun(NamedTuple):
     job: str | None
 
 
-def find_run(text: str, runs: Path = _RUNS) -> FoundRun:
+def find_run(text: str, runs: Path = RUNS) -> FoundRun:
     """Return the run that the user means.
 
     Args:
@@ -44,7 +43,7 @@ def find_run(text: str, runs: Path = _RUNS) -> FoundRun:
     return FoundRun(Path(status.run_dir), status.job)
 
 
-def name_or_folder(text: str, runs: Path = _RUNS) -> str | Path:
+def name_or_folder(text: str, runs: Path = RUNS) -> str | Path:
     """Return the name of the running job, or else the run folder, that the user means; asks no job.
 
     Arguments and errors are those of `find_run`.
@@ -79,7 +78,7 @@ def job_in(folder: Path) -> str | None:
     return name if name in silent else None
 
 
-def run_folders(runs: Path = _RUNS) -> list[str]:
+def run_folders(runs: Path = RUNS) -> list[str]:
     """Return the names of the run folders in `runs`, sorted; none if it cannot be read."""
     try:
         return sorted(folder.name for folder in runs.iterdir() if RunPaths(folder).events.is_file())

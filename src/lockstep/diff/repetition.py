@@ -16,7 +16,7 @@ from lockstep.system.child_process import command_of
 from lockstep.system.environment import repeating
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
-from lockstep.system.run_folder import fresh_folder
+from lockstep.system.run_folder import RUNS, fresh_folder
 
 _TAIL = 20
 
@@ -165,6 +165,6 @@ def fresh_run_folder(recording: Recording) -> Path:
     """
     name = Path(str(recording.job.get("target", "run"))).stem
     base = Path(str(recording.job.get("directory") or "."))
-    folder = fresh_folder(base / "runs", name, time.time())
+    folder = fresh_folder(base / RUNS, name, time.time())
     folder.rmdir()
     return folder.absolute()

@@ -20,6 +20,7 @@ from lockstep.system.memory import cgroup_rooms
 from lockstep.system.process_limits import processes_of_user_left
 from lockstep.system.processor import instruction_set, limit_of, processor_features
 from lockstep.system.prose import count
+from lockstep.system.run_folder import RUNS
 
 _PROCESSORS = ("x86_64", "aarch64")
 _LEAST_MEMORY, _ENOUGH_MEMORY = 300 * 10**6, 2 * 10**9
@@ -353,8 +354,8 @@ def judge_threads(limits: Limits) -> Finding:
 def look_at_disk(sources: Sources) -> Space:
     """Write a file where runs keep theirs, and remove it."""
     folder, where = sources.folder, "the current folder"
-    if os.path.lexists(folder / "runs"):
-        folder, where = folder / "runs", "runs/ in the current folder"
+    if os.path.lexists(folder / RUNS):
+        folder, where = folder / RUNS, "runs/ in the current folder"
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"lockstep")

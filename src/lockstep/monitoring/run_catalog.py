@@ -13,9 +13,7 @@ from lockstep.observability.run_state import RunState
 from lockstep.system.files import open_regular
 from lockstep.system.locks import is_locked
 from lockstep.system.paths import RunPaths
-
-DEFAULT = "runs"
-"""Where `lockstep run` makes the folders of runs."""
+from lockstep.system.run_folder import RUNS
 
 _HEAD = 256 * 1024
 _TAIL = 64 * 1024
@@ -27,9 +25,9 @@ def resolve(words: Sequence[str]) -> list[Path]:
     Raises:
         ConfigError, UnfitError: a word names neither; without words, there is no folder of runs here.
     """
-    if not words and not Path(DEFAULT).is_dir():
-        raise ConfigError(f"there is no folder {DEFAULT} here; name the folder of a run, or a running job")
-    return [_resolved(word) for word in words or (DEFAULT,)]
+    if not words and not RUNS.is_dir():
+        raise ConfigError(f"there is no folder {RUNS} here; name the folder of a run, or a running job")
+    return [_resolved(word) for word in words or (str(RUNS),)]
 
 
 def _resolved(word: str) -> Path:

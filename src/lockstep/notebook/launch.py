@@ -17,7 +17,7 @@ from lockstep.functions.options import command_options
 from lockstep.functions.transport import Giver, ResultBox, pack
 from lockstep.functions.worker import WORKER
 from lockstep.system.child_process import command_of
-from lockstep.system.run_folder import fresh_folder, remove_where_empty
+from lockstep.system.run_folder import RUNS, fresh_folder, remove_where_empty
 from lockstep.worker import job
 
 Result = TypeVar("Result")
@@ -108,7 +108,7 @@ def launch(
         own = run_dir
         if own is None:
             name = str(getattr(function, "__name__", "function")).strip("<>")
-            own = fresh_folder(Path("runs"), name, time.time())
+            own = fresh_folder(RUNS, name, time.time())
             given.append(f"--run-dir={own}")
             closing.callback(remove_where_empty, own)
         folder = Path(own)

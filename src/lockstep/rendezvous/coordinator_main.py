@@ -26,7 +26,7 @@ from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
+from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.transport.local_channel import LocalChannel
 
@@ -111,7 +111,7 @@ def _spec(server: RendezvousServer) -> JobSpec:
         replicas=replicas,
         threads=max(1, cores // replicas),
         adopts=False,
-        run_dir=fresh_folder(Path("runs"), Path(first.target).stem, time.time()),
+        run_dir=fresh_folder(RUNS, Path(first.target).stem, time.time()),
         backend=first.backend,
     )
 

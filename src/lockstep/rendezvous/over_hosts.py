@@ -49,6 +49,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import (
+    RUNS,
     claim_folder,
     empty_folder,
     fresh_folder,
@@ -213,7 +214,7 @@ class _TasksOfHost:
             workers=len(first.tasks),
             replicas=len(first.tasks),
             adopts=False,
-            run_dir=fresh_folder(Path("runs"), Path(first.target).stem, time.time()),
+            run_dir=fresh_folder(RUNS, Path(first.target).stem, time.time()),
             backend=first.backend,
         )
 

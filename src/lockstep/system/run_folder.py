@@ -16,6 +16,8 @@ from lockstep.system.files import FOLDER_MODE, open_own, read_regular
 from lockstep.system.locks import try_lock, wait_for_lock
 from lockstep.system.paths import RunPaths
 
+RUNS = Path("runs")
+"""The folder, in the current one, in which a command makes run folders."""
 _HOLDER = ".lockstep-job"
 """The name of a file with the id of the job over hosts that holds the lock of a folder."""
 _SIGNS_WITHIN = 2.0
