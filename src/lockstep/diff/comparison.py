@@ -50,13 +50,13 @@ _DRAWN = (", random states ", ", seed ")
 
 @dataclass(frozen=True)
 class HeadDifference:
-    """A difference of what the bits of two runs depend on.
+    """A difference of the programs or hosts of two runs, on which their bits depend.
 
     Attributes:
         cause: its kind.
-        name: such as `versions: numpy`.
-        first: of the first run.
-        second: of the second run.
+        name: what differs, such as `versions: numpy`.
+        first: its value in the first run.
+        second: its value in the second run.
     """
 
     cause: Cause
@@ -82,9 +82,9 @@ class Comparison:
         of: the number of replicas that were compared.
         rows: for replicas whose examples differ, the rows that do, from 0, if they were recorded.
         swapped: whether these rows are those of the other run in another order.
-        names: of the arrays or variables that differ; empty if they were not recorded.
+        names: the arrays or variables that differ; empty if they were not recorded.
         missing: what would have to be recorded to be sure of the step, the place and the names.
-        key: of the step.
+        key: the key of the step.
         lengths: the numbers of steps of both runs.
         points: number of points outside of steps at which both have recorded the state.
         job_replicas: R.
@@ -151,43 +151,43 @@ def compare(first: Recording, second: Recording) -> Comparison:
     last_equal = 0
     knows_state = False
     for key in common:
-        one, other = first.steps[key], second.steps[key]
+        ours, theirs = first.steps[key], second.steps[key]
         previous = (first.steps[before.key], second.steps[before.key]) if before is not None else None
-        found = _differing(one, other, previous, first.replicas, only_inputs)
-        if found is not None:
-            if found.place == "first state" and knows_state:
-                found = replace(found, place="state")
-            gap = key.step - (not key.tests) > last_equal and found.place != "first state"
+        fact = _differing(ours, theirs, previous, first.replicas, only_inputs)
+        if fact is not None:
+            if fact.place == "first state" and knows_state:
+                fact = replace(fact, place="state")
+            gap = key.step - (not key.tests) > last_equal and fact.place != "first state"
             missing = ("the steps between",) if gap else ()
             if served:
-                found, missing = replace(found, place="state"), ()
+                fact, missing = replace(fact, place="state"), ()
                 cause, explained = _cause_on_servers(heads)
             else:
                 # A step between may differ anywhere.
-                cause, explained = _cause(_Fact("end") if gap and found.place == "state" else found, heads)
+                cause, explained = _cause(_Fact("end") if gap and fact.place == "state" else fact, heads)
             return Comparison(
                 equal=False,
                 compared=compared,
                 step=max(1, key.step),
                 after=last_equal,
-                place=found.place,
+                place=fact.place,
                 cause=cause,
                 explained=explained,
                 heads=heads,
-                replicas=found.replicas,
-                of=found.of,
-                rows=found.rows,
-                swapped=found.swapped,
-                names=found.names,
-                missing=(*missing, *found.missing),
+                replicas=fact.replicas,
+                of=fact.of,
+                rows=fact.rows,
+                swapped=fact.swapped,
+                names=fact.names,
+                missing=(*missing, *fact.missing),
                 key=key,
                 lengths=lengths,
                 points=len(points),
                 job_replicas=first.replicas,
             )
-        knows_state = knows_state or bool(one.before and other.before)
+        knows_state = knows_state or bool(ours.before and theirs.before)
         if not key.tests:
-            before = one
+            before = ours
         if not key.tests or key in points:
             last_equal = key.step
     ended = _at_the_end(
@@ -223,8 +223,7 @@ def _at_the_end(
     if not (first.succeeded and second.succeeded):
         return equal
     if lengths[0] != lengths[1]:
-        found = _Fact("length")
-        cause, explained = _cause(found, heads)
+        cause, explained = _cause(_Fact("length"), heads)
         step = min(lengths) + 1
         return Comparison(
             equal=False,
@@ -242,8 +241,7 @@ def _at_the_end(
     ends = [recording.steps.get(Key(lengths[0], True, END_OF_SCRIPT, 0)) for recording in (first, second)]
     same_state = all(end is not None and end.before for end in ends)
     if all(digests) and digests[0] != digests[1] and not (only_inputs or same_state):
-        found = _Fact("end")
-        cause, explained = _cause(found, heads)
+        cause, explained = _cause(_Fact("end"), heads)
         missing = ("the steps after",) if last_equal < lengths[0] else ("the state after the last step",)
         step = min(last_equal + 1, lengths[0])
         return Comparison(
@@ -262,26 +260,26 @@ def _at_the_end(
 
 
 def _differing(
-    one: RecordedHashes,
-    other: RecordedHashes,
+    first: RecordedHashes,
+    second: RecordedHashes,
     previous: tuple[RecordedHashes, RecordedHashes] | None,
     replicas: int,
     only_inputs: bool,
 ) -> _Fact | None:
     """Return what differs first in a step; None if all that both have recorded of it is equal."""
-    state_differs = not only_inputs and _differ(one.before, other.before)
-    if state_differs and (names := _state_names(one, other, "before")):
-        return _before(one, other, previous, names)
-    if found := _input(one, other):
-        return found
+    state_differs = not only_inputs and _differ(first.before, second.before)
+    if state_differs and (names := _state_names(first, second, "before")):
+        return _before(first, second, previous, names)
+    if fact := _input(first, second):
+        return fact
     if only_inputs:
         return None
-    return _partial(one, other, replicas) or _total(one, other, replicas) or _after(one, other)
+    return _partial(first, second, replicas) or _total(first, second, replicas) or _after(first, second)
 
 
 def _before(
-    one: RecordedHashes,
-    other: RecordedHashes,
+    first: RecordedHashes,
+    second: RecordedHashes,
     previous: tuple[RecordedHashes, RecordedHashes] | None,
     names: tuple[str, ...],
 ) -> _Fact:
@@ -294,17 +292,17 @@ def _before(
     return _Fact("state", names=names, missing=missing)
 
 
-def _input(one: RecordedHashes, other: RecordedHashes) -> _Fact | None:
-    common = one.inputs.keys() & other.inputs.keys()
-    replicas = tuple(sorted(r for r in common if one.inputs[r] != other.inputs[r]))
+def _input(first: RecordedHashes, second: RecordedHashes) -> _Fact | None:
+    common = first.inputs.keys() & second.inputs.keys()
+    replicas = tuple(sorted(r for r in common if first.inputs[r] != second.inputs[r]))
     if not replicas:
         return None
     rows: dict[int, list[int]] = {}
     ours: list[str] = []
     theirs: list[str] = []
     for replica in replicas:
-        mine, yours = (_split(each.rows.get(replica, ""), ROW_DIGITS) for each in (one, other))
-        examples = one.examples.get(replica)
+        mine, yours = (_split(each.rows.get(replica, ""), ROW_DIGITS) for each in (first, second))
+        examples = first.examples.get(replica)
         if mine and len(mine) == len(yours) == examples:
             rows[replica] = [row for row, (a, b) in enumerate(zip(mine, yours, strict=True)) if a != b]
         ours += mine
@@ -314,48 +312,48 @@ def _input(one: RecordedHashes, other: RecordedHashes) -> _Fact | None:
     return _Fact("input", replicas, len(common), rows, swapped, missing=missing)
 
 
-def _partial(one: RecordedHashes, other: RecordedHashes, replicas: int) -> _Fact | None:
-    common = one.partials.keys() & other.partials.keys()
+def _partial(first: RecordedHashes, second: RecordedHashes, replicas: int) -> _Fact | None:
+    common = first.partials.keys() & second.partials.keys()
     differing = []
     names: list[str] = []
-    for replica in sorted(r for r in common if one.partials[r] != other.partials[r]):
-        parts = one.partial_parts.get(replica, ""), other.partial_parts.get(replica, "")
-        found = _named((one.names, parts[0]), (other.names, parts[1]))
-        if found:
+    for replica in sorted(r for r in common if first.partials[r] != second.partials[r]):
+        parts = first.partial_parts.get(replica, ""), second.partial_parts.get(replica, "")
+        differing_names = _named((first.names, parts[0]), (second.names, parts[1]))
+        if differing_names:
             differing.append(replica)
-            names += [name for name in found if name not in names and found != _UNKNOWN]
+            names += [each for each in differing_names if each not in names and differing_names != _UNKNOWN]
     if not differing:
         return None
     missing = [] if names else ["the gradients by variable"]
-    if one.key.tests:
+    if first.key.tests:
         return _Fact("result", tuple(differing), len(common), names=tuple(names), missing=tuple(missing))
-    if not (one.before and other.before) and len(differing) == len(common):
+    if not (first.before and second.before) and len(differing) == len(common):
         missing.append("the state before the step")
-    if not all(replica in one.inputs and replica in other.inputs for replica in differing):
+    if not all(replica in first.inputs and replica in second.inputs for replica in differing):
         missing.append("the examples")
     return _Fact("gradient", tuple(differing), len(common), names=tuple(names), missing=tuple(missing))
 
 
-def _total(one: RecordedHashes, other: RecordedHashes, replicas: int) -> _Fact | None:
-    if not _differ(one.total, other.total):
+def _total(first: RecordedHashes, second: RecordedHashes, replicas: int) -> _Fact | None:
+    if not _differ(first.total, second.total):
         return None
-    names = _named((one.names, one.total_parts), (other.names, other.total_parts))
+    names = _named((first.names, first.total_parts), (second.names, second.total_parts))
     if not names:
         return None
-    known = one.partials.keys() & other.partials.keys()
-    missing = () if len(known) == replicas else ("the partials of all replicas",)
+    both = first.partials.keys() & second.partials.keys()
+    missing = () if len(both) == replicas else ("the partials of all replicas",)
     names = () if names == _UNKNOWN else names
     return _Fact("reduction", names=names, missing=missing)
 
 
-def _after(one: RecordedHashes, other: RecordedHashes) -> _Fact | None:
-    if not _differ(one.after, other.after) or not (names := _state_names(one, other, "after")):
+def _after(first: RecordedHashes, second: RecordedHashes) -> _Fact | None:
+    if not _differ(first.after, second.after) or not (names := _state_names(first, second, "after")):
         return None
     names = () if names == _UNKNOWN else names
     missing = [] if names else ["the variables"]
-    if not (one.total and other.total):
+    if not (first.total and second.total):
         missing.append("the total")
-    if not (one.before and other.before):
+    if not (first.before and second.before):
         missing.append("the state before the step")
     return _Fact("update", names=names, missing=tuple(missing))
 
@@ -364,28 +362,30 @@ _UNKNOWN = ("?",)
 """Instead of names: something differs whose name was not recorded."""
 
 
-def _differ(one: str, other: str) -> bool:
+def _differ(first: str, second: str) -> bool:
     """Whether both hashes are recorded, and differ."""
-    return bool(one and other) and one != other
+    return bool(first and second) and first != second
 
 
 def _state_names(
-    one: RecordedHashes, other: RecordedHashes, when: Literal["before", "after"]
+    first: RecordedHashes, second: RecordedHashes, when: Literal["before", "after"]
 ) -> tuple[str, ...]:
     parts = (
-        (one.before_parts, other.before_parts) if when == "before" else (one.after_parts, other.after_parts)
+        (first.before_parts, second.before_parts)
+        if when == "before"
+        else (first.after_parts, second.after_parts)
     )
-    return _named((one.variables, parts[0]), (other.variables, parts[1]))
+    return _named((first.variables, parts[0]), (second.variables, parts[1]))
 
 
-def _named(one: tuple[tuple[str, ...], str], other: tuple[tuple[str, ...], str]) -> tuple[str, ...]:
+def _named(first: tuple[tuple[str, ...], str], second: tuple[tuple[str, ...], str]) -> tuple[str, ...]:
     """Return the names whose hashes differ in two records whose hashes of everything differ.
 
     Returns:
         `_UNKNOWN` if the hashes by name are not recorded. Nothing if only the names differ: a record may have
         the results of more metrics.
     """
-    ours, theirs = (dict(zip(names, _split(parts, DIGITS), strict=False)) for names, parts in (one, other))
+    ours, theirs = (dict(zip(names, _split(parts, DIGITS), strict=False)) for names, parts in (first, second))
     if not ours or not theirs:
         return _UNKNOWN
     common = [name for name in ours if name in theirs]
@@ -406,37 +406,39 @@ def _length(recording: Recording) -> int:
 
 
 def _heads(first: Recording, second: Recording) -> Iterable[HeadDifference]:
-    """Yield what differs in what the bits of the runs depend on, the most general first."""
-    one, other = first.program, second.program
+    """Yield the differences of everything that the bits of the runs depend on, the most general first."""
+    first_program, second_program = first.program, second.program
 
     def changed(cause: Cause, name: str, ours: object, theirs: object) -> Iterable[HeadDifference]:
         if ours != theirs:
             yield HeadDifference(cause, name, _shown(ours), _shown(theirs))
 
     def all_changed(cause: Cause, kind: str, name: str, *others: str) -> Iterable[HeadDifference]:
-        ours, theirs = one.get(name, {}), other.get(name, {})
+        ours, theirs = first_program.get(name, {}), second_program.get(name, {})
         for each in sorted({*ours, *theirs}.difference(others)):
             yield from changed(cause, f"{kind}{each}", ours.get(each), theirs.get(each))
 
-    yield from changed("seed", "seed", one.get("seed"), other.get("seed"))
+    yield from changed("seed", "seed", first_program.get("seed"), second_program.get("seed"))
     for name in ("backend", "replicas", "threads", "input"):
-        yield from changed("configuration", name, one.get(name), other.get(name))
-    configs = one.get("keras", {}), other.get("keras", {})
+        yield from changed("configuration", name, first_program.get(name), second_program.get(name))
+    configs = first_program.get("keras", {}), second_program.get("keras", {})
     # Runs of earlier versions have not recorded them.
     for name in sorted(configs[0].keys() & configs[1].keys()):
         yield from changed("configuration", f"{_KERAS}{name}", configs[0][name], configs[1][name])
     yield from all_changed("versions", "version of ", "versions")
     # A replay in one process has as many of these threads as the run has processes, which bits do not show.
-    own = (_INTEROP,) if first.in_one_process != second.in_one_process else ()
-    yield from all_changed("configuration", "environment variable ", "flags", *own)
-    yield from changed("processor", "processor", one.get("processor"), other.get("processor"))
-    features = [set(str(each.get("features", "")).split()) for each in (one, other)]
+    replayed = (_INTEROP,) if first.in_one_process != second.in_one_process else ()
+    yield from all_changed("configuration", "environment variable ", "flags", *replayed)
+    yield from changed(
+        "processor", "processor", first_program.get("processor"), second_program.get("processor")
+    )
+    features = [set(str(each.get("features", "")).split()) for each in (first_program, second_program)]
     for name in sorted(features[0] ^ features[1]):
         yield HeadDifference(
             "processor", f"processor feature {name}", *(_has(name, some) for some in features)
         )
-    sources = [dict(each.get("sources", {})) for each in (one, other)]
-    pairs = zip(sources, (one, other), strict=True)
+    sources = [dict(each.get("sources", {})) for each in (first_program, second_program)]
+    pairs = zip(sources, (first_program, second_program), strict=True)
     scripts = [each.pop(program.get("script", ""), None) for each, program in pairs]
     yield from changed("script", "script", scripts[0], scripts[1])
     for name in sorted({*sources[0]} | {*sources[1]}):
@@ -479,15 +481,15 @@ def _without_draws(order: str) -> str:
     return order
 
 
-def _cause(found: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDifference | None]:
+def _cause(fact: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDifference | None]:
     """Return the cause of a difference, and the difference of the programs or hosts that explains it."""
     order: tuple[Cause, ...] = ("seed", "configuration", "input", "versions", "processor", "script")
-    able = [head for head in heads if _explains(head, found)]
+    able = [head for head in heads if _explains(head, fact)]
     for cause in order:
         for head in able:
             if head.cause == cause:
                 return cause, head
-    match found.place:
+    match fact.place:
         case "first state" | "state" | "end" | "length":
             return "state", None
         case "result":
@@ -496,22 +498,22 @@ def _cause(found: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDi
             return place, None
 
 
-def _explains(head: HeadDifference, found: _Fact) -> bool:
+def _explains(head: HeadDifference, fact: _Fact) -> bool:
     """Whether a difference of the programs or hosts can have an effect where the runs differ first."""
     name = head.name
     of_optimizer = name.startswith(_OPTIMIZER)
     of_callbacks = name.startswith(_CALLBACKS)
     of_data = head.cause == "input" or name.startswith(("validation ", *_DATA))
     of_length = name.startswith(_LENGTH)
-    match found.place:
+    match fact.place:
         case "first state":
-            assigned = bool(found.names) and all(map(_is_optimizers, found.names))
+            assigned = bool(fact.names) and all(map(_is_optimizers, fact.names))
             if of_optimizer or of_callbacks:
                 return assigned
             return not (of_data or of_length)
         case "state":
-            # What differs first is not a result of a computation: something has assigned it.
-            return of_callbacks and bool(found.names) and all(map(_is_optimizers, found.names))
+            # The difference is not the result of a computation: something has assigned it.
+            return of_callbacks and bool(fact.names) and all(map(_is_optimizers, fact.names))
         case "input":
             reads = of_data or name in ("input", f"{_KERAS}floatx", f"{_KERAS}image_data_format")
             return reads or head.cause in ("seed", "versions")

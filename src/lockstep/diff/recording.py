@@ -25,10 +25,10 @@ class Key(NamedTuple):
     """Identifies a step; keys are in the order of the steps. A test follows the training step of its number.
 
     Attributes:
-        step: number of training steps of the run, with this one if it trains.
+        step: the number of training steps of the run, with this one if it trains.
         tests: whether it is not a training step.
-        call: such as `evaluate 2`; empty for a training step.
-        number: of the step in its call; 0 for a training step, and for the state outside of any step, where
+        call: its call, such as `evaluate 2`; empty for a training step.
+        number: its number in its call; 0 for a training step, and for the state outside of any step, where
             `call` names the point, such as `the end of fit 1`.
     """
 
@@ -40,10 +40,10 @@ class Key(NamedTuple):
 
 @dataclass
 class RecordedHashes:
-    """What is known of one step; the fields are those of `StepDigests`, by replica where they are so there.
+    """The recorded hashes of one step. The fields are those of `StepDigests`.
 
     Attributes:
-        names: of the arrays of partials and total; empty if unknown.
+        names: the names of the arrays of partials and total; empty if unknown.
         variables: the names of the variables; empty if unknown.
     """
 
@@ -70,7 +70,7 @@ class Recording:
     """The last run of a folder.
 
     Attributes:
-        folder: of the run.
+        folder: the folder of the run.
         job: the fields of the event `job`.
         program: the fields of the event `program` of the first worker.
         settings: for each call that has recorded them, the settings.
@@ -127,14 +127,14 @@ def read_recording(folder: Path) -> Recording:
     paths = RunPaths(folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; give that of a run, such as runs/train-...")
-    found = segments(paths.digests) if paths.digests.is_dir() else []
-    if not found:
+    files = segments(paths.digests) if paths.digests.is_dir() else []
+    if not files:
         raise ConfigError(
             f"{folder} has no digest log: it is not a run folder, or the run trained nothing, or an earlier "
             "version of Lockstep wrote it"
         )
     runs = [_Reader(folder)]
-    for record in (record for path in found for record in json_objects(_read(path))):
+    for record in (record for path in files for record in json_objects(_read(path))):
         if record.get("event") == "job":
             runs.append(_Reader(folder, thinned=runs[-1].thinned))
         runs[-1].take(record)
@@ -144,8 +144,8 @@ def read_recording(folder: Path) -> Recording:
     last = runs.pop().recording
     while runs and last.first > 1:
         earlier = runs.pop().recording
-        known = {key: step for key, step in earlier.steps.items() if key.step < last.first}
-        last.steps = known | last.steps
+        steps = {key: step for key, step in earlier.steps.items() if key.step < last.first}
+        last.steps = steps | last.steps
         last.settings = earlier.settings | last.settings
     _join_loops(last)
     last.finished = _finished(paths.events)
@@ -168,31 +168,31 @@ class _Reader:
         self.thinned = thinned
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Take in a line; one that is not what it should be is skipped."""
-        into = self.recording
+        """Take in a line; skip an invalid one."""
+        recording = self.recording
         match record:
             case {"event": "job"}:
-                into.job = record
+                recording.job = record
             case {"event": "segment", "stride": int(stride)}:
                 # Whole events are missing in a segment that was thinned.
                 self.thinned = stride > 1
                 self._serials.clear()
             case {"event": "program", "format": int(number)} if number > DIGEST_FORMAT:
                 raise ConfigError(
-                    f"{into.folder}: the digest log has format {number}, and this version reads "
+                    f"{recording.folder}: the digest log has format {number}, and this version reads "
                     f"format {DIGEST_FORMAT}: install the version of Lockstep that has written it"
                 )
             case {"event": "program", "worker": int(worker)}:
-                if not into.program or worker <= into.program["worker"]:
-                    into.program = record
+                if not recording.program or worker <= recording.program["worker"]:
+                    recording.program = record
                 self._serials.pop(worker, None)
             case {"event": "settings", "call": str(call), "settings": {**settings}}:
-                into.settings.setdefault(call, {str(name): str(text) for name, text in settings.items()})
+                recording.settings.setdefault(call, {str(name): str(text) for name, text in settings.items()})
             case {"event": "names", "key": str(key), "names": [*names]}:
                 self._names[key] = tuple(map(str, names))
             case {"event": "digests", "worker": int(worker), "serial": int(serial), "steps": [*steps]}:
                 before = serial - 1 if self.thinned else self._serials.get(worker, serial - 1)
-                into.lost += max(0, serial - before - 1)
+                recording.lost += max(0, serial - before - 1)
                 self._serials[worker] = serial
                 for step in steps:
                     self._take_step(step)
@@ -204,16 +204,16 @@ class _Reader:
                 key = Key(count, tests, call, number) if tests else Key(count, tests)
             case _:
                 return
-        known = self.recording.steps.setdefault(key, RecordedHashes(key, call, number))
-        known.names = self._names.get(step.get("names", ""), ()) or known.names
-        known.variables = self._names.get(step.get("variables", ""), ()) or known.variables
+        hashes = self.recording.steps.setdefault(key, RecordedHashes(key, call, number))
+        hashes.names = self._names.get(step.get("names", ""), ()) or hashes.names
+        hashes.variables = self._names.get(step.get("variables", ""), ()) or hashes.variables
         for name in BY_REPLICA:
-            found = step.get(name)
-            if isinstance(found, dict):
-                getattr(known, name).update({int(replica): value for replica, value in found.items()})
+            values = step.get(name)
+            if isinstance(values, dict):
+                getattr(hashes, name).update({int(replica): value for replica, value in values.items()})
         for name in _SHARED:
             if text := step.get(name):
-                setattr(known, name, str(text))
+                setattr(hashes, name, str(text))
 
 
 def _read(path: Path) -> bytes:

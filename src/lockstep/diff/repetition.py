@@ -21,45 +21,47 @@ from lockstep.system.run_folder import RUNS, fresh_folder
 _TAIL = 20
 
 
-def rerun_both(found: Comparison, recordings: tuple[Recording, Recording], folder: Path) -> list[Recording]:
+def rerun_both(
+    comparison: Comparison, recordings: tuple[Recording, Recording], folder: Path
+) -> list[Recording]:
     """Repeat both runs up to the step where they differ, and record everything.
 
     Each begins from the newest of its checkpoints before that step, if it has some, otherwise from the start.
 
     Args:
-        found: the comparison of the runs.
+        comparison: the comparison of the runs.
         recordings: the runs.
-        folder: a temporary one for the new runs.
+        folder: a temporary folder for the new runs.
 
     Returns:
         The new recordings.
     """
     until = (
-        max(found.lengths)
-        if found.place == "end"
-        else max(found.step or 1, found.key.step if found.key else 0)
+        max(comparison.lengths)
+        if comparison.place == "end"
+        else max(comparison.step or 1, comparison.key.step if comparison.key else 0)
     )
     again = []
     for number, recording in enumerate(recordings, 1):
         words, begin = list[str](), "from the start"
-        if start := _checkpoint(recording, found.after):
+        if start := _checkpoint(recording, comparison.after):
             copy = folder / f"checkpoints-{number}"
             copy.mkdir()
             shutil.copytree(start.path, copy / start.path.name)
             words = ["--checkpoint", str(copy), "--checkpoint-every", "1000000000"]
             begin = f"from its checkpoint of step {start.step}"
         note(f"repeating {recording.folder} {begin} up to step {until}")
-        own = folder / f"run-{number}"
+        run_folder = folder / f"run-{number}"
         log = folder / f"output-{number}"
         with log.open("wb") as output:
-            status = repeat(recording, own, ["--digests", str(until), *words], output)
+            status = repeat(recording, run_folder, ["--digests", str(until), *words], output)
         if status:
             tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
             raise ConfigError(
                 f"{recording.folder} cannot be repeated: the new run ended with status {status}\n"
                 + "\n".join(tail)
             )
-        again.append(read_recording(own))
+        again.append(read_recording(run_folder))
     return again
 
 
@@ -74,10 +76,10 @@ def repeat(
     """Run the script of a run again, with its options; return the exit status.
 
     Args:
-        recording: of the run.
-        folder: of the new run, absolute.
+        recording: the run.
+        folder: the absolute path of the new run folder.
         options: further options.
-        output: the file for the output of the command; None for that of this process.
+        output: the file for the output of the command; None to use the output of this process.
         one_process: whether one process does what all processes of a job with parameter servers did.
 
     Raises:
@@ -153,15 +155,15 @@ def _checkpoint(recording: Recording, after: int) -> Entry | None:
     if not saved or not Path(saved["folder"]).is_dir():
         return None
     entries = Store(Path(saved["folder"])).entries()
-    fit = [entry for entry in entries if entry.fault is None and entry.step <= after]
-    return max(fit, key=lambda entry: entry.step, default=None)
+    usable = [entry for entry in entries if entry.fault is None and entry.step <= after]
+    return max(usable, key=lambda entry: entry.step, default=None)
 
 
 def fresh_run_folder(recording: Recording) -> Path:
     """Return the path of a new run folder in `runs`, where the run was started; `lockstep run` creates it.
 
     Raises:
-        ConfigError: there can be no folder.
+        ConfigError: no folder can be created.
     """
     name = Path(str(recording.job.get("target", "run"))).stem
     base = Path(str(recording.job.get("directory") or "."))

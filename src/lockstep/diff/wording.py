@@ -9,7 +9,7 @@ from lockstep.system.prose import count
 _SHOWN = 4
 _LONGEST = 60
 _UNSURE = {"the state after the step before", "the steps between", "the steps after"}
-"""What must be recorded to be sure of the cause."""
+"""The cause is not certain without these records."""
 _OTHERS = "also different between the runs:"
 _OTHERS_EQUAL = "different between the runs, without an effect on a recorded bit:"
 
@@ -70,26 +70,28 @@ def as_data(comparison: Comparison, names: Sequence[str]) -> dict[str, Any]:
 
 def lines(comparison: Comparison, names: Sequence[str]) -> list[str]:
     """Return the lines of a report on the runs with these names."""
-    found = [detail(comparison)]
+    report = [detail(comparison)]
     unsure = not _UNSURE.isdisjoint(comparison.missing)
     if comparison.cause is not None:
         why = "" if comparison.explained is None else f": {_described(comparison.explained)}"
-        found.append(f"cause: {'not certain; perhaps ' if unsure else ''}{comparison.cause}{why}")
+        report.append(f"cause: {'not certain; perhaps ' if unsure else ''}{comparison.cause}{why}")
     if others := [head for head in comparison.heads if head is not comparison.explained]:
-        found.append(_OTHERS_EQUAL if comparison.equal else _OTHERS)
-        found += [f"  {_described(head)}" for head in others[:_SHOWN]]
+        report.append(_OTHERS_EQUAL if comparison.equal else _OTHERS)
+        report += [f"  {_described(head)}" for head in others[:_SHOWN]]
         if len(others) > _SHOWN:
-            found.append(f"  and {len(others) - _SHOWN} more; --json lists all")
+            report.append(f"  and {len(others) - _SHOWN} more; --json lists all")
     if comparison.cause is not None and not unsure:
-        found.append(f"next: {_NEXT[comparison.cause]}")
+        report.append(f"next: {_NEXT[comparison.cause]}")
     if comparison.missing and comparison.job_replicas == 1:
-        found.append("a job with one replica records only states: run it with more replicas to compare steps")
+        report.append(
+            "a job with one replica records only states: run it with more replicas to compare steps"
+        )
     elif comparison.missing:
-        found.append(
+        report.append(
             f"not recorded: {', '.join(comparison.missing)}; lockstep diff --rerun {' '.join(names)} repeats "
             "both runs and records everything up to this step"
         )
-    return found
+    return report
 
 
 def detail(comparison: Comparison) -> str:
