@@ -33,8 +33,8 @@ class JobContact:
     """Asks the coordinator of a job in a thread, so that its user never waits.
 
     Args:
-        name: of the job.
-        clock: for the times below.
+        name: the name of the job.
+        clock: measures the times below.
         interval: seconds between two requests for its state.
         call: sends a request; see `call_job`.
 
@@ -112,9 +112,9 @@ class FollowedJob:
     """A job, or the folder of a run.
 
     Attributes:
-        name: of the job, or of the folder.
-        folder: of the run.
-        clock: for the times of overviews.
+        name: the name of the job, or of the folder.
+        folder: the folder of the run.
+        clock: dates overviews.
         contact: to the coordinator; None for a run that has ended.
     """
 
@@ -156,8 +156,8 @@ def end_of(name: str, run: RunState) -> str:
     fields = dict(run.finished or {})
     status, message, seconds = fields.get("status"), fields.get("message"), fields.get("seconds", 0.0)
     if status == 0:
-        known = {one: fields[one] for one in JobTotals.__struct_fields__ if one in fields}
-        line = last_line(JobTotals(**known), seconds, len(run.members), compared=run.compared)
+        totals = {field: fields[field] for field in JobTotals.__struct_fields__ if field in fields}
+        line = last_line(JobTotals(**totals), seconds, len(run.members), compared=run.compared)
         return f"{name} {line}" if line else f"{name} finished in {seconds:.0f} s"
     return f"{name} ended with status {status}" + (f": {message}" if message else "")
 
@@ -167,7 +167,7 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
 
     Args:
         job: what the user calls it; see `find_run`.
-        clock: for the times of overviews.
+        clock: dates overviews.
         interval: seconds between two requests to its coordinator.
 
     Raises:
@@ -175,18 +175,18 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
             job is unknown.
         UnfitError: the system does not list its sockets.
     """
-    found = name_or_folder(job)
-    name = job_in(found) if isinstance(found, Path) else found
-    if isinstance(found, Path) and name is None:
-        return FollowedJob(found.resolve().name, RunFolder(found), clock)
+    target = name_or_folder(job)
+    name = job_in(target) if isinstance(target, Path) else target
+    if isinstance(target, Path) and name is None:
+        return FollowedJob(target.resolve().name, RunFolder(target), clock)
     assert name is not None
     contact = JobContact(name, clock, interval)
     contact.look()
     if contact.gone:
         raise ConfigError(f"{name} has just ended")
     folder = Path(contact.status.run_dir) if contact.status is not None else _folder_of_job(name)
-    if folder is None and isinstance(found, Path):
-        folder = found
+    if folder is None and isinstance(target, Path):
+        folder = target
     if folder is None:
         raise ConfigError(
             f"{name} has not replied within {_PATIENCE:g} seconds, so its folder is unknown; try again, or "

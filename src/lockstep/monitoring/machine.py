@@ -38,9 +38,9 @@ class MachineLoad:
     """The machine at one time.
 
     Attributes:
-        time: in seconds since 1970.
+        time: seconds since 1970.
         host: its load, and its GPUs.
-        names: of the processes on the GPUs, by their id.
+        names: the names of the processes on the GPUs, by their id.
         bar1: the part of the memory of GPUs that other devices can address, by the index of the GPU.
         faults: why GPUs cannot be used, by their index.
         missing: why there is no GPU; empty if there is one.
@@ -68,8 +68,8 @@ def machine_now(
 
     Args:
         read_gpus: queries the driver.
-        clock: for the time.
-        name: of the host.
+        clock: measures the time.
+        name: the name of the host.
         jobs: returns the running jobs.
     """
     sampler = HostSampler(SystemClock())

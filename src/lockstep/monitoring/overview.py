@@ -52,12 +52,12 @@ class WorkerRow:
         state: what it does.
         task: `chief`, `worker` or `ps` in a job with parameter servers; else empty.
         replicas: that it executes.
-        steps_per_second: of training; of a parameter server, updates.
+        steps_per_second: training steps per second; for a parameter server, updates.
         parts: the share of each part of its steps in their time, from 0 to 1; empty without steps.
         score: its pace compared with the fastest worker, which has 1.0.
         staleness: the mean of its steps, with parameter servers.
-        largest_staleness: of its steps, with parameter servers.
-        cores: in use.
+        largest_staleness: the largest staleness of its steps, with parameter servers.
+        cores: the cores in use.
         delayed: seconds per second in which its threads waited for a core.
         memory: resident bytes.
         faults: page faults per second that read from the disk.
@@ -114,7 +114,7 @@ class Overview:
     """A run at one time.
 
     Attributes:
-        time: in seconds since 1970.
+        time: seconds since 1970.
         job: its name.
         script: that it runs.
         began: when it began, in seconds since 1970.
@@ -123,12 +123,12 @@ class Overview:
         epoch: the epoch in progress, from 1; None if the call has none.
         trained: training steps of all calls.
         metrics: the newest, by name.
-        examples_per_second: in the training; None if the size of batches is not known.
-        steps_per_second: in the training.
+        examples_per_second: examples per second; None if the size of batches is not known.
+        steps_per_second: training steps per second.
         idle: seconds since the last measured step; None before the first.
         workers: the running ones, and the last ones that have ended.
         wanted: the number of workers that the job should have; None if unknown.
-        hosts: of the workers.
+        hosts: the hosts of the workers.
         events: the last events, one line each.
         silent_since: since when the coordinator has not answered; None if it does.
         compared: the verdict of the comparison with one process; empty if none was wanted.
@@ -173,7 +173,7 @@ def overview(
     """Return what a run does.
 
     Args:
-        run: of the run.
+        run: the state of the run.
         job: its name.
         now: the time, in seconds since 1970.
         status: the last reply of its coordinator.
@@ -184,29 +184,29 @@ def overview(
     infos = _shown_workers(run)
     window = max(_WINDOW, (now - run.began) * _INTERVALS)
     since = 0.0 if averages else now - window
-    taken = {one.worker: _times(run, one, since) for one in infos}
-    taken = {worker: found for worker, found in taken.items() if found.steps}
+    taken = {info.worker: _times(run, info, since) for info in infos}
+    taken = {worker: sums for worker, sums in taken.items() if sums.steps}
     # Those of servers are updates.
-    times = {worker: found for worker, found in taken.items() if task_of(run, worker) != "ps"}
-    loads = {one.worker: _mean(one.load, 0.0 if averages else now - window) for one in infos}
-    uses = {one.worker: _use(run, one, loads[one.worker], since) for one in infos if loads[one.worker]}
+    times = {worker: sums for worker, sums in taken.items() if task_of(run, worker) != "ps"}
+    loads = {info.worker: _mean(info.load, 0.0 if averages else now - window) for info in infos}
+    uses = {info.worker: _use(run, info, loads[info.worker], since) for info in infos if loads[info.worker]}
     paces, why = scores(times), causes(times, uses)
     rows = tuple(
         _row(
             run,
-            one,
-            taken.get(one.worker),
-            _staleness(run, one, since),
-            loads[one.worker],
-            paces.get(one.worker),
-            why.get(one.worker, ""),
+            info,
+            taken.get(info.worker),
+            _staleness(run, info, since),
+            loads[info.worker],
+            paces.get(info.worker),
+            why.get(info.worker, ""),
             status.joining if status is not None else (),
         )
-        for one in infos
+        for info in infos
     )
     call = _training_call(run)
-    leader = max(times.values(), key=lambda found: found.steps, default=None)
-    last = max((_last(one.steps, "time") for one in infos if len(one.steps)), default=None)
+    leader = max(times.values(), key=lambda sums: sums.steps, default=None)
+    last = max((_last(info.steps, "time") for info in infos if len(info.steps)), default=None)
     names = {row.host for row in rows}
     hosts = tuple(_host(host, rows) for name, host in run.hosts.items() if name in names)
     return Overview(
@@ -226,7 +226,7 @@ def overview(
         wanted=status.wanted if status else None,
         hosts=hosts,
         advice=(*_unmeasured(run, times), *_advice(times, rows), *_overload(hosts, rows, uses, why)),
-        events=tuple(tell(one, run.began) for one in _told(run)),
+        events=tuple(tell(event, run.began) for event in _told(run)),
         silent_since=silent_since,
         compared=run.compared,
         end=end,
@@ -235,14 +235,14 @@ def overview(
 
 
 def _shown_workers(run: RunState) -> list[WorkerInfo]:
-    known = [one for one in run.workers.values() if one.worker >= 0 and one.began >= run.began]
+    infos = [info for info in run.workers.values() if info.worker >= 0 and info.began >= run.began]
     if run.finished is not None:
         # Those that did not end with the run are of no interest.
-        last = [one for one in known if one.worker in run.members]
-        return sorted(last or known, key=lambda one: one.worker)
-    living = [one for one in known if one.ended is None]
-    ended = sorted((one for one in known if one.ended is not None), key=lambda one: one.ended or 0.0)
-    return [*sorted(living, key=lambda one: one.worker), *ended[-_ENDED:]]
+        last = [info for info in infos if info.worker in run.members]
+        return sorted(last or infos, key=lambda info: info.worker)
+    living = [info for info in infos if info.ended is None]
+    ended = sorted((info for info in infos if info.ended is not None), key=lambda info: info.ended or 0.0)
+    return [*sorted(living, key=lambda info: info.worker), *ended[-_ENDED:]]
 
 
 def _times(run: RunState, info: WorkerInfo, since: float) -> WorkerTimes:
@@ -339,7 +339,7 @@ def _row(
         task=task_of(run, info.worker),
         replicas=int(_last(info.steps, "replicas")) if len(info.steps) else None,
         steps_per_second=times.steps / seconds if times is not None and seconds else None,
-        parts={part: own / seconds for part, own in times.parts.items()} if times and seconds else {},
+        parts={part: spent / seconds for part, spent in times.parts.items()} if times and seconds else {},
         score=score,
         staleness=None if staleness is None else staleness[0],
         largest_staleness=None if staleness is None else staleness[1],
@@ -390,8 +390,10 @@ def _training_call(run: RunState) -> int | None:
 
 def _step(run: RunState, call: int | None) -> int | None:
     """Return the number of the last step of a call."""
-    numbers = [one.steps.column("number")[one.steps.column("call") == call] for one in run.workers.values()]
-    return max((int(found.max()) for found in numbers if len(found)), default=None)
+    numbers = [
+        info.steps.column("number")[info.steps.column("call") == call] for info in run.workers.values()
+    ]
+    return max((int(column.max()) for column in numbers if len(column)), default=None)
 
 
 def _epoch(run: RunState, call: int | None) -> int | None:
@@ -399,15 +401,15 @@ def _epoch(run: RunState, call: int | None) -> int | None:
     if call is None or not run.calls[call].name.startswith("fit"):
         return None
     began = run.calls[call].began
-    recorded = [one.column("epoch")[one.column("time") >= began] for one in run.metrics.values()]
-    last = max((int(found.max()) for found in recorded if len(found)), default=0)
+    recorded = [columns.column("epoch")[columns.column("time") >= began] for columns in run.metrics.values()]
+    last = max((int(column.max()) for column in recorded if len(column)), default=0)
     return last + (run.calls[call].ended is None and run.finished is None)
 
 
 def _metrics(run: RunState) -> dict[str, float]:
     newest: dict[str, tuple[float, float]] = {}
-    for found in (run.metrics, run.batch_metrics):
-        for name, columns in found.items():
+    for metrics in (run.metrics, run.batch_metrics):
+        for name, columns in metrics.items():
             if len(columns):
                 newest[name] = max(
                     newest.get(name, (0.0, 0.0)), (_last(columns, "time"), _last(columns, "value"))
@@ -428,9 +430,9 @@ def _unmeasured(run: RunState, times: Mapping[int, WorkerTimes]) -> list[str]:
 def _advice(times: Mapping[int, WorkerTimes], rows: Sequence[WorkerRow]) -> list[str]:
     """Return which workers are slow, and what else to change, as at the end of a call."""
     slow = [tell_of_slow(row.worker, row.score or 0.0, row.cause) for row in rows if row.cause]
-    seconds = max((found.seconds for found in times.values()), default=0.0)
-    found = advise(times, names_slow=False) if seconds >= SHORTEST else ""
-    return [*slow, *([found] if found else [])]
+    seconds = max((sums.seconds for sums in times.values()), default=0.0)
+    advice = advise(times, names_slow=False) if seconds >= SHORTEST else ""
+    return [*slow, *([advice] if advice else [])]
 
 
 def _overload(
@@ -440,13 +442,13 @@ def _overload(
     told: Mapping[int, str],
 ) -> list[str]:
     """Return on which hosts workers wait for cores that other processes use, slow workers apart."""
-    found = []
+    lines = []
     for host in hosts:
-        own = [row.worker for row in rows if row.host == host.host and not row.ended]
-        known = [uses[worker] for worker in own if worker in uses and worker not in told]
-        delays = [use.delayed for use in known if is_delayed(use.cores, use.delayed)]
-        found.append(tell_of_overload(host.host, host.cores, host.busy, host.used or 0.0, delays))
-    return list(filter(None, found))
+        workers = [row.worker for row in rows if row.host == host.host and not row.ended]
+        waiting_uses = [uses[worker] for worker in workers if worker in uses and worker not in told]
+        delays = [use.delayed for use in waiting_uses if is_delayed(use.cores, use.delayed)]
+        lines.append(tell_of_overload(host.host, host.cores, host.busy, host.used or 0.0, delays))
+    return list(filter(None, lines))
 
 
 def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
@@ -465,8 +467,8 @@ def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
 
 
 def _told(run: RunState) -> list[Happening]:
-    told = [one for one in run.events if one.event in _TOLD and one.time >= run.began]
-    return told[-_SHOWN:]
+    events = [event for event in run.events if event.event in _TOLD and event.time >= run.began]
+    return events[-_SHOWN:]
 
 
 def tell(happening: Happening, began: float) -> str:

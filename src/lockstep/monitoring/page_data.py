@@ -43,7 +43,7 @@ class Window:
 
     Attributes:
         axis: `step` for training steps, or `time` for seconds since the run started.
-        start, stop: of the axis; None for the first and the last value.
+        start, stop: the ends of the axis; None for the first and the last value.
         points: the number of points of a series at most, between 1 and `MOST_POINTS`.
         smoothing: the width over which values are averaged, as a share of the window, from 0 to 1.
     """
@@ -78,10 +78,10 @@ def parts(run: RunState, *, active: bool) -> dict[str, Any]:
         ],
         "waits": _waits(run),
         "checkpoints": [
-            {"time": _since(run, one.time)} | {name: one.fields.get(name) for name in _CHECKPOINT}
-            for one in run.checkpoints
+            {"time": _since(run, event.time)} | {name: event.fields.get(name) for name in _CHECKPOINT}
+            for event in run.checkpoints
         ],
-        "events": [_event(run, one) for one in list(run.events)[-_SHOWN_EVENTS:]],
+        "events": [_event(run, event) for event in list(run.events)[-_SHOWN_EVENTS:]],
         "charts": _charts(run),
     }
 
@@ -105,7 +105,7 @@ def describe_state(status: Any, *, active: bool) -> str:
 def _summary(run: RunState, active: bool) -> dict[str, Any]:
     job, finished = run.job, run.finished or {}
     end = run.last if not active or run.finished else None
-    failure = next((one for one in run.events if one.event == "failed"), None)
+    failure = next((event for event in run.events if event.event == "failed"), None)
     return {
         "state": state(run, active=active),
         "script": _text(job.get("target", "")),
@@ -113,7 +113,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "host": _text(job.get("host", "")),
         "began": run.began,
         "seconds": None if end is None else _number(end - run.began),
-        "workers": sum(end is not None or _lives(run, one) for one in run.members),
+        "workers": sum(end is not None or _lives(run, worker) for worker in run.members),
         "wanted": job.get("workers"),
         "replicas": job.get("replicas"),
         "seed": job.get("seed"),
@@ -121,8 +121,8 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "epochs": max((int(columns.last().get("epoch", 0)) for columns in run.metrics.values()), default=0),
         "call": _text(_current_call(run)),
         **_rate(run, whole=end is not None),
-        "lost": sum(one.event == "lost" for one in run.events),
-        "joined": sum(one.event == "joined" for one in run.events),
+        "lost": sum(event.event == "lost" for event in run.events),
+        "joined": sum(event.event == "joined" for event in run.events),
         "pauses": sum(view.pause or 0.0 for view in run.views),
         "compared": _text(run.compared),
         "message": _text(finished.get("message", "")),
@@ -171,9 +171,9 @@ def _configuration(run: RunState) -> list[dict[str, str]]:
         if name not in _NO_CONFIGURATION
     ]
     versions = dict(run.job.get("versions") or {})
-    for one in run.events:
-        if one.event == "strategy":
-            versions |= one.fields.get("libraries") or {}
+    for event in run.events:
+        if event.event == "strategy":
+            versions |= event.fields.get("libraries") or {}
             break
     rows += [
         {"section": "versions", "name": _text(name), "value": _shown(value)}
@@ -204,35 +204,35 @@ def _worker(run: RunState, info: WorkerInfo) -> dict[str, Any]:
 
 def _waits(run: RunState) -> list[dict[str, Any]]:
     """Return the newest waits, each with its last report; those in progress are `current`."""
-    found: list[Happening] = []
-    for one in run.events:
-        if one.event == "wait":
-            same = found and _key(found[-1]) == _key(one)
-            found[-1 if same else len(found) :] = [one]
-    current = {id(one) for one in run.waits.values()}
+    waits: list[Happening] = []
+    for wait in run.events:
+        if wait.event == "wait":
+            same = waits and _key(waits[-1]) == _key(wait)
+            waits[-1 if same else len(waits) :] = [wait]
+    current = {id(wait) for wait in run.waits.values()}
     return [
         {
-            "time": _since(run, one.time),
-            "worker": one.worker,
-            "what": _text(one.fields.get("what", "")),
-            "waits_for": one.fields.get("waits_for", ()),
-            "seconds": _number(one.fields.get("seconds")),
-            "current": id(one) in current,
+            "time": _since(run, wait.time),
+            "worker": wait.worker,
+            "what": _text(wait.fields.get("what", "")),
+            "waits_for": wait.fields.get("waits_for", ()),
+            "seconds": _number(wait.fields.get("seconds")),
+            "current": id(wait) in current,
         }
-        for one in found[-_SHOWN_WAITS:]
+        for wait in waits[-_SHOWN_WAITS:]
     ]
 
 
-def _key(one: Happening) -> tuple[Any, ...]:
-    return one.worker, one.fields.get("what")
+def _key(event: Happening) -> tuple[Any, ...]:
+    return event.worker, event.fields.get("what")
 
 
-def _event(run: RunState, one: Happening) -> dict[str, Any]:
-    fields = (f"{name}: {_shown(value)}" for name, value in one.fields.items() if one.event != "job")
+def _event(run: RunState, event: Happening) -> dict[str, Any]:
+    fields = (f"{name}: {_shown(value)}" for name, value in event.fields.items() if event.event != "job")
     return {
-        "time": _since(run, one.time),
-        "event": _text(one.event),
-        "worker": one.worker,
+        "time": _since(run, event.time),
+        "event": _text(event.event),
+        "worker": event.worker,
         "text": _text("; ".join(fields)),
     }
 
@@ -245,7 +245,7 @@ class _Series:
     """Values over an axis, ascending in it after a stable sort.
 
     Attributes:
-        label: of the series in its chart.
+        label: the label of the series in its chart.
         role: `train`, `epoch` or `validation` for metrics, else empty.
         x, y: of equal length; NaN in `y` for values that are not finite.
         weight: sums instead of averages: a point is the sum of `y` over the sum of `weight`.
@@ -260,11 +260,11 @@ class _Series:
 
 def _charts(run: RunState) -> list[dict[str, Any]]:
     """Return the charts of the run in their order on the page; `version` changes if one has gained values."""
-    found: list[dict[str, Any]] = []
+    charts: list[dict[str, Any]] = []
 
     def add(section: str, name: str, title: str, version: int, unit: str = "", kind: str = "lines") -> None:
         if version:
-            found.append(
+            charts.append(
                 {"id": name, "section": section, "title": title, "unit": unit, "kind": kind}
                 | {"version": version}
             )
@@ -273,8 +273,8 @@ def _charts(run: RunState) -> list[dict[str, Any]]:
         version = sum(len(columns) for columns, _, _ in _columns_of(run, name))
         add("metrics", f"metric:{name}", _text(name), version)
     steps = sum(len(info.steps) for info in run.workers.values())
-    known = any(info.steps.column("examples").any() for info in run.workers.values())
-    add("throughput", "throughput", "Throughput", steps * known, "examples/s")
+    has_examples = any(info.steps.column("examples").any() for info in run.workers.values())
+    add("throughput", "throughput", "Throughput", steps * has_examples, "examples/s")
     add("throughput", "duration", "Duration of a step", steps, "s")
     if any(task_of(run, worker) for worker in run.workers):
         add("throughput", "rate", "Steps of each worker", steps, "steps/s")
@@ -294,7 +294,7 @@ def _charts(run: RunState) -> list[dict[str, Any]]:
     gpus = sum(len(columns) for host in run.hosts.values() for columns in host.gpu_load.values())
     add("load", "gpu:utilization", "GPU utilization", gpus, "%")
     add("load", "gpu:memory_used", "GPU memory", gpus, "B")
-    return found
+    return charts
 
 
 def chart(run: RunState, name: str, window: Window) -> list[dict[str, Any]]:
@@ -313,7 +313,7 @@ def chart(run: RunState, name: str, window: Window) -> list[dict[str, Any]]:
     Raises:
         KeyError: the run has no such chart.
     """
-    return [_decimated(one, window) for one in islice(_series(run, name, window.axis), MOST_SERIES)]
+    return [_decimated(series, window) for series in islice(_series(run, name, window.axis), MOST_SERIES)]
 
 
 def _series(run: RunState, name: str, axis: str) -> Iterator[_Series]:
@@ -360,16 +360,16 @@ def _metric_names(run: RunState) -> list[str]:
 
 
 def _columns_of(run: RunState, name: str) -> Iterator[tuple[Columns, str, str]]:
-    for found, label, role in (
+    for metrics, label, role in (
         (run.batch_metrics, name, "train"),
         (run.metrics, f"{name}, epochs", "epoch"),
     ):
-        if name in found:
-            yield found[name], label, role
+        if name in metrics:
+            yield metrics[name], label, role
     validation = _VALIDATION + name
-    for found in (run.batch_metrics, run.metrics):
-        if validation in found:
-            yield found[validation], validation, "validation"
+    for metrics in (run.batch_metrics, run.metrics):
+        if validation in metrics:
+            yield metrics[validation], validation, "validation"
 
 
 def _axis(run: RunState, columns: Columns, axis: str) -> Numbers:
@@ -388,8 +388,8 @@ def _without_first_steps(steps: Columns) -> dict[str, Numbers]:
 
 def _without_first(steps: Columns) -> dict[str, Numbers]:
     """Return the same without those of the time after the last step of a call, which have no steps."""
-    found = _without_first_steps(steps)
-    return {name: column[found["count"] > 0] for name, column in found.items()}
+    rows = _without_first_steps(steps)
+    return {name: column[rows["count"] > 0] for name, column in rows.items()}
 
 
 def _training(
@@ -401,16 +401,16 @@ def _training(
     """
     calls = {number for number, call in enumerate(run.calls) if trains(call.name)}
     until = -math.inf
-    found: list[dict[str, Numbers]] = []
+    pieces: list[dict[str, Numbers]] = []
     taking = [info for info in run.workers.values() if task_of(run, info.worker) in ("", "chief")]
     for info in sorted(taking, key=lambda info: (info.began, info.worker)):
         rows = chosen(info.steps)
         keep = np.isin(rows["call"], list(calls)) & (rows["began"] >= until)
         if keep.any():
-            found.append({name: column[keep] for name, column in rows.items()})
+            pieces.append({name: column[keep] for name, column in rows.items()})
             until = float(rows["time"][keep].max())
-    if found:
-        yield {name: np.concatenate([rows[name] for rows in found]) for name in found[0]}
+    if pieces:
+        yield {name: np.concatenate([rows[name] for rows in pieces]) for name in pieces[0]}
 
 
 def _throughput(run: RunState, axis: str = "time") -> Iterator[_Series]:
@@ -513,24 +513,24 @@ def _rounded(values: Numbers) -> list[float | None]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(values))))
         rounded = np.where(np.isfinite(scale) & (scale > 0), np.round(values * scale) / scale, values)
-    found = rounded.astype(object)
-    found[~np.isfinite(rounded)] = None
-    return list(found)
+    numbers = rounded.astype(object)
+    numbers[~np.isfinite(rounded)] = None
+    return list(numbers)
 
 
 # ------------------------------------------------------------------------------------------ comparison
 
 
-def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
+def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return how two runs differ, differences first.
 
     Args:
-        one, other: their `parts`.
+        first, second: their `parts`.
 
     Returns:
         Rows of `section`, `name`, the values `a` and `b` (empty where a run has none), and `differs`.
     """
-    left, right = _facts(one), _facts(other)
+    left, right = _facts(first), _facts(second)
     rows: list[dict[str, Any]] = [
         {
             "section": section,
@@ -544,10 +544,10 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, 
     return sorted(rows, key=lambda row: not row["differs"])
 
 
-def _facts(found: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    summary = found["summary"]
+def _facts(parts: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    summary = parts["summary"]
     facts = {("result", name): _shown(summary[name]) for name in _RESULT}
-    return facts | {(row["section"], row["name"]): row["value"] for row in found["configuration"]}
+    return facts | {(row["section"], row["name"]): row["value"] for row in parts["configuration"]}
 
 
 _RESULT = ("state", "steps", "epochs", "digest", "model", "lost", "joined")
@@ -574,7 +574,7 @@ def _shown(value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case Mapping():
-            return _text(", ".join(f"{name}: {_shown(one)}" for name, one in value.items()))
+            return _text(", ".join(f"{name}: {_shown(item)}" for name, item in value.items()))
         case str():
             return _text(value)
         case Iterable():

@@ -156,7 +156,9 @@ class RunsView:
         followed = self._find(query, "run")
         with followed.lock:
             followed.update()
-            new = {name: one for name, one in followed.encoded().items() if have.get(name) != one[0]}
+            new = {
+                name: encoded for name, encoded in followed.encoded().items() if have.get(name) != encoded[0]
+            }
         return msgspec.json.encode(
             {
                 "parts": {name: msgspec.Raw(text) for name, (_, text) in new.items()},
@@ -198,13 +200,13 @@ class RunsView:
         return msgspec.json.encode(search(self._folder(query), worker, text, case=case, start=start))
 
     def _compare(self, query: Mapping[str, str]) -> bytes:
-        found = []
+        both = []
         for name in ("run", "other"):
             followed = self._find(query, name)
             with followed.lock:
                 followed.update()
-                found.append(followed.parts())
-        return msgspec.json.encode(page_data.compare(*found))
+                both.append(followed.parts())
+        return msgspec.json.encode(page_data.compare(*both))
 
     def _folder(self, query: Mapping[str, str], name: str = "run") -> Path:
         with self._lock:
@@ -251,8 +253,8 @@ class PageServer(ThreadingHTTPServer):
     """Serves the page at an address; `serve_forever` serves until `shutdown`, or an interrupt.
 
     Args:
-        place: host and port to listen at; port 0 for any free one.
-        family: of the address.
+        place: the host and the port to listen at; port 0 for any free port.
+        family: the family of the address.
         view: answers requests about runs.
         context: with which connections are encrypted; None if they are not.
         name: the name of the host that users may write in the address, besides IP addresses and localhost.
@@ -397,10 +399,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _has_cookie(self) -> bool:
         try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie_name)
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie_name)
         except CookieError:
             return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self.server.cookie.encode())
+        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self.server.cookie.encode())
 
     def _set_cookie(self) -> dict[str, str]:
         secure = "; Secure" if self.server.context is not None else ""

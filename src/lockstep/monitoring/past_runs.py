@@ -33,7 +33,7 @@ class PastRun:
     """What is known of the last run in a folder; None or empty for what is not.
 
     Attributes:
-        name: of the folder.
+        name: the name of the folder.
         began: when it started, in seconds since 1970.
         seconds: how long it took, or has taken so far.
         workers: with which it started, without a chief that has parameter servers.
@@ -41,7 +41,7 @@ class PastRun:
         replicas: R.
         hosts: the number of hosts.
         steps: training steps, with those before this run.
-        digest: of the model that was trained last.
+        digest: the digest of the model that was trained last.
         end: how it ended, or that it runs, and the verdict of the comparison with one process.
     """
 
@@ -67,15 +67,15 @@ def past_runs(folders: Sequence[Path], now: float) -> list[PastRun]:
     Raises:
         OSError: one of the folders cannot be listed.
     """
-    found: dict[Path, PastRun] = {}
+    runs_by_folder: dict[Path, PastRun] = {}
     for folder in folders:
-        own = _read(folder, now)
-        if own is not None:
-            found[folder] = own
+        run = _read(folder, now)
+        if run is not None:
+            runs_by_folder[folder] = run
         else:
-            runs = ((one, _read(one, now)) for one in sorted(folder.iterdir()))
-            found.update((one, run) for one, run in runs if run is not None)
-    return sorted(found.values(), key=lambda run: run.began or 0.0, reverse=True)
+            runs = ((subfolder, _read(subfolder, now)) for subfolder in sorted(folder.iterdir()))
+            runs_by_folder.update((subfolder, run) for subfolder, run in runs if run is not None)
+    return sorted(runs_by_folder.values(), key=lambda run: run.began or 0.0, reverse=True)
 
 
 def _read(folder: Path, now: float) -> PastRun | None:
@@ -101,7 +101,7 @@ def summarize(
     """Return what the logs of a folder say about the last run in it.
 
     Args:
-        name: of the folder.
+        name: the name of the folder.
         events: the event log.
         measurements: the end of the log of measurements.
         now: seconds since 1970; None if no process uses the folder.
@@ -146,7 +146,9 @@ def table(runs: Sequence[PastRun]) -> list[str]:
 def _row(run: PastRun) -> tuple[str, ...]:
     began = "" if run.began is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
     took = "" if run.seconds is None else short_duration(run.seconds)
-    numbers = ["" if one is None else str(one) for one in (run.workers, run.replicas, run.hosts, run.steps)]
+    numbers = [
+        "" if value is None else str(value) for value in (run.workers, run.replicas, run.hosts, run.steps)
+    ]
     if run.servers:
         numbers[0] += f" + {run.servers} ps"
         numbers[1] = ""
@@ -172,5 +174,5 @@ def _integer(value: Any) -> int | None:
 
 def _number(value: Any, otherwise: float | None = None) -> float | None:
     """Return a time; what is not a number, or not a time that a calendar has, is left out."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END_OF_TIME
-    return float(value) if known else otherwise
+    is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END_OF_TIME
+    return float(value) if is_valid else otherwise

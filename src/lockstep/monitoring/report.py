@@ -65,8 +65,8 @@ def build_report(folder: Path) -> str:
             f'<script type="application/json" id="report-data">{text}</script>\n<script>{script}</script>',
         ),
     ):
-        before, found, after = page.partition(old)
-        assert found, old
+        before, mark, after = page.partition(old)
+        assert mark, old
         page = before + new + after
     return page
 
@@ -102,17 +102,17 @@ def _source(text: str) -> str:
 
 def _data(folder: Path, run: RunFolder) -> dict[str, Any]:
     parts = page_data.parts(run.state, active=is_active(folder))
-    shown = [one for one in parts["charts"] if one["section"] == "parts"][:_MOST_WORKERS]
-    others = [one for one in parts["charts"] if one["section"] != "parts"][:_MOST_CHARTS]
+    shown = [chart for chart in parts["charts"] if chart["section"] == "parts"][:_MOST_WORKERS]
+    others = [chart for chart in parts["charts"] if chart["section"] != "parts"][:_MOST_CHARTS]
     parts["charts"] = [*others, *shown]
-    names = [one["id"] for one in parts["charts"]]
+    names = [chart["id"] for chart in parts["charts"]]
     series = sum(len(page_data.chart(run.state, name, Window(points=1))) for name in names)
     points = max(50, min(1000, _BUDGET // max(1, series)))
     charts = {}
-    for one in parts["charts"]:
-        axes = ("step", "time") if one["section"] == "metrics" else ("time",)
-        charts[one["id"]] = {
-            axis: page_data.chart(run.state, one["id"], Window(axis=axis, points=points)) for axis in axes
+    for chart in parts["charts"]:
+        axes = ("step", "time") if chart["section"] == "metrics" else ("time",)
+        charts[chart["id"]] = {
+            axis: page_data.chart(run.state, chart["id"], Window(axis=axis, points=points)) for axis in axes
         }
     return {"name": folder.name, "parts": parts, "charts": charts, "logs": _logs(folder)}
 
@@ -121,9 +121,9 @@ def _logs(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the ends of the logs of the first workers."""
     workers = list(log_sizes(folder))[:_MOST_WORKERS]
     least = max(_LEAST_LOG, _LOG_BUDGET // max(1, len(workers)))
-    found = {}
+    logs = {}
     for worker in workers:
         page = read_page(folder, worker)
         text = page.text[-least:]
-        found[worker] = {"text": text, "start": page.stop - len(text.encode()), "size": page.size}
-    return found
+        logs[worker] = {"text": text, "start": page.stop - len(text.encode()), "size": page.size}
+    return logs

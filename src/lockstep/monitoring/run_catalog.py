@@ -34,10 +34,10 @@ def _resolved(word: str) -> Path:
     folder = Path(word)
     if word and folder.is_dir() and not is_run(folder) and word not in known_jobs():
         return folder.absolute()
-    found = find_run(word).folder
-    if not found.is_dir():
-        raise ConfigError(f"the run folder of {word}, {found}, is not on this machine")
-    return found.absolute()
+    run_folder = find_run(word).folder
+    if not run_folder.is_dir():
+        raise ConfigError(f"the run folder of {word}, {run_folder}, is not on this machine")
+    return run_folder.absolute()
 
 
 def is_run(folder: Path) -> bool:
@@ -61,7 +61,7 @@ class Glance:
         script: what it runs; empty if unknown.
         began: when its first run started, in seconds since 1970; 0 if unknown.
         last: when its log was last written.
-        status: of its event `finished`; None if that is not its last event.
+        status: the status in its event `finished`; None if that is not its last event.
         steps: training steps at its end; None if unknown.
     """
 
@@ -85,29 +85,32 @@ class Catalog:
 
     def runs(self) -> dict[str, Path]:
         """Return the folders of runs by name, which is unique; the name of the folder where that suffices."""
-        found: list[Path] = []
+        run_folders: list[Path] = []
         for folder in self._folders:
             if is_run(folder):
-                found.append(folder)
+                run_folders.append(folder)
                 continue
             with contextlib.suppress(OSError):
-                found += sorted(one for one in folder.iterdir() if is_run(one))
-        found = list(dict.fromkeys(found))
-        names = [one.name for one in found]
-        return {one.name if names.count(one.name) == 1 else os.fspath(one): one for one in found}
+                run_folders += sorted(folder for folder in folder.iterdir() if is_run(folder))
+        run_folders = list(dict.fromkeys(run_folders))
+        names = [folder.name for folder in run_folders]
+        return {
+            folder.name if names.count(folder.name) == 1 else os.fspath(folder): folder
+            for folder in run_folders
+        }
 
     def glance(self, folder: Path) -> Glance:
         """Return what the event log of a run says, from its ends only."""
         path = RunPaths(folder).events
         try:
             with os.fdopen(open_regular(path), "rb") as file:
-                found = os.fstat(file.fileno())
-                key = (found.st_ino, found.st_size, found.st_mtime_ns)
+                file_status = os.fstat(file.fileno())
+                key = (file_status.st_ino, file_status.st_size, file_status.st_mtime_ns)
                 seen = self._seen.get(folder)
                 if seen is not None and seen[0] == key:
                     return seen[1]
                 begun = _after(RunState(), file.readline(_HEAD))
-                file.seek(max(0, found.st_size - _TAIL))
+                file.seek(max(0, file_status.st_size - _TAIL))
                 newest = _after(begun, file.read(_TAIL).rstrip(b"\n").rpartition(b"\n")[2])
         except OSError:
             return Glance("", 0.0, 0.0, None, None)
@@ -116,7 +119,7 @@ class Catalog:
         glance = Glance(
             str(begun.job.get("target", ""))[:1000],
             begun.began,
-            found.st_mtime,
+            file_status.st_mtime,
             status if isinstance(status, int) else None,
             steps if isinstance(steps, int) else None,
         )

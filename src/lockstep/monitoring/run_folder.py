@@ -43,7 +43,7 @@ class RunFolder:
         folder: the run folder; its files may appear later.
 
     Attributes:
-        paths: of the folder.
+        paths: the paths of the files in the folder.
         state: the state of the run, according to the lines read so far.
     """
 
@@ -69,7 +69,7 @@ class RunFolder:
             self._begin()
         before = self.state
         # In the order of time: what a worker does follows from both files.
-        for entry in heapq.merge(self._happenings(), self._measured(), key=lambda one: one.time):
+        for entry in heapq.merge(self._happenings(), self._measured(), key=lambda happening: happening.time):
             self.state = self.state.after(entry)
         self.state = self.state.with_verdict(read_verdict(self.paths))
         written = self.state.job.get("format")
@@ -82,14 +82,14 @@ class RunFolder:
 
     def _happenings(self) -> Iterator[Happening | PublishedEvent]:
         for line in self._events.lines():
-            if (found := happening(line)) is not None:
-                yield found
+            if (event := happening(line)) is not None:
+                yield event
             else:
                 self.state = self.state.without_line()
 
     def _measured(self) -> Iterator[Happening | PublishedEvent]:
         for line in self._measurements.lines():
-            if (found := measurement(line)) is not None:
-                yield found
+            if (event := measurement(line)) is not None:
+                yield event
             else:
                 self.state = self.state.without_line()

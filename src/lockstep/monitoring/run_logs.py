@@ -57,7 +57,7 @@ def read_page(folder: Path, worker: int, start: int | None = None, before: int |
     """Return a page of a log.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         worker: whose log.
         start: the byte at which the page starts, the beginning of a line.
         before: instead, the byte at which it ends. Without both, the page is the last one.
@@ -91,7 +91,7 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
     A call reads a limited part of the log; continue at `SearchResult.resume`.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         worker: whose log.
         text: what to look for, not empty.
         case: whether the case of ASCII letters counts; that of others always does.
@@ -102,7 +102,7 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
     """
     wanted = text.encode(errors="replace")
     wanted = wanted if case else wanted.lower()
-    found: list[FoundLine] = []
+    lines: list[FoundLine] = []
     with os.fdopen(open_regular(RunPaths(folder).log(worker)), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         at, until = max(0, start), min(size, max(0, start) + _MOST_SEARCHED)
@@ -110,7 +110,7 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
             file.seek(at)
             data = file.read(_CHUNK)
             if not data:
-                return SearchResult(tuple(found), None, size)
+                return SearchResult(tuple(lines), None, size)
             if at + len(data) < size:
                 data = data[: data.rfind(b"\n") + 1] or data
             looked, offset = data if case else data.lower(), 0
@@ -120,12 +120,12 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
                 end = len(data) if end < 0 else end
                 # In a long line, the text stands in the middle.
                 shown = max(first, min(hit - _LONGEST // 2, end - _LONGEST))
-                found.append(FoundLine(at + first, readable(data[shown : min(end, shown + _LONGEST)])))
+                lines.append(FoundLine(at + first, readable(data[shown : min(end, shown + _LONGEST)])))
                 offset = end + 1
-                if len(found) == MOST_FOUND:
-                    return SearchResult(tuple(found), at + offset if at + offset < size else None, size)
+                if len(lines) == MOST_FOUND:
+                    return SearchResult(tuple(lines), at + offset if at + offset < size else None, size)
             at += len(data)
-    return SearchResult(tuple(found), at if at < size else None, size)
+    return SearchResult(tuple(lines), at if at < size else None, size)
 
 
 def readable(data: bytes) -> str:

@@ -40,11 +40,11 @@ def causes(times: Mapping[int, WorkerTimes], uses: Mapping[int, WorkerUse]) -> d
     """Return why each slow worker is slow; empty without two workers to compare.
 
     Args:
-        times: of each worker, over about the same steps.
-        uses: of each worker, as far as its load was measured.
+        times: the times of each worker, over about the same steps.
+        uses: the load of each worker, as far as it was measured.
     """
-    found = scores(times)
-    fastest = max(found, key=lambda worker: found[worker], default=-1)
+    paces = scores(times)
+    fastest = max(paces, key=lambda worker: paces[worker], default=-1)
     return {
         worker: what + _explain(uses.get(worker, WorkerUse()), uses.get(fastest, WorkerUse()))
         for worker, what in slow_workers(times).items()

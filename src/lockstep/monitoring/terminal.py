@@ -41,7 +41,7 @@ class PictureTerminal:
     For the main thread.
 
     Args:
-        console: for stdout, a terminal.
+        console: the console of stdout, which is a terminal.
     """
 
     def __init__(self, console: Console) -> None:

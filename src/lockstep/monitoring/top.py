@@ -45,7 +45,7 @@ def show_job(job: str, interval: float, form: Form, *, once: bool) -> int:
     Args:
         job: what the user calls it: a name, the beginning of one, or the folder of a run.
         interval: seconds between two looks.
-        form: as a table, or as lines of CSV or JSON.
+        form: a table, or lines of CSV or JSON.
         once: whether to show it once, instead of every `interval`.
 
     Raises:

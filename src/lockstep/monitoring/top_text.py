@@ -96,8 +96,8 @@ def table(view: Overview, width: int | None = None) -> list[str]:
     """Return the table of workers: a line of headings, then a line per worker.
 
     Args:
-        view: of the run.
-        width: of the terminal; None for all columns.
+        view: the overview of the run.
+        width: the width of the terminal; None for all columns.
     """
     texts = [[_cut(column.show(row)) for column in _COLUMNS] for row in view.workers]
     hosts = {row.host for row in view.workers}
@@ -168,8 +168,8 @@ def as_text(view: Overview, width: int | None = None) -> str:
     """Return everything, one line after the other.
 
     Args:
-        view: of the run.
-        width: of the terminal; None for all columns.
+        view: the overview of the run.
+        width: the width of the terminal; None for all columns.
     """
     lines = [*heading(view), "", *table(view, width), *view.advice, "", *host_lines(view)]
     if view.events:

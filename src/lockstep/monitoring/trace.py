@@ -33,11 +33,11 @@ class SingleStep(NamedTuple):
     """A training step that a worker has recorded one by one.
 
     Attributes:
-        step: of the training, from 1.
+        step: the training step, from 1.
         worker: its id.
-        call: such as `fit 1`.
-        number: in its call, from 1; of those that the worker takes, with parameter servers.
-        start: in microseconds since 1970.
+        call: its call, such as `fit 1`.
+        number: its number in its call, from 1; with parameter servers, among the steps that the worker takes.
+        start: microseconds since 1970.
         parts: microseconds of each of `STEP_PARTS`.
     """
 
@@ -81,7 +81,7 @@ def trace_of(folder: Path, steps: range) -> list[TraceEvent]:
     run = followed.state
     if not run.job:
         raise ConfigError(f"{folder} is not the folder of a run: it has no {followed.paths.events.name}")
-    begun = [one.time for one in run.events if one.event == "job"]
+    begun = [event.time for event in run.events if event.event == "job"]
     recorded = newest(single_steps(followed.paths), begun)
     wanted = [step for step in recorded if step.step in steps]
     taken = {step.step for step in recorded if task_of(run, step.worker) != "chief"}
@@ -171,10 +171,10 @@ def trace_events(steps: Iterable[SingleStep], run: RunState) -> list[TraceEvent]
             events += _slices(step._replace(start=start), process, task)
     begin = min(taken[0].start for taken in by_worker.values()) / _MICRO
     end = max(taken[-1].end for taken in by_worker.values()) / _MICRO
-    for one in run.events:
-        if one.event in _CHANGES and begin <= one.time <= end:
-            process = numbers.get(hosts.get(one.worker, ""), 1) if one.worker is not None else 1
-            events.append(_instant(one, process))
+    for event in run.events:
+        if event.event in _CHANGES and begin <= event.time <= end:
+            process = numbers.get(hosts.get(event.worker, ""), 1) if event.worker is not None else 1
+            events.append(_instant(event, process))
     return events
 
 
@@ -186,7 +186,9 @@ def slowest(events: Iterable[TraceEvent]) -> str:
             taken.append((event, {}))
         elif event.get("cat") == "part":
             taken[-1][1][event["name"]] = event["dur"]
-    step, parts = max(taken, key=lambda one: one[0]["dur"] - one[1].get("wait", 0))
+    step, parts = max(
+        taken, key=lambda step_and_parts: step_and_parts[0]["dur"] - step_and_parts[1].get("wait", 0)
+    )
     text = f"{step['name']} took worker {step['tid']} longest: {step['dur'] / 1000:,.3g} ms"
     if parts:
         part = max(parts, key=lambda name: parts[name])

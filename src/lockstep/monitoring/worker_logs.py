@@ -33,7 +33,7 @@ class WorkerLogs:
     64 KiB in parts.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         workers: whose logs to show; empty for all, including workers that start later.
         prefixed: whether each line begins with its worker, as in `[worker 1] `.
         pattern: shows only the lines in which it is found; None for all.
@@ -95,7 +95,7 @@ def follow(logs: WorkerLogs, is_running: Callable[[], bool], rest: Callable[[], 
     """Write the logs of a running job until it has ended.
 
     Args:
-        logs: of the job.
+        logs: the logs of the job.
         is_running: whether the job still runs.
         rest: called between two looks at the logs.
 

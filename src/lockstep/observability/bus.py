@@ -42,7 +42,7 @@ class Bus:
     """Delivers the events of one process. Every method may be called from any thread.
 
     Args:
-        clock: for the time of events.
+        clock: dates events.
         worker: the worker that publishes; None in the coordinator.
         complain: shows a line about a subscriber that raised.
     """

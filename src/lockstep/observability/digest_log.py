@@ -38,7 +38,7 @@ class DigestLog:
     """Appends to the digest log in a folder, which the first event creates.
 
     Args:
-        folder: of the log.
+        folder: the folder of the log.
         encode: returns the line of an event.
         complain: shows a line if the log cannot be written; then the rest of it is lost.
         limit: maximum bytes of all segments.
@@ -139,8 +139,8 @@ class DigestLog:
 
 def segments(folder: Path) -> list[Path]:
     """Return the segments of a digest log, the oldest first; none if there is no log."""
-    found = [path for path in folder.glob("*.jsonl") if SEGMENT_NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.stem))
+    paths = [path for path in folder.glob("*.jsonl") if SEGMENT_NAME.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: int(path.stem))
 
 
 def thinned(text: bytes, stride: int) -> bytes:

@@ -27,12 +27,12 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     """A run starts.
 
     Attributes:
-        format: of the events of the run.
-        versions: of Python and of installed distributions, by name.
+        format: the format of the events of the run.
+        versions: the versions of Python and of installed distributions, by name.
         script: `path` and `sha256` of its file; None if it cannot be read.
         cores: number of cores that the run may use.
         host: the name of the host.
-        directory: in which the command was started.
+        directory: where the command was started.
         job: the fields of `lockstep.protocol.job_spec.JobSpec` as built-in types. On disk, they are fields of
             the event itself.
     """
@@ -225,7 +225,7 @@ class StrategyInstalled(_Event, frozen=True, tag="strategy"):
     """The script created its strategy.
 
     Attributes:
-        backend: of Keras.
+        backend: the Keras backend.
         libraries: versions of the imported libraries, by name.
     """
 
@@ -379,7 +379,7 @@ class TrainingPaused(_Event, frozen=True, tag="paused"):
     """The chief entered a view, and has completed the call of the exchange that the change interrupted.
 
     Attributes:
-        number: of the view.
+        number: the number of the view.
         seconds: from when it saw that the workers change until the call was complete, with what it computed
             for it again.
     """
@@ -406,8 +406,8 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     result, usually the next `compute`.
 
     Attributes:
-        call: such as `fit 1`, or the method of a call of one step, such as `train_on_batch`.
-        number: of the step in its call, from 1.
+        call: its call, such as `fit 1`, or the method for one step, such as `train_on_batch`.
+        number: the number of the step in its call, from 1.
         trained: number of training steps of the job so far, in all calls.
         examples: number of examples of the global batch; 0 if it is unknown, in a loop of the script.
         replicas: number of replicas that this worker executes.
@@ -422,7 +422,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         nested: distributed calls within this one, such as a validation, or `predict` in a callback.
         calls: the seconds of `nested` by method.
         compiled: whether the backend has compiled the step: none before had examples of these shapes.
-        staleness: of the step, in a worker of a job with parameter servers; None elsewhere.
+        staleness: the staleness of the step, in a worker of a job with parameter servers; None elsewhere.
         logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
 
@@ -467,7 +467,7 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
 
     Attributes:
         call: as in `StepEnded`; the validations of a `fit` have one name, such as `validation within fit 1`.
-        number: of the last of the steps in its call, from 1.
+        number: the number of the last step in its call, from 1.
         trained: number of training steps of the job after the last of them.
         count: number of steps; 0 if only time after the last step of the call is left.
         began: when the first of them began, in seconds since 1970.
@@ -485,7 +485,7 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
         compiling: the seconds of `compute` in these steps.
         staleness: sum over the steps of their staleness, in a worker of a job with parameter servers; None
             elsewhere.
-        largest_staleness: the largest of them; None likewise.
+        largest_staleness: the largest of them; None elsewhere.
     """
 
     call: str
@@ -522,10 +522,10 @@ class MetricsRecorded(_Event, frozen=True, kw_only=True, tag="metrics"):
     The chief that follows a lost one may record an epoch again.
 
     Attributes:
-        call: such as `fit 1`.
+        call: its call, such as `fit 1`.
         epoch: that has ended, from 1; None within an epoch, where the metrics cover its steps so far.
         trained: number of training steps of the job so far, in all calls.
-        values: by name, as Keras reports them; None for a value that is not a finite number.
+        values: the values by name, as Keras reports them; None for a value that is not a finite number.
     """
 
     call: str
@@ -558,7 +558,7 @@ class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: on its host.
-        name: of the model.
+        name: the name of the model.
         utilization: percent of the time in which it computed.
         memory_used: bytes.
         memory_total: bytes.
@@ -606,7 +606,7 @@ class LoadMeasured(_Event, frozen=True, kw_only=True, tag="load"):
         swapping: bytes per second that the host reads from and writes to swap.
         throttled: seconds per second in which the container's CPU quota stopped its processes.
         workers: on this host.
-        gpus: of this host.
+        gpus: the GPUs of this host.
     """
 
     host: str
@@ -624,13 +624,13 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
     """What the bits of a run depend on besides its data, as a worker sees it; published when it changes.
 
     Attributes:
-        format: of the digest log.
-        seed: of the job.
+        format: the format of the digest log.
+        seed: the seed of the job.
         replicas: R.
         threads: number of threads that compute one replica.
         input: how the workers read datasets: `divided` or `joint`.
-        backend: of Keras.
-        versions: of Python and of the imported libraries, by name.
+        backend: the Keras backend.
+        versions: the versions of Python and of the imported libraries, by name.
         flags: environment variables that can change what a script computes, by name.
         processor: the kind of the processor.
         features: the instruction sets of the processor, separated by spaces.
@@ -660,7 +660,7 @@ class SettingsRecorded(_Event, frozen=True, kw_only=True, tag="settings"):
     Published for the first call of a method, and for those with other settings than the call before.
 
     Attributes:
-        call: such as `fit 1`.
+        call: its call, such as `fit 1`.
         trained: number of training steps before the call.
         settings: short texts by name.
     """
@@ -675,7 +675,7 @@ class NamesRecorded(_Event, frozen=True, tag="names"):
 
     Attributes:
         key: identifies this list of names in `StepDigests`.
-        names: of the arrays.
+        names: the names of the arrays.
     """
 
     key: str
@@ -690,10 +690,10 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         step: number of training steps of the job, with this one if it trains, in all calls.
-        call: such as `fit 1`.
-        number: of the step in its call, from 1.
+        call: its call, such as `fit 1`.
+        number: the number of the step in its call, from 1.
         trains: whether it is a training step.
-        examples: of each replica that this worker has computed, by replica.
+        examples: the examples of each replica that this worker has computed, by replica.
         inputs: the examples of each replica as read.
         rows: the examples of each replica in at most 1024 parts of equal numbers of rows, 8 digits per part.
         names: key of the names of partials and total.
@@ -732,7 +732,7 @@ class DigestsRecorded(_Event, frozen=True, kw_only=True, tag="digests"):
 
     Attributes:
         serial: number of this event among those of its worker's process, from 1: a missing one was lost.
-        stride: of the last of the steps; steps whose number it does not divide are not recorded.
+        stride: the stride of the last step; steps whose number it does not divide are not recorded.
         steps: the steps.
     """
 
@@ -745,8 +745,8 @@ class OrderRecorded(_Event, frozen=True, kw_only=True, tag="order"):
     """A part of an order of arrival, from a process whose host may not be that of the run folder.
 
     Attributes:
-        name: of the order, such as `chief` or `ps-0`.
-        number: of this part among those of a call, from 0: a missing one was lost.
+        name: the name of the order, such as `chief` or `ps-0`.
+        number: the number of this part among those of a call, from 0: a missing one was lost.
         data: the records.
     """
 
@@ -759,7 +759,7 @@ class Difference(msgspec.Struct, frozen=True):
     """A part of a step that replicas do not compute as one process does.
 
     Attributes:
-        part: of the step, such as `gradient dense/kernel`.
+        part: a part of the step, such as `gradient dense/kernel`.
         deviation: how much, and in which direction.
         begins: the layer with which it begins; empty if that is not known.
         named: the parts of the program in a note that explain it; empty if none does.
@@ -775,9 +775,9 @@ class StepCompared(_Event, frozen=True, kw_only=True, tag="compared"):
     """A step of replicas was compared with plain Keras in one process.
 
     Attributes:
-        call: of the script, such as `fit 1`.
+        call: the call of the script, such as `fit 1`.
         model: its name.
-        kind: of the step: `train`, `test` or `predict`.
+        kind: the kind of the step, `train`, `test` or `predict`.
         equal: the parts that are equal up to rounding.
         differences: the others.
         reason: why the step could not be compared; empty if it was.

@@ -22,7 +22,7 @@ class JobDescription:
     """What is known of a job before its first event.
 
     Attributes:
-        labels: of the job, by their names.
+        labels: the labels of the job, by their names.
         workers: number of its members.
     """
 

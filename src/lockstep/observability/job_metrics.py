@@ -58,7 +58,7 @@ class JobMetrics:
     Counters begin at zero with each coordinator, but for the number of steps.
 
     Args:
-        labels: of the job, by their names.
+        labels: the labels of the job, by their names.
         workers: number of its members before the first event.
     """
 
@@ -150,7 +150,7 @@ def load_families(hosts: Sequence[LoadMeasured]) -> list[Family]:
         return Family(f"lockstep_host_{name}", "gauge", meaning, samples, unit)
 
     def of_workers(name: str, meaning: str, figure: str, unit: str = "") -> Family:
-        loads: list[tuple[str, WorkerLoad]] = [(host.host, one) for host in hosts for one in host.workers]
+        loads: list[tuple[str, WorkerLoad]] = [(host.host, load) for host in hosts for load in host.workers]
         samples = [
             LabelledValue({"host": host, **of_worker(load.worker)}, getattr(load, figure))
             for host, load in loads
@@ -158,7 +158,7 @@ def load_families(hosts: Sequence[LoadMeasured]) -> list[Family]:
         return Family(f"lockstep_worker_{name}", "gauge", meaning, samples, unit)
 
     def of_gpus(name: str, meaning: str, figure: str, unit: str = "", scale: float = 1.0) -> Family:
-        gpus: list[tuple[str, GpuLoad]] = [(host.host, one) for host in hosts for one in host.gpus]
+        gpus: list[tuple[str, GpuLoad]] = [(host.host, gpu) for host in hosts for gpu in host.gpus]
         samples = [
             LabelledValue({"host": host, "gpu": str(gpu.index)}, value / scale)
             for host, gpu in gpus

@@ -51,10 +51,10 @@ def listen(port: int) -> socket.socket:
 
 def response(request: bytes, body: Callable[[], bytes]) -> bytes:
     """Return the response to a request; `body` returns the figures."""
-    found = _REQUEST.match(request)
-    if found is None:
+    line = _REQUEST.match(request)
+    if line is None:
         return _encoded("400 Bad Request", "this is not a request of HTTP/1.1\n")
-    method, path = found[1], found[2].partition(b"?")[0]
+    method, path = line[1], line[2].partition(b"?")[0]
     host = _HOST.search(request)
     # A page of another site could use a host name that resolves to this address.
     if host is not None and not _LOCAL.fullmatch(host[1]):

@@ -27,7 +27,7 @@ def tell_of_overload(host: str, cores: int, busy: float, used: float, delays: It
         cores: number of cores that the job may use.
         busy: cores in use by all processes.
         used: cores in use by the workers.
-        delays: of the workers that wait notably long for a core, in seconds per second.
+        delays: how long the workers that wait notably long for a core wait, in seconds per second.
     """
     others, most = busy - used, max(delays, default=0.0)
     if not most or others < _OTHERS or busy < _FULL * cores:
@@ -59,10 +59,10 @@ class HostLoads(msgspec.Struct, frozen=True):
         if self._count < 0:
             return HostLoads(load.cores, 0)
         workers = {**self._workers}
-        for one in load.workers:
-            sums = workers.get(one.worker) or _WorkerSums()
-            workers[one.worker] = _WorkerSums(
-                sums.count + 1, sums.cores + one.cores, sums.delayed + one.delayed
+        for worker_load in load.workers:
+            sums = workers.get(worker_load.worker) or _WorkerSums()
+            workers[worker_load.worker] = _WorkerSums(
+                sums.count + 1, sums.cores + worker_load.cores, sums.delayed + worker_load.delayed
             )
         return HostLoads(load.cores, self._count + 1, self._busy + load.busy, workers)
 

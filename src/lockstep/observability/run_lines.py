@@ -67,8 +67,8 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 def json_objects(text: bytes) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in the lines of a text."""
     for line in text.split(b"\n"):
-        if (found := json_object(line)) is not None:
-            yield found
+        if (fields := json_object(line)) is not None:
+            yield fields
 
 
 def happening(line: bytes) -> Happening | None:
@@ -88,8 +88,8 @@ def happening(line: bytes) -> Happening | None:
 def happenings(text: bytes) -> Iterator[Happening]:
     """Yield the events in the lines of `events.jsonl`."""
     for line in text.split(b"\n"):
-        if (found := happening(line)) is not None:
-            yield found
+        if (event := happening(line)) is not None:
+            yield event
 
 
 def as_happening(published: PublishedEvent) -> Happening:
@@ -102,10 +102,10 @@ def as_happening(published: PublishedEvent) -> Happening:
 def measurement(line: bytes) -> PublishedEvent | None:
     """Return the measurement in a line of `measurements.jsonl`; None if there is no measurement."""
     try:
-        found = _measurements.decode(line)
+        event = _measurements.decode(line)
     except _UNREADABLE:
         return None
-    return PublishedEvent(found.time, found.worker, found)
+    return PublishedEvent(event.time, event.worker, event)
 
 
 class GrowingFile:
@@ -119,10 +119,10 @@ class GrowingFile:
     def shrank(self) -> bool:
         """Whether the file is another one, or shorter, than when it was last read."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return self._inode is not None
-        return found.st_size < self._offset or self._inode not in (None, found.st_ino)
+        return status.st_size < self._offset or self._inode not in (None, status.st_ino)
 
     def lines(self) -> Iterator[bytes]:
         """Yield the complete lines since the last call."""

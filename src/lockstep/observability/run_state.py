@@ -77,7 +77,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     Attributes:
         worker: its id.
         phase: what it does, or how it has ended.
-        pid: of its process; None until it has started.
+        pid: the id of its process; None until it has started.
         host: the name of its host, once its load was measured; else empty.
         began: when it was started, in seconds since 1970.
         ended: when its process ended; None while it runs.
@@ -147,7 +147,7 @@ class StepSums(msgspec.Struct, frozen=True):
         parts: seconds of each of `STEP_PARTS`.
         trained: the training steps of the job after the last of them.
         staleness: sum over the steps; None in a job without parameter servers.
-        largest_staleness: of the last measurement; None likewise.
+        largest_staleness: the largest staleness of the last measurement; None likewise.
     """
 
     count: int = 0
@@ -193,10 +193,10 @@ class ExampleCount(msgspec.Struct, frozen=True):
             mean = self.examples / max(1, counted - first)
             examples = self.examples + round((before - counted) * mean)
         examples += steps.examples
-        known = self.reached.plus(worker, (steps.trained, examples))
+        counts = self.reached.plus(worker, (steps.trained, examples))
         if steps.trained > counted:
-            return ExampleCount(max(self.examples, examples), first, steps.trained, known)
-        return ExampleCount(self.examples, first, counted, known)
+            return ExampleCount(max(self.examples, examples), first, steps.trained, counts)
+        return ExampleCount(self.examples, first, counted, counts)
 
 
 class JobTotals(msgspec.Struct, frozen=True):
@@ -238,23 +238,23 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         began: when the run started, in seconds since 1970; 0 before that is known.
         last: when something was last published.
         members: the workers of the newest view, the longest-serving first.
-        workers: by id.
-        hosts: by name.
+        workers: the workers by id.
+        hosts: the hosts by name.
         totals: what the job has done.
         stepped: whether a worker has completed a first step.
-        call_times: of the last call that trains, until all members have ended it.
+        call_times: the times of the last call that trains, until all members have ended it.
         ended_call: the times of the last such call that all members have ended; None before.
         left: number of workers that were asked to leave.
         trained: training steps that workers have measured, or from which they have resumed; None before.
-        examples: in measured training steps.
+        examples: the examples of measured training steps.
         taken: sums over the training steps of each worker that has measured any.
         served: sums over the updates of each parameter server that has measured any.
         saved: the training steps in the last checkpoint; None without one.
         values: the newest value of each metric; None if it was not finite.
-        views: those that followed the first one, the newest last.
+        views: the views after the first one, the newest last.
         calls: the calls of the script in the order in which they began. Those within a call share one name,
             such as `validation within fit 1`.
-        metrics: by name, at the end of epochs; columns `METRIC_COLUMNS`.
+        metrics: the metrics by name, at the end of epochs; columns `METRIC_COLUMNS`.
         batch_metrics: the same within epochs.
         waits: the last report of each wait in progress, by the worker that waits.
         events: the newest 20,000 events of all kinds but measurements.
@@ -374,14 +374,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             if self._epochs.number(name) is not None:
                 return state
             state = replace(state, _epochs=self._epochs.plus(name))
-        known = state.batch_metrics if epoch is None else state.metrics
+        columns_before = state.batch_metrics if epoch is None else state.metrics
         columns = {
-            name: known.get(name, _NO_METRICS).plus(
+            name: columns_before.get(name, _NO_METRICS).plus(
                 time, trained, math.nan if value is None else value, epoch or 0
             )
             for name, value in metrics.values.items()
         }
-        changed = {**known, **columns}
+        changed = {**columns_before, **columns}
         return replace(state, batch_metrics=changed) if epoch is None else replace(state, metrics=changed)
 
     def _after_load(self, time: float, measured: LoadMeasured) -> "RunState":

@@ -52,7 +52,7 @@ class WorkerTimes(msgspec.Struct, frozen=True):
 
     Attributes:
         steps: their number.
-        examples: of their global batches.
+        examples: the examples of their global batches.
         replicas: sum over steps of the replicas that the worker executed.
         parts: seconds by part.
         calls: seconds of the part `nested`, by the method of the nested calls.
@@ -156,22 +156,22 @@ class CallTimes(msgspec.Struct, frozen=True):
 
     def line(self, members: Collection[int]) -> str:
         """Return the line about the call; empty if it was short."""
-        found = {one: times for one in members if (times := self.workers.find(one)) is not None}
-        line = describe(self.call, found)
-        overloaded = [text for name, one in self.hosts.items() if line and (text := one.overload(name))]
+        measured = {worker: times for worker in members if (times := self.workers.find(worker)) is not None}
+        line = describe(self.call, measured)
+        overloaded = [text for name, host in self.hosts.items() if line and (text := host.overload(name))]
         return "; ".join([line, *overloaded])
 
 
 def slow_workers(workers: Mapping[int, WorkerTimes]) -> dict[int, str]:
     """Return which part of its steps is slow on each slow worker; empty without two workers to compare."""
-    found = scores(workers)
-    if len(found) < 2:
+    paces = scores(workers)
+    if len(paces) < 2:
         return {}
-    fastest = max(found, key=lambda worker: found[worker])
+    fastest = max(paces, key=lambda worker: paces[worker])
     fast = workers[fastest]
     return {
         worker: _slow_part(workers[worker], fast, fastest)
-        for worker, score in found.items()
+        for worker, score in paces.items()
         if score < SLOW
         and (workers[worker].pace - fast.pace) * workers[worker].replicas >= _LEAST * workers[worker].steps
     }
@@ -209,10 +209,10 @@ def describe(call: str, workers: Mapping[int, WorkerTimes]) -> str:
     unit = "functions" if call.startswith("functions") else "examples" if longest.examples else "steps"
     rate = (longest.examples if unit == "examples" else longest.steps) / longest.seconds
     with_ = ("a chief and " if chiefs else "") + count(len(computing), "worker")
-    found = shares(computing.values())
+    time_shares = shares(computing.values())
     listed = [
         f"{part} {percent(share)}"
-        for part, share in {**found, **_shares_of_calls(computing.values())}.items()
+        for part, share in {**time_shares, **_shares_of_calls(computing.values())}.items()
         if part != "nested" and (part in _ALWAYS or share >= 0.005)
     ]
     listed += [
@@ -270,18 +270,18 @@ def advise(workers: Mapping[int, WorkerTimes], *, names_slow: bool = True) -> st
         worst = min(slow, key=lambda worker: paces[worker])
         told = tell_of_slow(worst, paces[worst], slow[worst]) + " (lockstep top shows why)"
         told = told if names_slow else ""
-        own = computing[worst]
-        if (1 - paces[worst]) * own.pace * own.replicas >= _EXCESS * own.seconds:
+        slowest = computing[worst]
+        if (1 - paces[worst]) * slowest.pace * slowest.replicas >= _EXCESS * slowest.seconds:
             return told
-    found = shares(computing.values())
-    if not found:
+    time_shares = shares(computing.values())
+    if not time_shares:
         return told
-    if not chiefs and (advice := _advise_on_sharing(found, computing)):
+    if not chiefs and (advice := _advise_on_sharing(time_shares, computing)):
         return advice
-    return _advise_on_part(found, computing, waits_for_chief=bool(chiefs)) or told
+    return _advise_on_part(time_shares, computing, waits_for_chief=bool(chiefs)) or told
 
 
-def _advise_on_sharing(found: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:
+def _advise_on_sharing(time_shares: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> str:
     """Return what to change if workers wait because of their numbers of replicas, or steps are short."""
     if len(workers) < 2:
         return ""
@@ -289,7 +289,7 @@ def _advise_on_sharing(found: Mapping[str, float], workers: Mapping[int, WorkerT
     most = max(owned, key=lambda worker: owned[worker])
     uneven = 1 - sum(owned.values()) / len(owned) / owned[most]
     replicas = round(sum(owned.values()))
-    if min(found["wait"], uneven) >= _UNEVEN:
+    if min(time_shares["wait"], uneven) >= _UNEVEN:
         return (
             f"worker {most} computes {owned[most]:.0f} of {replicas} replicas, and others wait for it: let "
             "the number of replicas be a multiple of the number of workers"
@@ -299,7 +299,7 @@ def _advise_on_sharing(found: Mapping[str, float], workers: Mapping[int, WorkerT
         for times in workers.values()
         if times.steps
     )
-    if found["wait"] + found["exchange"] >= _SYNCHRONIZING and busy < _SHORT:
+    if time_shares["wait"] + time_shares["exchange"] >= _SYNCHRONIZING and busy < _SHORT:
         return (
             f"steps are short ({1000 * busy:.2g} ms without waiting): use larger batches, or -n 1 "
             f"--replicas {replicas}, which computes the same bits"
@@ -308,17 +308,17 @@ def _advise_on_sharing(found: Mapping[str, float], workers: Mapping[int, WorkerT
 
 
 def _advise_on_part(
-    found: Mapping[str, float], workers: Mapping[int, WorkerTimes], *, waits_for_chief: bool
+    time_shares: Mapping[str, float], workers: Mapping[int, WorkerTimes], *, waits_for_chief: bool
 ) -> str:
     """Return what to change if a part takes the most time, waiting for others apart."""
-    largest = max(found, key=lambda part: found[part] if part != "wait" else -1.0)
-    waits = found["wait"] > found[largest]
-    notable = found[largest] >= (_NOTABLE if waits else _LARGE)
+    largest = max(time_shares, key=lambda part: time_shares[part] if part != "wait" else -1.0)
+    waits = time_shares["wait"] > time_shares[largest]
+    notable = time_shares[largest] >= (_NOTABLE if waits else _LARGE)
     if notable and largest == "nested":
         return _advise_on_calls(next(iter(_shares_of_calls(workers.values())), "a call"))
     if notable and largest in _ADVICE:
         return _ADVICE[largest].replace("most time", "most time after waiting" if waits else "most time", 1)
-    if found["wait"] < _LARGE or not waits:
+    if time_shares["wait"] < _LARGE or not waits:
         return ""
     if waits_for_chief:
         return "waiting for the chief takes the most time"

@@ -40,7 +40,7 @@ class StepRecorder:
 
     Args:
         events: the bus.
-        clock: for intervals.
+        clock: measures intervals.
         is_chief: whether this worker is the chief now, which also records metrics.
     """
 

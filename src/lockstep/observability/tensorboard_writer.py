@@ -51,7 +51,7 @@ class Point(NamedTuple):
         run: the folder below that of all, which TensorBoard shows as a run.
         tag: the name of the series.
         step: its position in the series.
-        time: in seconds since 1970.
+        time: seconds since 1970.
         value: a number, or text in Markdown.
     """
 
@@ -96,21 +96,21 @@ class Points:
         return max((step for step in (self._state.trained, *served) if step is not None), default=None)
 
     def _membership(self) -> list[Point]:
-        known = self._step
-        if known is None:
+        last_step = self._step
+        if last_step is None:
             return []
         points = []
         for time, _, event in self._waiting:
             line = f"* {strftime('%Y-%m-%d %H:%M:%S', localtime(time))}: {_described(event)}"
             # TensorBoard shows one text for each step.
             step, text = self._text
-            text = f"{text}\n{line}" if step == known else line
-            self._text = (known, text)
-            points.append(Point(_JOB, "membership", known, time, text))
+            text = f"{text}\n{line}" if step == last_step else line
+            self._text = (last_step, text)
+            points.append(Point(_JOB, "membership", last_step, time, text))
             if isinstance(event, JobStarted):
-                points.append(Point(_JOB, "workers", known, time, event.job["workers"]))
+                points.append(Point(_JOB, "workers", last_step, time, event.job["workers"]))
             elif isinstance(event, ViewStarted):
-                points.append(Point(_JOB, "workers", known, time, len(event.workers)))
+                points.append(Point(_JOB, "workers", last_step, time, len(event.workers)))
         self._waiting.clear()
         return points
 
@@ -185,7 +185,7 @@ class EventFiles:
     A file is open only while points are written to it, so the number of runs needs no descriptors.
 
     Args:
-        folder: of all runs.
+        folder: the folder of all runs.
 
     Raises:
         ImportError: the package `tensorboard` is not installed, or does not work.
@@ -255,7 +255,7 @@ def written_for_tensorboard(events: Bus, folder: Path, complain: Callable[[str],
 
     Args:
         events: the bus of the job.
-        folder: of all runs; earlier files in it remain.
+        folder: the folder of all runs; earlier files in it remain.
         complain: shows a line about points that are lost, on any thread.
     """
     feed = events.feed(*_KINDS, size=_QUEUE)
@@ -281,7 +281,7 @@ def _write(feed: Feed, folder: Path, complain: Callable[[str], None]) -> None:
             if lost and complete:
                 complete = False
                 complain(f"{folder} is slow: some points for TensorBoard are lost")
-            files.write(point for one in published for point in points.of(one))
+            files.write(point for event in published for point in points.of(event))
     except ImportError as error:
         complain(f"TensorBoard's files cannot be written: {error}")
     except OSError as error:
