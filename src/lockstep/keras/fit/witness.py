@@ -28,11 +28,11 @@ metric or figure explains a difference in it; one on an optimizer also explains 
 Kinds of layers that draw numbers or normalize explain nothing, because both computations have the same
 constants for them; any other named part of the program explains all.
 
-The job of a check has one worker and the variable `LOCKSTEP_CHECK`. In it, models are saved into the folder
-of the run, from which Keras's functions load them (`keras/kept_saves.py`), each `fit` ends after three steps,
-and an audit hook ends the script before it changes anything outside of the process
-(`worker/file_writes.py`). The hook does not see what libraries write in C, such as TensorFlow's files and
-those of KerasTuner: Landlock refuses that (`system/landlock.py`).
+The job of a check has one worker, and its settings say what to check (`JobSettings.checks`). In it, models
+are saved into the folder of the run, from which Keras's functions load them (`keras/kept_saves.py`), each
+`fit` ends after three steps, and an audit hook ends the script before it changes anything outside of the
+process (`worker/file_writes.py`). The hook does not see what libraries write in C, such as TensorFlow's files
+and those of KerasTuner: Landlock refuses that (`system/landlock.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
