@@ -67,7 +67,8 @@ def test_a_step_with_parameter_servers(nodes: Sequence[Host], task: Task, lean: 
     """A chief and a worker on node1, a worker on node2, and two servers on node3."""
     training = Path(__file__).parents[1] / "training"
     for node in nodes[:3]:
-        shutil.copy(training / "serving.py", node.work)
+        for file in ("serving.py", "losing.py"):
+            shutil.copy(training / file, node.work)
     given = lean(training / "together.py", "jax")
     command = "--ps 2 -n 2 --threads-per-worker 1 --run-dir run serving.py long 3"
     tasks = [task(node, 3, command, given=given) for node in range(3)]
