@@ -16,7 +16,7 @@ class View:
     """A numbered membership.
 
     Attributes:
-        number: of the view in its job, from 1.
+        number: the number of the view in its job, from 1.
         hosts: ids of the live workers of each host that has some, the longest-serving first; the first host
             is that of the longest-serving worker.
         owners: `owners[r]` is the id of the worker that computes replica `r`; never decreasing in

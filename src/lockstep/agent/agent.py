@@ -125,7 +125,7 @@ class Agent:
         descendants: the processes of the job on this host.
         meter: measures the load of this host and its workers.
         host: the index of this host in the job.
-        name: of this host; empty if the job has one host.
+        name: the name of this host; empty if the job has one host.
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
         late: whether this host joins a job that runs already.

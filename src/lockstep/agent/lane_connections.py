@@ -61,8 +61,8 @@ class HostNetwork:
 
     Attributes:
         job: the id of the job.
-        credentials: of the agent and the workers.
-        connections: those that other hosts have opened.
+        credentials: the credentials of the agent and the workers.
+        connections: the connections that other hosts have opened.
         enter: tells the listener of a job, a term and a view that begins; it refuses earlier views, and tells
             the last argument of their connections.
     """

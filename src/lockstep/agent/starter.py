@@ -66,7 +66,7 @@ class LocalStarter:
 
     Attributes:
         spec: the job.
-        paths: of the run, absolute.
+        paths: the paths of the run, absolute.
         pid: process id of the agent; workers end with it.
         launcher: starts processes.
         output: takes their output.

@@ -153,7 +153,7 @@ class StackDump:
     """A stack that a worker was asked for, and writes to its file.
 
     Attributes:
-        worker: that writes it.
+        worker: the worker that writes it.
         start: the size of the file before.
         began: when it was asked.
     """

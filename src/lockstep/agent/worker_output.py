@@ -48,7 +48,7 @@ class LocalOutput:
 
     Attributes:
         console: shows the output.
-        paths: of the run, absolute.
+        paths: the paths of the run, absolute.
         paused: as in the contract; the coordinator of the same process never asks for it.
     """
 

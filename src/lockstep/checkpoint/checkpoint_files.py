@@ -51,9 +51,9 @@ class Outline:
     """The manifest of a checkpoint; the sizes on the disk agree with it.
 
     Attributes:
-        step: of the contents.
+        step: the step of the contents.
         time: when it was written, in seconds since 1970.
-        manifest: of the contents.
+        manifest: the manifest of the contents.
         arrays: (dtype, shape, checksum) by name.
     """
 

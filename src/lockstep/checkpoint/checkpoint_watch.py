@@ -40,7 +40,7 @@ class CheckpointWatch:
         folder: for messages.
         since: the time of the last activity; initially the start of the watch.
         newest: the step of the newest evaluated checkpoint; None before the first.
-        unit: of the numbers of checkpoints.
+        unit: the unit of the numbers of checkpoints.
     """
 
     folder: Path

@@ -43,7 +43,7 @@ def choose_newest(names: Sequence[str], held: Sequence[HeldCheckpoint | None]) -
     """Return the position of the first host with the newest checkpoint; None if no host has one.
 
     Args:
-        names: of the hosts, for messages.
+        names: the names of the hosts, for messages.
         held: the newest complete checkpoint of each host; None for none.
 
     Raises:

@@ -243,7 +243,7 @@ def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], 
     """Return the scheduler that writes checkpoints to `store` while its process is the chief.
 
     Args:
-        store: of the checkpoints.
+        store: the store of the checkpoints.
         every: the interval.
         publish: called on another thread with an event for each checkpoint that is written or fails, and for
             each one that is removed to free space.

@@ -199,7 +199,7 @@ class Store:
 
         Args:
             whole: its folder, which is on the disk.
-            step: of the checkpoint; if there is one of this step, it is replaced.
+            step: the step of the checkpoint; if there is one of this step, it is replaced.
 
         Raises:
             CheckpointError: it cannot be renamed.

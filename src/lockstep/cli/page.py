@@ -85,7 +85,7 @@ def page_beside(folder: Path) -> Iterator[None]:
     It prints the address of the page, or why there is none. If it fails or hangs, the block does not notice.
 
     Args:
-        folder: of the run, which may not have begun.
+        folder: the folder of the run, which may not have begun.
     """
     words = (ui.name or "", "--ends-with", str(os.getpid()), "--", os.fspath(folder.absolute()))
     command = command_of("lockstep", *words)

@@ -29,9 +29,9 @@ class SlurmTask:
     Attributes:
         job: the id of Slurm's job.
         step: the number of the step in it.
-        rank: of the task, among all tasks of the step.
+        rank: the rank of the task, among all tasks of the step.
         node: the index of its host in `hosts`.
-        hosts: those of the step.
+        hosts: the hosts of the step.
     """
 
     job: int

@@ -100,7 +100,7 @@ class JobWatch:
     """Watches a job until no job, or another one, has its name.
 
     Args:
-        name: of the job, complete.
+        name: the name of the job, complete.
 
     Attributes:
         owner: id of the process that takes the requests to the job; 0 as long as it is unknown.

@@ -106,20 +106,20 @@ class Coordinator:
 
     Attributes:
         spec: the job.
-        paths: of the run, absolute.
+        paths: the paths of the run, absolute.
         pid: the process id that other terminals show.
-        agents: of the hosts of the job, also of lost ones; the index of a host never changes.
+        agents: the agents of the hosts of the job, also of lost ones; the index of a host never changes.
         command: the channel to the command; it closes when the command ends.
         loop: serves this coordinator.
         console: shows notes to the user.
         events: publishes the events of the run.
         clock: for deadlines.
-        state: of supervision.
+        state: the state of supervision.
         when_lost: called with the index of each host that is lost.
         keep: called with each record of the job, before agents get what follows from it.
         notifies: whether the agents of other hosts show the notes of this process.
-        term: of this coordinator; each one that takes over a job has a higher one.
-        record: of the job that this coordinator takes over; None for a new job.
+        term: the term of this coordinator; each one that takes over a job has a higher one.
+        record: the record of the job that this coordinator takes over; None for a new job.
         requests: where other terminals connect; None to take the name of the run folder.
     """
 
@@ -456,7 +456,7 @@ class Coordinator:
         """Let a host take part from now on; its agent knows the job.
 
         Args:
-            agent: of the host.
+            agent: the agent of the host.
             workers: the number of workers that it should have.
             cores: number of its cores.
         """

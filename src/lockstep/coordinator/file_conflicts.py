@@ -45,12 +45,12 @@ class FileConflicts:
 
         Args:
             worker: its id.
-            path: of the file, absolute.
-            line: of the script, such as `train.py:41`.
+            path: the path of the file, absolute.
+            line: the line of the script, such as `train.py:41`.
             running: the live workers; a file that only ended workers wrote is not a conflict.
             host: the host to which the file belongs; None if hosts share it.
             appends: whether it appends to the file.
-            library: that opens it for this line; empty if none does.
+            library: the library that opens it for this line; empty if none does.
         """
         file = host, path
         if file not in self._writers and len(self._writers) >= _MOST_FILES:

@@ -20,7 +20,7 @@ class HostAgent:
 
     Attributes:
         channel: to the agent.
-        name: of its host, for messages; empty if the job has one host.
+        name: the name of its host, for messages; empty if the job has one host.
         peer: where workers of other hosts connect; None if the job has one host.
         remote: whether it runs in another process, so that the coordinator writes the logs of its workers.
         ended: its last report, once it has ended.
@@ -112,7 +112,7 @@ class RemoteOutput:
 
     Attributes:
         console: shows their output.
-        paths: of the run, absolute.
+        paths: the paths of the run, absolute.
     """
 
     console: Console

@@ -38,7 +38,7 @@ class HostRecord(msgspec.Struct, frozen=True):
     """A host in the record of a job.
 
     Attributes:
-        name: of the host.
+        name: the name of the host.
         peer: where workers of other hosts connect.
         lost: whether the host is lost.
         received: how many numbered reports of its agent the state contains.
@@ -59,9 +59,9 @@ class JobRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         spec: the job.
-        state: of supervision.
+        state: the state of supervision.
         hosts: by their index.
-        view: that the agents were sent last; its number is 0 before the first.
+        view: the view that the agents were sent last; its number is 0 before the first.
         tally: what the job has done.
         doing: the distributed call in which the workers are.
         chief_writes: paths that callbacks of the chief write.
@@ -94,7 +94,7 @@ class PackedRecord(msgspec.Struct, frozen=True):
     Attributes:
         record: without its view and its outboxes.
         instructions: the view, then those of the outboxes.
-        outboxes: of the hosts, as indexes of instructions.
+        outboxes: the outboxes of the hosts, as indexes of instructions.
     """
 
     record: JobRecord

@@ -71,7 +71,7 @@ def explain(
 
     Args:
         outcome: how the job ended.
-        evidence: that of the workers that the outcome names.
+        evidence: the evidence of the workers that the outcome names.
         shown: whether the terminal has already shown a worker's output.
         name_log: returns the path of a worker's log, relative to the user's current folder if possible.
     """

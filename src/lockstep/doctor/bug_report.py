@@ -83,10 +83,10 @@ def markdown(
     """Return the report as a code block of Markdown.
 
     Args:
-        findings: of the checkup.
+        findings: the findings of the checkup.
         system: what stands above them, by headings.
         environ: the variables of the shell.
-        identity: of the user and the machine, which the report does not name.
+        identity: the identity of the user and the machine, which the report does not name.
     """
     clean = Redaction(environ, identity).clean
     text = clean("\n".join(printable(line) for line in _lines(findings, system, environ)))
@@ -122,7 +122,7 @@ def versions_here(version: str) -> str:
     """Return the report on this process and this machine, one line per subject; it imports no framework.
 
     Args:
-        version: of the imported Lockstep.
+        version: the version of the imported Lockstep.
     """
     python = f"{python_implementation()} {python_version()}"
     packages, reading = Packages.installed(), Sources().gpus()
@@ -141,11 +141,11 @@ def version_lines(
     """Yield the headings and values of the report. Pure.
 
     Args:
-        version: of the imported Lockstep.
+        version: the version of the imported Lockstep.
         python: implementation and version.
         packages: the installed ones.
         system: the operating system and the processor, by headings.
-        cores: of the machine.
+        cores: the cores of the machine.
         reading: the driver's report on GPUs.
     """
     installed = packages.versions.get(LOCKSTEP)

@@ -29,7 +29,7 @@ class Visibility(NamedTuple):
     """CUDA's interpretation of the value.
 
     Attributes:
-        indices: of the GPUs that CUDA shows, in its order.
+        indices: the indices of the GPUs that CUDA shows, in its order.
         problem: the entry that CUDA does not accept; empty if it accepts all.
         by_number: whether the value contains numbers.
     """

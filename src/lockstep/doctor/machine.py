@@ -156,7 +156,7 @@ class HostMemory:
     """The memory, in bytes.
 
     Attributes:
-        total: of the machine.
+        total: the total of the machine.
         available: free memory of the machine.
         room: memory left under the limits of the cgroups; None without limits.
     """

@@ -29,7 +29,7 @@ class Packages:
 
     Attributes:
         versions: by canonical name.
-        requirements: of each package, as in its metadata.
+        requirements: the requirements of each package, as in its metadata.
     """
 
     versions: Mapping[str, str]

@@ -12,7 +12,7 @@ class RunHistory:
     """The events of a run: those added to its file after the creation of this object.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         on: text that follows each path in messages, such as " on <host>".
         whole: whether the events before are of this run too.
     """

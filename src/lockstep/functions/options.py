@@ -10,7 +10,7 @@ def command_options(caller: str, values: Mapping[str, object]) -> list[str]:
 
     Args:
         caller: the public function whose arguments they are, for messages.
-        values: of the options.
+        values: the values of the options.
 
     Raises:
         ConfigError: a value has a null character, which a command line cannot contain.

@@ -137,7 +137,7 @@ class ResultBox:
     """Memory into which workers write the function's result.
 
     Args:
-        descriptor: of the memory, from `create`.
+        descriptor: the descriptor of the memory, from `create`.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -101,7 +101,7 @@ class AgentOptions:
         quiet: whether this leaves notes to the coordinator, which writes to the same terminal.
         grace: seconds that the job may take for a checkpoint after a signal, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
-        engine: that has started this agent; None for none.
+        engine: the engine that has started this agent; None for none.
         inherited: see `StartedWorkers`.
         task: see `HostOffer`.
     """

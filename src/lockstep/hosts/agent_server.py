@@ -54,7 +54,7 @@ class AgentServer:
     """Accepts agents, and rejects those that cannot take part.
 
     Args:
-        credentials: of the job.
+        credentials: the credentials of the job.
         judge: of agents, until the job begins.
         say: shows a note.
         loop: serves the agents.

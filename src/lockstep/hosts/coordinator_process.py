@@ -100,9 +100,9 @@ def continued(
     """Return the agent of a host as a coordinator continues with it.
 
     Args:
-        record: of the host.
+        record: the record of the host.
         channel: to its agent.
-        standing: of the agent; None if it did not answer.
+        standing: the standing of the agent; None if it did not answer.
         kept: the newest record, as an agent keeps it; None if this agent keeps none.
     """
     agent = HostAgent(

@@ -33,10 +33,10 @@ class CoordinatorSession:
     over gets the record of the job that this end keeps, and the reports on which that is not based.
 
     Args:
-        clock: of the host.
+        clock: the clock of the host.
 
     Attributes:
-        term: of the coordinator.
+        term: the term of the coordinator.
         lost: why the connection ended; empty while there is one.
         rejected: why a coordinator does not take this agent back; empty if none has said so.
         kept: the newest record of the job that the agent has; None before the first.

@@ -44,7 +44,7 @@ class EngineLink:
 
     Attributes:
         start: the first message.
-        key: of the job.
+        key: the key of the job.
         coordinator: HOST:PORT of the coordinator, as far as the engine has said it.
         found: the number of workers that fit on the hosts of the engine.
         retires: why this host will go soon; empty if it stays, as far as the engine has said it.

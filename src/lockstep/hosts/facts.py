@@ -28,7 +28,7 @@ def own_facts(prepare: Prepare, address: str, port: int, problem: str = "") -> H
 
     Args:
         prepare: from the coordinator.
-        address: at which this process accepts connections of other hosts.
+        address: the address at which this process accepts connections of other hosts.
         port: its port.
         problem: why this host cannot run the job, if that is known.
     """

@@ -34,7 +34,7 @@ class Gate:
 
     Attributes:
         roster: returns the hosts of the job as things are now.
-        credentials: of this process.
+        credentials: the credentials of this process.
         command: the channel over which the job is stopped.
         console: shows notes.
         loop: serves everything.

@@ -57,7 +57,7 @@ class AwaitedHost:
     """A host whose agent has not described it yet.
 
     Attributes:
-        name: of the host.
+        name: the name of the host.
         channel: to its agent.
         why_lost: says why the channel has ended.
     """

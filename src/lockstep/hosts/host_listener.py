@@ -25,8 +25,8 @@ class HostListener:
 
     Attributes:
         listener: accepts the connections.
-        connections: those of workers.
-        credentials: of this process and its workers.
+        connections: the connections of workers.
+        credentials: the credentials of this process and its workers.
     """
 
     listener: Listener
@@ -47,8 +47,8 @@ class HostListener:
         """Listen at an address.
 
         Args:
-            address: of this host; other hosts must reach it. Port 0 means any free one.
-            credentials: of the job.
+            address: the address of this host; other hosts must reach it. Port 0 means any free one.
+            credentials: the credentials of the job.
             report: called with lines about refused connections.
             loop: serves the listener.
             clock: for deadlines.

@@ -46,10 +46,10 @@ class IndexedJob:
     """A job of Lockstep whose hosts are the pods of an indexed Job.
 
     Attributes:
-        name: of all three objects, and the first part of the host names of the pods.
-        image: of the container.
+        name: the name of all three objects, and the first part of the host names of the pods.
+        image: the image of the container.
         pods: how many.
-        command: of the container in every pod.
+        command: the command of the container in every pod.
         grace: seconds for a checkpoint after SIGTERM.
         resources: the quantities of each pod, by the name of the option.
 

@@ -24,7 +24,7 @@ class CoordinatorAddress:
 
     Attributes:
         address: HOST:PORT; may change while there is no connection.
-        credentials: of the job.
+        credentials: the credentials of the job.
         loop: serves the attempts.
     """
 
@@ -48,7 +48,7 @@ class CoordinatorDialer:
 
     Args:
         address: returns that of the coordinator, for each attempt.
-        credentials: of the job.
+        credentials: the credentials of the job.
         loop: calls `news`.
         news: called when there is a result, or when another attempt has failed.
 

@@ -69,7 +69,7 @@ class ConnectedHost:
     """A host of the job.
 
     Attributes:
-        name: of the host.
+        name: the name of the host.
         peer: where workers of other hosts connect.
         workers: the number of workers that it should have.
         cores: number of its cores.
@@ -91,7 +91,7 @@ class Keeper:
     Attributes:
         kept: the record of the job before it begins, of term 0, or the newest one of a job that agents have
             continued without a coordinator.
-        hosts: of the job, by their index.
+        hosts: the hosts of the job, by their index.
         command: the channel over which the job is stopped.
         loop: serves everything.
         clock: for deadlines.

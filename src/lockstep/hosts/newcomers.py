@@ -68,7 +68,7 @@ class Newcomers:
     Attributes:
         spec: the job, as it began.
         prepare: the first message to each agent.
-        facts: of the first host of the job; others must have the same.
+        facts: the facts of the first host of the job; others must have the same.
         say: shows a note.
         loop: serves the agents.
         clock: for deadlines.

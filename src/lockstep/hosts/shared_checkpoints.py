@@ -56,7 +56,7 @@ class AgentCheckpoints:
     Attributes:
         folder: absolute; None if the job saves no checkpoints.
         channel: to the coordinator.
-        loop: of the agent; turns when there is something to `advance`.
+        loop: the loop of the agent; turns when there is something to `advance`.
         clock: for time limits.
     """
 
@@ -168,10 +168,10 @@ class SharedCheckpoints:
     """Finds the newest checkpoint of all hosts, and gives it to those that lack it.
 
     Attributes:
-        checkpoints: of the job; it resumes from the newest one on this host, if there is one.
+        checkpoints: the checkpoints of the job; it resumes from the newest one on this host, if there is one.
         has_workers: whether this host has workers.
         hosts: the other hosts, by their index in the job.
-        facts: of the hosts, by their index.
+        facts: the facts of the hosts, by their index.
         command: the channel over which the job is stopped.
         loop: serves the channels.
         clock: for signs of life and deadlines.

@@ -40,8 +40,8 @@ def find_place(task: SlurmTask, workers: int | None) -> TaskPlace:
     """Return the place of the process of a task. Pure.
 
     Args:
-        task: of the process.
-        workers: of the job, divided evenly among the hosts; None for one on each.
+        task: the task of the process.
+        workers: the workers of the job, divided evenly among the hosts; None for one on each.
 
     Raises:
         ConfigError: a host has several tasks, or would have no worker.

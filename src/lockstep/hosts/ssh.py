@@ -23,7 +23,7 @@ class SshAgent:
     """An agent on another host; its channel consists of the pipes of an `ssh` process.
 
     Attributes:
-        name: of the host, for `ssh`.
+        name: the name of the host, for `ssh`.
         process: the `ssh` process.
         channel: to the agent.
     """

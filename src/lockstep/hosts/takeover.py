@@ -57,7 +57,7 @@ def missing_hosts(agents: Sequence[JoiningAgent], own: tuple[str, int]) -> list[
     """Return the names of the hosts of a running job whose agents have not connected.
 
     Args:
-        agents: that have connected; at least one runs the job.
+        agents: the agents that have connected; at least one runs the job.
         own: the address and the port of this process, which the lost coordinator had.
     """
     running = [job for _, job in running_jobs(agents)]
@@ -80,7 +80,7 @@ def wait_for_hosts(
     """Give the other agents of a running job the time to notice that its coordinator was lost.
 
     Args:
-        server: of the agents that have connected.
+        server: the server of the agents that have connected.
         own: the address and the port of this process.
         clock: for the deadline.
         turn: serves the agents for at most so many seconds.
@@ -113,7 +113,7 @@ class TakenOverJob:
         console: shows notes.
         loop: serves everything.
         listener: where agents and workers of other hosts connect.
-        agents: that run the job.
+        agents: the agents that run the job.
         by_hand: the workers of this host, if a user starts all workers; None if agents start them.
         exports: what the process of the coordinator shows of the job.
     """

@@ -25,10 +25,10 @@ class TaskPlace:
 
     Attributes:
         role: what it does.
-        name: of its task, for messages.
-        address: of its task, with port 0 for any free one; empty for a task that listens nowhere.
+        name: the name of its task, for messages.
+        address: the address of its task, with port 0 for any free one; empty for a task that listens nowhere.
         coordinator: the address of the coordinator; empty if there is none.
-        workers: of the job.
+        workers: the workers of the job.
         here: those that this process starts.
         task: the number of its task, in whose order the hosts of the job are placed; None for any order.
     """

@@ -11,7 +11,7 @@ def find_place(text: str | None, here: int = 1, servers: int = 0) -> TaskPlace:
     """Return the place of the process with this `TF_CONFIG`.
 
     Args:
-        text: of the variable; None if it is not set.
+        text: the text of the variable; None if it is not set.
         here: the number of workers of each task.
         servers: the number of parameter servers of the job: that of the tasks `ps`. Without any, these tasks
             have nothing to do.

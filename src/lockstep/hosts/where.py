@@ -27,7 +27,7 @@ class Scheduler:
     """What starts the same command once on each host, as a task of a cluster.
 
     Attributes:
-        help: that of its option.
+        help: the help of its option.
         place: returns the place of this process, given the number of processes of the job, if the user has
             chosen it, those of each task and that of parameter servers.
         starts_all: whether it starts all tasks together: they share a terminal and get the same signals, the
@@ -82,13 +82,13 @@ class Listen:
     """On the hosts whose agents join this one.
 
     Attributes:
-        processes: of the job.
+        processes: the processes of the job.
         address: HOST:PORT of this host; port 0 means any free one.
         here: the number of processes on this host; 0 if it only coordinates.
         patience: seconds until the job gives up to wait.
         retries: whether a name that cannot be resolved yet is tried again.
         task: the name of this process in its cluster, for a note; empty without a cluster.
-        engine: that has started this process, and starts the agents; None for none.
+        engine: the engine that has started this process, and starts the agents; None for none.
     """
 
     processes: int
@@ -105,8 +105,8 @@ class ScheduledTask:
     """On the hosts of a scheduler, of whose tasks this process is one.
 
     Attributes:
-        scheduler: that has started the task.
-        processes: of the job, if the user has chosen.
+        scheduler: the scheduler that has started the task.
+        processes: the processes of the job, if the user has chosen.
         here: those of each task, unless the scheduler starts all tasks together.
     """
 
@@ -120,9 +120,9 @@ class Engine:
     """On an engine, which finds the hosts.
 
     Attributes:
-        address: of the engine.
-        processes: of the job.
-        cpus: of each worker.
+        address: the address of the engine.
+        processes: the processes of the job.
+        cpus: the CPUs of each worker.
         gpus: of each worker.
         resources: others of each worker, as NAME=AMOUNT.
         detached: whether the job runs without this command.
@@ -211,7 +211,7 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
     """Return where the workers of a job run.
 
     Args:
-        options: of `lockstep run`, by their parameters.
+        options: the options of `lockstep run`, by their parameters.
         others: the number of processes that are not workers.
 
     Raises:

@@ -51,9 +51,9 @@ class Turn:
     """A call of one thread that waits for its turn, or has it.
 
     Attributes:
-        name: of the call, for messages.
+        name: the name of the call, for messages.
         key: identifies the call on all workers; empty if the main thread makes all calls.
-        thread: that makes it.
+        thread: the thread that makes it.
     """
 
     name: str
@@ -122,7 +122,7 @@ class CallTurns:
         """Let this thread make a call in the block, when it has its turn.
 
         Args:
-            name: of the call.
+            name: the name of the call.
             key: returns what identifies the call on all workers.
 
         Raises:
@@ -146,7 +146,7 @@ class CallTurns:
         """Let this thread compute a part of its custom loop in the block.
 
         Args:
-            name: of the part.
+            name: the name of the part.
             several: whether several workers do so. They cannot tell which loop is next, so only one thread
                 may have one.
 

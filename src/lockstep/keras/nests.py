@@ -49,7 +49,7 @@ def repeated(nest: Nest, examples: int, count: int) -> Nest:
     Args:
         nest: arrays with rows along the first axis, in proportion to the number of examples.
         examples: the number of examples of `nest`.
-        count: that of the result.
+        count: the count of the result.
     """
 
     def rows(leaf: Any) -> Any:

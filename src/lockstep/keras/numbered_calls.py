@@ -15,13 +15,14 @@ class NumberedCall:
 
     Attributes:
         name: the method and the count of its calls, for messages.
-        number: of the call, from 1, unique; 0 outside of any.
+        number: the number of the call, from 1, unique; 0 outside of any.
         seed: 64 bits, derived from the seeds that the script had set when the call began.
         steps: number of steps of the call so far.
         skipped: number of its steps that another process took and that are not repeated.
         callbacks: the callbacks of the call.
         settings: how the call trains, as recorded in its checkpoints.
-        callback_hashes: of the callbacks' attributes, before and after `on_train_begin`, to detect changes.
+        callback_hashes: the hashes of the callbacks' attributes, before and after `on_train_begin`,
+            to detect changes.
         model: the model that a call of `fit` trains.
         by_batch: whether decisions of callbacks take effect after each batch, not only after each epoch.
         at_end: whether its state can be taken only at its end.
@@ -30,7 +31,7 @@ class NumberedCall:
         states: the random states at the beginning of the last pass.
         inner: number of calls within it that have begun, by method.
         result_of: returns the result to record when it ends, if that is not its return value.
-        logs: of its last step.
+        logs: the logs of its last step.
         processed: the step whose end callbacks had processed when the restored state was taken; None if they
             had not.
     """

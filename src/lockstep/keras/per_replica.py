@@ -76,7 +76,7 @@ class KnownValues:
     """Values that have been computed.
 
     Attributes:
-        specs: of the leaves.
+        specs: the specs of the leaves.
         columns: for each leaf, the values that this worker has, by replica.
     """
 

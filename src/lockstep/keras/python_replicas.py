@@ -116,7 +116,7 @@ class PythonOfReplicas:
 
         Args:
             run: computes the replica with so many of its examples.
-            replica: that computes.
+            replica: the replica that computes.
             rows: the number of its examples.
             what: names the step.
             first_round: whether this is the first round of the step.

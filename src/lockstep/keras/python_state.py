@@ -375,8 +375,8 @@ class ObjectGraph:
 
     Attributes:
         nodes: in the order in which they were found.
-        variables: those of TensorFlow that are not Keras's, by their paths. They are not nodes: the backend
-            combines what replicas assign to them, as for variables of Keras.
+        variables: the variables of TensorFlow that are not Keras's, by their paths. They are not nodes: the
+            backend combines what replicas assign to them, as for variables of Keras.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:

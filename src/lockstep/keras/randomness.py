@@ -244,9 +244,9 @@ class _Seen(NamedTuple):
 
     Attributes:
         generator: with its state in memory, but for the second of two normal numbers.
-        memory: of the generator.
+        memory: the memory of the generator.
         words: the memory's contents with this state.
-        state: of the generator.
+        state: the state of the generator.
     """
 
     generator: Any

@@ -44,7 +44,7 @@ class Occasion(NamedTuple):
 
     Attributes:
         name: equal on all workers at the same place, where they have equal states.
-        worker: that saves.
+        worker: the worker that saves.
     """
 
     name: str
@@ -72,7 +72,7 @@ def write_once(
         write: writes to the path that it is given.
         rename: write a local file under a temporary name beside it and rename that, so that no reader ever
             sees a partial file; only for a file or folder, and files beside it to which it refers.
-        occasion: on which this worker saves; None if others may save another state.
+        occasion: the occasion on which this worker saves; None if others may save another state.
 
     Raises:
         DisagreementError: another worker has saved another state on this occasion.
@@ -157,7 +157,7 @@ class _Record(msgspec.Struct):
     """What the workers have saved to one path; a file that is locked while the record is used.
 
     Attributes:
-        state: that was saved last, in hexadecimal; empty while it is being written.
+        state: the state that was saved last, in hexadecimal; empty while it is being written.
         occasions: the states of the last occasions, each with the worker that has saved it.
     """
 

@@ -92,8 +92,8 @@ class Round:
         sample: computes a partial that shows the layout if no replica of this worker contributes.
         form: returns what the last computation of a replica has done besides its arrays; None if all replicas
             do the same.
-        layout: of the partials, once it is known.
-        layouts: those of rounds like this one, by the names of the arrays.
+        layout: the layout of the partials, once it is known.
+        layouts: the layouts of rounds like this one, by the names of the arrays.
         entered: called in each view in which the round is synchronized, before anything is computed there.
         settle: returns once nothing reads the memory of the last total.
         catching_up: see `lockstep.worker.job.Job.exchange`.

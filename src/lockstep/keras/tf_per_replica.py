@@ -15,11 +15,11 @@ class SymbolicPerReplica(tf.experimental.ExtensionType, DistributedValues):  # t
     """One leaf of stored values, without the values themselves.
 
     Attributes:
-        handle: of the values in their store: a scalar of int64.
+        handle: the handle of the values in their store: a scalar of int64.
         store: the number of the store.
         leaf: the position of the leaf in the values.
-        dtype: of the leaf.
-        shape: of the leaf.
+        dtype: the dtype of the leaf.
+        shape: the shape of the leaf.
     """
 
     handle: tf.Tensor
@@ -68,7 +68,7 @@ class CompositePerReplica(tf.experimental.ExtensionType, DistributedValues):  # 
 
     Attributes:
         parts: its tensors.
-        spec_number: of its `tf.TypeSpec`.
+        spec_number: the spec number of its `tf.TypeSpec`.
     """
 
     parts: tuple[SymbolicPerReplica, ...]

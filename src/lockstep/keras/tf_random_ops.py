@@ -91,7 +91,7 @@ class GraphDraws:
     """The draws of a function that is being traced; a variable counts the runs of each operation.
 
     Attributes:
-        number: of the next operation.
+        number: the number of the next operation.
     """
 
     def __init__(self) -> None:
@@ -125,8 +125,8 @@ class ElementDraws:
     They also replace the numbers of Keras's generators, which are then neither read nor advanced.
 
     Args:
-        seed: of the element, a tensor of the function.
-        number: of the function, among those that have the element's seed.
+        seed: the seed of the element, a tensor of the function.
+        number: the number of the function, among those that have the element's seed.
         drawn: how often these functions draw from each of Keras's generators, by the generator's id.
     """
 

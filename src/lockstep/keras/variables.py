@@ -48,7 +48,7 @@ class NamedVariables(VariableState):
     """Variables that belong to no model, by name.
 
     Attributes:
-        name: of all.
+        name: the name of all.
         variables: the variables.
     """
 
@@ -114,7 +114,7 @@ def misfits(own: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
 
     Args:
         own: the variables of a model, or their values, by name. Within a call, variables may have no values.
-        arrays: those of a checkpoint, by name.
+        arrays: the arrays of a checkpoint, by name.
     """
     differing = [
         f"{name!r} ({' '.join(_kind(arrays[name]))} in the checkpoint, {' '.join(_kind(one))} in the model)"

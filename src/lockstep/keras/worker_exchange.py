@@ -120,7 +120,7 @@ def chiefs_state(
     For hosts that compute different bits: their states part, although all apply the same totals.
 
     Args:
-        job: of this worker.
+        job: the job of this worker.
         what: names the call.
         to_numpy: converts an array of the backend to NumPy.
         arrays: the state of this worker by variable name.
@@ -167,10 +167,10 @@ def gather(worker: int, communicator: Communicator, what: str, facts: Facts, blo
 
     Args:
         worker: the id of this one, which travels with its facts: the view may be an earlier one.
-        communicator: of the current view.
+        communicator: the communicator of the current view.
         what: names the call.
-        facts: that must be equal on all workers.
-        blob: of this worker.
+        facts: the facts that must be equal on all workers.
+        blob: the blob of this worker.
 
     Raises:
         DisagreementError: the workers differ in `what` or in `facts`; raised on every worker.

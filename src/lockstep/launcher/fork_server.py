@@ -56,7 +56,7 @@ class ForkServer:
     Args:
         process: the server's process.
         connection: this end of the socket to it.
-        environment: with which it was started.
+        environment: the environment with which it was started.
     """
 
     def __init__(

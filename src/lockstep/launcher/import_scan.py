@@ -54,7 +54,7 @@ def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> 
     Args:
         script: a file with Python code.
         folder: where it searches for modules first.
-        environment: of the script.
+        environment: the environment of the script.
     """
     found = _Found(folder, environment)
     try:

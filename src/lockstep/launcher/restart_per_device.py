@@ -34,7 +34,7 @@ class Restart:
 
     Attributes:
         what: the devices, for messages.
-        options: of `lockstep run`.
+        options: the options of `lockstep run`.
         hides_gpus: whether GPUs are hidden from the workers.
     """
 

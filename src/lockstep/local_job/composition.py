@@ -41,7 +41,7 @@ class LocalHost:
         descendants: the processes of the job.
         arrivals: where workers that a user starts by hand arrive; None if none can.
         host: the index of the host in the job.
-        name: of the host, for messages; empty if the job has one host.
+        name: the name of the host, for messages; empty if the job has one host.
         peer: where workers of other hosts connect; None if the job has one host.
         network: how workers reach other hosts; None if the job has one host.
     """
@@ -113,8 +113,8 @@ def run_job(
 
     Args:
         spec: the job.
-        state: of supervision at the start.
-        paths: of the run, absolute.
+        state: the state of supervision at the start.
+        paths: the paths of the run, absolute.
         command: the channel over which the job is stopped; the job ends when its other end closes.
         console: shows notes, and the output of workers.
         loop: serves everything.

@@ -256,7 +256,7 @@ class PageServer(ThreadingHTTPServer):
         place: the host and the port to listen at; port 0 for any free port.
         family: the family of the address.
         view: answers requests about runs.
-        context: with which connections are encrypted; None if they are not.
+        context: the context with which connections are encrypted; None if they are not.
         name: the name of the host that users may write in the address, besides IP addresses and localhost.
 
     Raises:

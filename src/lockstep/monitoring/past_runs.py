@@ -36,7 +36,7 @@ class PastRun:
         name: the name of the folder.
         began: when it started, in seconds since 1970.
         seconds: how long it took, or has taken so far.
-        workers: with which it started, without a chief that has parameter servers.
+        workers: the workers with which it started, without a chief that has parameter servers.
         servers: the number of parameter servers.
         replicas: R.
         hosts: the number of hosts.

@@ -523,7 +523,8 @@ class MetricsRecorded(_Event, frozen=True, kw_only=True, tag="metrics"):
 
     Attributes:
         call: its call, such as `fit 1`.
-        epoch: that has ended, from 1; None within an epoch, where the metrics cover its steps so far.
+        epoch: the epoch that has ended, from 1; None within an epoch, where the metrics cover its steps so
+            far.
         trained: number of training steps of the job so far, in all calls.
         values: the values by name, as Keras reports them; None for a value that is not a finite number.
     """

@@ -23,7 +23,7 @@ class Happening(msgspec.Struct, frozen=True):
     Attributes:
         time: when it was published, in seconds since 1970.
         event: its name.
-        worker: that published it, or about which it is; None for the run.
+        worker: the worker that published it, or about which it is; None for the run.
         fields: the others.
     """
 

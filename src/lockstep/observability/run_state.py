@@ -83,7 +83,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         ended: when its process ended; None while it runs.
         status: its exit status; None while it runs.
         reason: why it was lost or left; empty otherwise.
-        call: that it has begun last, or in which its last steps were measured.
+        call: the call that it has begun last, or in which its last steps were measured.
         preparing: the last event that says how far it is before its first step; None before it is ready.
         nested: seconds of calls within calls that train, by method.
         steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its

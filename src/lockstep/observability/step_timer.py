@@ -128,13 +128,13 @@ class StepTimer:
         """Publish step `number` of the call; the time since the previous lap counts for `other`.
 
         Args:
-            number: of the step in its call, from 1.
+            number: the number of the step in its call, from 1.
             logs: the results of the step.
             trained: number of training steps of the job so far.
             examples: number of examples of the global batch.
             replicas: number of replicas that this worker executes.
             compiled: whether the backend has compiled the step.
-            staleness: of the step, with parameter servers.
+            staleness: the staleness of the step, with parameter servers.
         """
         if self._call is None:
             return

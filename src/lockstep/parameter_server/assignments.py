@@ -16,7 +16,7 @@ class _StepInWork:
     """A step in work.
 
     Attributes:
-        worker: that computes it.
+        worker: the worker that computes it.
         passed: number of steps that were completed since it was assigned.
     """
 
@@ -79,7 +79,7 @@ class Assignments:
         what they do apart by the step.
 
         Args:
-            worker: that gets it.
+            worker: the worker that gets it.
             below: only a step below this one; None for any.
         """
         fit = (step for step in self._returned if worker not in self._lost_with.get(step, ()))

@@ -23,7 +23,7 @@ class Partitioner(Protocol):
         """Return the number of shards along the first axis of a variable, at least 1.
 
         Args:
-            shape: of the variable.
+            shape: the shape of the variable.
             item_bytes: the size of one of its elements.
         """
 
@@ -137,7 +137,8 @@ def place_variables(
         variables: the shape of each, and the size of its elements in bytes.
         servers: their number.
         partitioner: divides variables; None places each as a whole.
-        ranges: of the variables, by their indices, that are placed already: the rows on each server.
+        ranges: the ranges of the variables, by their indices, that are placed already: the rows on each
+            server.
     """
     placed: list[Shard] = []
     for variable, (shape, item_bytes) in enumerate(variables):

@@ -22,7 +22,7 @@ def digest_of_rows(numbers: Array, rows: Array, salt: int = 0) -> Array:
     """Return the digest of some rows: two unsigned integers of 64 bits, to be added without carry.
 
     Args:
-        numbers: of the rows, in the whole table; of shape `(n,)`.
+        numbers: the numbers of the rows, in the whole table; of shape `(n,)`.
         rows: of shape `(n, ...)` and any dtype.
         salt: distinguishes several arrays with rows of the same numbers.
     """

@@ -16,7 +16,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
     Attributes:
         kept: the newest record of the job that the keeper has, without its bytes.
         record: its bytes.
-        term: of the coordinator: 1 for the first, and higher for each one that takes over.
+        term: the term of the coordinator: 1 for the first, and higher for each one that takes over.
         hosts: number of hosts that are, or were, in the job.
         run_dir: the run folder, as the user wrote it.
         notifies: whether the agents show the notes of the coordinator.
@@ -41,7 +41,7 @@ class HostChannel(msgspec.Struct, frozen=True, tag="host"):
 
     Attributes:
         host: the index of the host.
-        name: of the host.
+        name: the name of the host.
         peer: where workers of other hosts connect.
         workers: the number of workers that it should have.
         cores: number of its cores.

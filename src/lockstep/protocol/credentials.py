@@ -14,7 +14,7 @@ class Credentials(msgspec.Struct, frozen=True):
         authority: the certificate of the job's certificate authority, as PEM; empty if connections are not
             encrypted.
         certificate: the certificate of this holder, as PEM.
-        private_key: of the certificate, as PEM.
+        private_key: the private key of the certificate, as PEM.
     """
 
     greeting_key: bytes

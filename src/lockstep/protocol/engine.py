@@ -14,7 +14,7 @@ class StartCoordinator(msgspec.Struct, frozen=True, tag="start_coordinator"):
     """Coordinate the job; the first message to its coordinator.
 
     Attributes:
-        key: of the job.
+        key: the key of the job.
         address: HOST:PORT to listen at; port 0 means any free one.
         again: whether the engine has started a coordinator of this job before, so that agents may run it.
         lease: see `LeaseRenewed`; None for a coordinator that is the only one as long as it lives.
@@ -50,10 +50,10 @@ class StartAgent(msgspec.Struct, frozen=True, tag="start_agent"):
     """Run workers of the job on this host; the first message to an agent.
 
     Attributes:
-        key: of the job.
+        key: the key of the job.
         coordinator: HOST:PORT of the coordinator.
         workers: the number of workers that this host offers.
-        address: of this host, where the workers of others connect.
+        address: the address of this host, where the workers of others connect.
         inherited: descriptors of the agent that its workers inherit; they get the numbers as last arguments.
     """
 

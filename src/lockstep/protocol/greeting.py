@@ -45,11 +45,11 @@ class Greeting(msgspec.Struct, frozen=True):
     """Who opens a connection, and for what.
 
     Attributes:
-        kind: of the connection.
+        kind: the kind of the connection.
         job: the id of the job, `JOB` bytes; zeros if the sender does not know it yet.
-        term: of the view.
+        term: the term of the view.
         view: the number of the view; 0 if the connection belongs to no view.
-        incarnation: of the agent of the sender's host.
+        incarnation: the incarnation of the agent of the sender's host.
         host: the index of the sender's host in the view.
         lane: the number of the lane, of the state, or of the worker that answers questions.
         nonce: random bytes, which `connect` chooses.

@@ -60,7 +60,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
         encrypted: whether connections between hosts are encrypted.
         target: path of the script, or name of the module.
         module: whether `target` is a module.
-        arguments: of the script.
+        arguments: the arguments of the script.
         backend: the Keras backend.
         folder: the current folder of the job; empty to stay in that of the agent.
         environment: variables that the workers have on all hosts.
@@ -86,8 +86,8 @@ class KeepRecord(msgspec.Struct, frozen=True, tag="keep record"):
     """Keep the record of the job instead of the one before; instructions that follow from it come later.
 
     Attributes:
-        term: of the coordinator.
-        serial: of the record in its term.
+        term: the term of the coordinator.
+        serial: the serial of the record in its term.
         record: the encoded `JobRecord`.
     """
 
@@ -140,7 +140,7 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
     """What the coordinator must know of a host before the job begins.
 
     Attributes:
-        name: of the host, as it names itself.
+        name: the name of the host, as it names itself.
         python: the version of Python.
         machine: the kind of processor, such as x86_64.
         libraries: the versions of installed libraries, by distribution.
@@ -229,12 +229,12 @@ class StartView(msgspec.Struct, frozen=True, tag="start view"):
     Members that are not in the current view also get a state that was given in it.
 
     Attributes:
-        number: of the view.
+        number: the number of the view.
         hosts: its members, host by host.
         reason: why the current view ends.
         leaving: the members of the current view that must leave.
         state: the number of the state; 0 if no member needs one.
-        term: of the coordinator.
+        term: the term of the coordinator.
     """
 
     number: int

@@ -64,7 +64,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     """A worker gives a server the gradients of its shards; the answer is `Applied`.
 
     Attributes:
-        step: for which they were computed.
+        step: the step for which they were computed.
         shards: the positions among the server's shards of those that have a gradient, in the arrays' order.
         updates: the numbers of the optimizers that are applied.
         part: how often the step has applied an optimizer before.
@@ -156,7 +156,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     The staleness of the answer is -1 if the other server has taken over the shards.
 
     Attributes:
-        process: that sent the message.
+        process: the process that sent the message.
         question: the message. Its arrays are beside this one, but for those of a `Pull` or `PullRows`.
     """
 
@@ -188,7 +188,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
     Attributes:
         step: which is complete.
-        names: of the arrays: changes of the layers' state, metrics, logged values.
+        names: the names of the arrays: changes of the layers' state, metrics, logged values.
         staleness: the number of changes of the weights between reading and changing them, the largest of all
             servers.
         check: a hash of what identifies the batch.
@@ -233,13 +233,13 @@ class FunctionFailure(msgspec.Struct, frozen=True):
     """A scheduled function has raised an exception.
 
     Attributes:
-        module: of the class of the exception.
-        name: of the class, qualified.
-        message: of the exception.
-        arguments: of the exception, as the JSON-able part of `lockstep.checkpoint.values.pack`, encoded;
-            empty if they are not plain.
+        module: the module of the class of the exception.
+        name: the name of the class, qualified.
+        message: the message of the exception.
+        arguments: the arguments of the exception, as the JSON-able part of `lockstep.checkpoint.values.pack`,
+            encoded; empty if they are not plain.
         step: the number of the function.
-        worker: that has run it.
+        worker: the worker that has run it.
     """
 
     module: str
@@ -278,7 +278,7 @@ class FunctionResult(msgspec.Struct, frozen=True):
 
     Attributes:
         packed: the JSON-able part of `lockstep.checkpoint.values.pack`, encoded.
-        names: of its arrays.
+        names: the names of its arrays.
     """
 
     packed: bytes
@@ -321,7 +321,8 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
     """A server has processed a message.
 
     Attributes:
-        staleness: of a push; -1 if it was not applied, because another worker has computed the step.
+        staleness: the staleness of a push; -1 if it was not applied, because another worker has computed the
+            step.
     """
 
     staleness: int = 0
@@ -345,7 +346,7 @@ class Assigned(msgspec.Struct, frozen=True, tag="assigned"):
     Attributes:
         step: the number of the step in the call, from 0.
         incomplete: the earlier steps that are not complete; the worker keeps their batches.
-        names: of the arrays.
+        names: the names of the arrays.
         replacement: the worker id of the process that has taken the place of a lost worker and computes the
             step, in a replay that of the recorded run; -1 if none has.
     """
@@ -372,7 +373,8 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
             variables.
         variables: the positions of the other variables.
         done: the result of `done`.
-        results: of `fetch`, or of all functions at the end; their arrays follow those of the variables.
+        results: the results of `fetch`, or of all functions at the end; their arrays follow those of the
+            variables.
         steps: the numbers of these functions, at the end.
         failures: why other functions have no result, by their numbers, at the end.
         failure: what the call raises.

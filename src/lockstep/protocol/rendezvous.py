@@ -44,8 +44,8 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     Attributes:
         tasks: all training tasks, in the order of their replicas.
         slot: the index of the task that the process is for.
-        version: of Lockstep.
-        backend: of Keras.
+        version: the version of Lockstep.
+        backend: the backend of Keras.
         cores: number of cores that the process may use.
         gpus: the GPUs that are visible to the process.
         target: the script or module that it runs.

@@ -41,11 +41,11 @@ class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
     """The script opens a file for writing.
 
     Attributes:
-        path: of the file, absolute.
-        line: of the program, such as `train.py:41`.
+        path: the path of the file, absolute.
+        line: the line of the program, such as `train.py:41`.
         shared: whether it is in a file system that other hosts may share.
         appends: whether it appends to the file.
-        library: that opens it for this line; empty if none does.
+        library: the library that opens it for this line; empty if none does.
     """
 
     path: str
@@ -83,7 +83,7 @@ class StateSource(msgspec.Struct, frozen=True):
 
     Attributes:
         view: the number of the view in which the chief has given it.
-        number: of the state; those that are given in one view are numbered from 1.
+        number: the number of the state; those that are given in one view are numbered from 1.
         size: in bytes.
         host: the index of the host of the chief.
         address: the IP address at which the agent there accepts connections; empty if the job has one host.
@@ -145,7 +145,7 @@ class HostMembers(msgspec.Struct, frozen=True):
     Attributes:
         host: the index of the host in the job.
         workers: their ids, the longest-serving first.
-        name: of the host, for messages; empty if the job has one host.
+        name: the name of the host, for messages; empty if the job has one host.
         address: the IP address at which the host's agent accepts connections for them; empty if the job has
             one host.
         port: its port.
@@ -165,7 +165,7 @@ class NetworkEndpoint(msgspec.Struct, frozen=True, tag="network"):
 
     Attributes:
         control: the control segment of the members on this host.
-        term: of the coordinator that began the view.
+        term: the term of the coordinator that began the view.
         hosts: the members of all hosts, in the order of the view.
         here: the index of this host in `hosts`.
     """
@@ -200,7 +200,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         pool: the memory for partials and totals, which all workers on the host share.
         settings: what the worker knows of its job.
         job: the id of the job, random bytes; empty if it has one host.
-        credentials: with which the worker connects to other hosts; None if the job has one host.
+        credentials: the credentials with which the worker connects to other hosts; None if the job has one
+            host.
     """
 
     pool: Attachment
@@ -213,10 +214,10 @@ class EnterView(msgspec.Struct, frozen=True, tag="enter view"):
     """Enter the view that `StartView` begins: the first one, or the next one.
 
     Attributes:
-        number: of the view.
+        number: the number of the view.
         hosts: its members, host by host.
         endpoint: how they reach the exchange of the view.
-        state: of the training, for a worker that joins with this view; None for others.
+        state: the state of the training, for a worker that joins with this view; None for others.
     """
 
     number: int

@@ -23,7 +23,7 @@ class AgentState(NamedTuple):
 
     Attributes:
         workers: how many the agent offers; 0 if none has begun.
-        key: of the job, sealed; None if no agent has begun.
+        key: the key of the job, sealed; None if no agent has begun.
         status: the exit status of the job, if the agent knows that it has ended; None otherwise.
     """
 
@@ -36,7 +36,7 @@ class AgentActor:
     """Starts an agent on its node, and the next one if that ends.
 
     Args:
-        call: of the function that workers run, in bytes; None if they run a script.
+        call: the call of the function that workers run, in bytes; None if they run a script.
     """
 
     def __init__(self, call: bytes | None = None) -> None:
@@ -62,10 +62,10 @@ class AgentActor:
         """Start the agent.
 
         Args:
-            key: of the job.
+            key: the key of the job.
             coordinator: HOST:PORT.
             workers: how many it offers.
-            folder: of the script; None for that of this process.
+            folder: the folder of the script; None for that of this process.
             environment: see `EngineProcess`.
 
         Raises:

@@ -40,7 +40,7 @@ def run_on_ray(
     Args:
         address: "ray" for the cluster of this machine or of the Ray job that this process belongs to, or that
             of a Ray client: ray://HOST:PORT.
-        name: of the job, unique in the cluster.
+        name: the name of the job, unique in the cluster.
         words: the arguments of `lockstep` for the coordinator.
         workers: number of workers.
         resources: what each worker needs, by Ray's name for it.
@@ -118,11 +118,11 @@ def submit(
 
     Args:
         name: see `run_on_ray`, as the words.
-        words: with which coordinators are started.
+        words: the words with which coordinators are started.
         workers: number of workers.
         resources: what each worker needs.
         detached: whether the job continues without this process.
-        function: that workers run; None for a script.
+        function: the function that workers run; None for a script.
     """
     import ray
     from lockstep.ray.control_store import NAMESPACE
@@ -173,7 +173,7 @@ class Follower:
     """Shows what the coordinator of a job writes, and passes signals on.
 
     Args:
-        actor: of the coordinator.
+        actor: the actor of the coordinator.
         show: called with 1 for stdout or 2 for stderr, and what was written there.
     """
 

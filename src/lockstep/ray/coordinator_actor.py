@@ -58,14 +58,15 @@ class RayJob:
     """A job on a cluster, as its command describes it.
 
     Attributes:
-        name: of the job, unique in the cluster.
+        name: the name of the job, unique in the cluster.
         words: the arguments of `lockstep` with which each coordinator is started.
         workers: number of workers.
         needs: of each worker.
-        folder: of the script on all nodes; None for that of each actor, which a runtime environment sets.
+        folder: the folder of the script on all nodes; None for that of each actor, which a runtime
+            environment sets.
         environment: the variables of the user that can change what a script computes.
         detached: whether the job continues without its command.
-        function: that workers run; None if they run a script.
+        function: the function that workers run; None if they run a script.
     """
 
     name: str
@@ -103,7 +104,7 @@ class _Node:
     """A node with an agent.
 
     Attributes:
-        actor: that runs it.
+        actor: the actor that runs it.
         workers: how many it offers.
         key: the answer to the question for its public key, until the agent has begun.
         begun: whether the agent has begun.

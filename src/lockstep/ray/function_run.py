@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     Attributes:
         error: None if there is a result.
         result: what the function returned, packed.
-        folder: of the run, absolute.
+        folder: the folder of the run, absolute.
         node: the address of the node that has it.
     """
 
@@ -49,12 +49,12 @@ class FunctionRun:
     """Starts coordinators of the job of a function, and gets its result from the agents.
 
     Args:
-        function: that the workers run.
+        function: the function that the workers run.
         folder: where everything runs.
         again: whether the job has begun before.
 
     Attributes:
-        outcome: of the job, once `conclude` was called.
+        outcome: the outcome of the job, once `conclude` was called.
     """
 
     def __init__(self, function: SentFunction, folder: str, again: bool) -> None:

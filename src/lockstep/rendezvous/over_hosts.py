@@ -104,7 +104,7 @@ class RendezvousWorkers:
 
     Attributes:
         server: where their processes wait.
-        paths: of the folder that they share, absolute.
+        paths: the paths of the folder that they share, absolute.
     """
 
     server: RendezvousServer

@@ -258,7 +258,7 @@ class RendezvousStarter:
 
     Attributes:
         spec: the job.
-        paths: of the run, absolute.
+        paths: the paths of the run, absolute.
         pid: process id of the coordinator.
         server: where processes wait.
     """

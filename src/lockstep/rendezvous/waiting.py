@@ -18,7 +18,7 @@ class WaitMessages:
     """Reports every few seconds what a process waits for, and limits the wait. Pure.
 
     Args:
-        name: of the process's task.
+        name: the name of the process's task.
         now: the time when the wait begins.
     """
 
@@ -62,7 +62,7 @@ class RendezvousWait:
     """Waits for the answer of a coordinator, or of its successor if it ends.
 
     Args:
-        name: of the process's task.
+        name: the name of the process's task.
     """
 
     def __init__(self, name: str) -> None:

@@ -123,7 +123,7 @@ class ParameterServerStrategy(Strategy):
 
         Args:
             make: creates it.
-            number: of the dataset, which determines its random numbers.
+            number: the number of the dataset, which determines its random numbers.
         """
         job = self._job
         return PerWorkerDataset(

@@ -42,7 +42,7 @@ class HostJoined:
     """A host takes part in the job from now on; its index is the next one.
 
     Attributes:
-        name: of the host.
+        name: the name of the host.
         workers: the number of workers that it should have.
         cores: number of its cores.
     """

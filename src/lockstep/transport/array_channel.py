@@ -61,7 +61,7 @@ def _send(write: Callable[[Any], object], message: msgspec.Struct, arrays: Seque
 
     Args:
         write: sends bytes.
-        message: of the frame.
+        message: the message of the frame.
         arrays: likewise.
 
     Raises:
@@ -123,8 +123,8 @@ def _receive(reader: _ConnectionReader, decoder: Any) -> tuple[Any, list[Array]]
     """Receive one frame; its arrays have memory of their own.
 
     Args:
-        reader: of the connection.
-        decoder: of the message and the descriptions of the arrays.
+        reader: the reader of the connection.
+        decoder: the decoder of the message and the descriptions of the arrays.
 
     Raises:
         _Ended: the connection has ended.
@@ -158,7 +158,7 @@ class AskingChannel:
     """The end of a connection that asks.
 
     Args:
-        address: of the other end, if it is on this host.
+        address: the address of the other end, if it is on this host.
         process: the id of this process's task.
         peer: names the other end in messages.
         timeout: seconds after which an answer counts as missing.
@@ -348,7 +348,7 @@ class Asked:
     Attributes:
         process: the id of the task of the process that asks.
         message: the question; None if the process has closed its connection.
-        arrays: of the question.
+        arrays: the arrays of the question.
         server: the parameter server that is asked; -1 for the chief.
         worker: the worker id of the process; another one after a worker was replaced.
     """

@@ -45,7 +45,7 @@ def connect(
     """Connect to a listener, and greet it; return the connection, which is not encrypted yet.
 
     Args:
-        address: of the listener.
+        address: the address of the listener.
         greeting: its nonce does not matter.
         credentials: sign the greeting; None if the job has no key.
         patience: seconds until this gives up.
@@ -100,9 +100,9 @@ def dial(
     """Return a connection to a worker of another host, once that worker has called `accept`.
 
     Args:
-        address: of the listener of that host's agent, which answers at once.
+        address: the address of the listener of that host's agent, which answers at once.
         greeting: its nonce does not matter.
-        credentials: of this worker; None if the job has no key.
+        credentials: the credentials of this worker; None if the job has no key.
         patience: seconds in which the worker accepts.
         check: as in `connect`.
         reach: seconds in which the listener answers; this tries again until then.
@@ -149,7 +149,7 @@ def accept(
 
     Args:
         connection: from the listener; this function closes it, or returns it.
-        credentials: of this worker; None if the job has no key.
+        credentials: the credentials of this worker; None if the job has no key.
         patience: seconds until this gives up.
         check: as in `connect`.
 

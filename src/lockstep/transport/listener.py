@@ -124,8 +124,8 @@ class Listener:
         Args:
             address: a host of this machine and a port, such as 10.0.0.1:12345 or [::1]:0; port 0 means any
                 free one.
-            credentials: with which greetings are checked. None is possible on the loopback device; then only
-                processes of this user are accepted.
+            credentials: the credentials with which greetings are checked. None is possible on the loopback
+                device; then only processes of this user are accepted.
             admit: takes the connections of this job.
             report: called with a line about refused connections, at most one in `QUIET` seconds.
             loop: serves the listener.

@@ -58,7 +58,7 @@ def receive_state(
 
     Args:
         connection: from `dial` or `accept`; it becomes non-blocking.
-        size: of the state, in bytes.
+        size: the size of the state, in bytes.
         check: called at least every 0.2 s; what it raises ends the stream.
         arrived: called after each piece, with the number of bytes so far.
 

@@ -73,7 +73,7 @@ def open_checkpoints(
     """Return the checkpoints that the command requests.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         events: the bus on which each checkpoint is published.
         is_chief: returns whether this worker is currently the chief.
         joins: whether this worker joins a running job, from whose members it gets the state.

@@ -97,7 +97,7 @@ class Turns:
 
         Args:
             origin: the address; two downloads from it never run at the same time.
-            name: of the file, for messages.
+            name: the name of the file, for messages.
             purpose: all arguments of the call; the n-th call with equal ones is the same on every worker.
             download: downloads the file; if it raises, the next worker calls its own.
 

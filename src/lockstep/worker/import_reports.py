@@ -13,7 +13,7 @@ def report_imports(publish: Callable[[ImportStarted], None], names: Iterable[str
 
     Args:
         publish: takes the events: the innermost module whose import is in progress, or an empty name.
-        names: of modules that are not imported yet; others are not reported.
+        names: the names of modules that are not imported yet; others are not reported.
     """
     inside: list[str] = []
 

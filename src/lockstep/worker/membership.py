@@ -79,7 +79,7 @@ class AgentMembership:
     enough workers have joined.
 
     Args:
-        identity: of this worker.
+        identity: the identity of this worker.
         welcome: the first message of the agent.
         client: the connection to the agent.
         policy: how this worker waits for others.

@@ -40,9 +40,9 @@ class NetworkEntrance:
     """Enters the exchanges of a job over hosts, one after another, and keeps what outlives them.
 
     Args:
-        identity: of this worker.
+        identity: the identity of this worker.
         job: the id of the job.
-        credentials: of this worker.
+        credentials: the credentials of this worker.
         pool: the memory that all workers on this host share.
         client: the connection to the agent.
         policy: how this worker waits for others.
@@ -166,8 +166,8 @@ class LaneConnector:
 
     Attributes:
         job: the id of the job.
-        credentials: of this worker.
-        endpoint: of the view.
+        credentials: the credentials of this worker.
+        endpoint: the endpoint of the view.
         view: its number.
         lane: the lane of this worker.
         arrived: the connections of the view that have arrived.

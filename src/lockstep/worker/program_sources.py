@@ -43,7 +43,7 @@ def keep_sources(folder: Path, changed: Changed) -> None:
     not to installed libraries. `__file__` and tracebacks have the path of the original.
 
     Args:
-        folder: of the job, accessible only to its user; exists.
+        folder: the folder of the job, accessible only to its user; exists.
         changed: called for a file that has changed since, or cannot be saved.
     """
     kept = SavedSources(folder, changed)

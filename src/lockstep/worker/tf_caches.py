@@ -41,7 +41,7 @@ class _Caches:
 
     Attributes:
         owner: this worker; None outside of a job.
-        replica: that of the pipeline that the program is making; None elsewhere.
+        replica: the replica of the pipeline that the program is making; None elsewhere.
     """
 
     def __init__(self) -> None:

@@ -93,7 +93,7 @@ def refuse_strategies(replicas: int) -> None:
     The default strategy and mere access to the names still work.
 
     Args:
-        replicas: of the job, for the message.
+        replicas: the replicas of the job, for the message.
     """
     when_imported({"tensorflow": partial(_refuse_in, replicas)})
 

@@ -29,7 +29,7 @@ def declared_kind(aggregation: str, is_seed: bool) -> StateKind | None:
     """Return the kind that a variable's properties determine; None if they determine none.
 
     Args:
-        aggregation: of the variable, in Keras's spelling.
+        aggregation: the aggregation of the variable, in Keras's spelling.
         is_seed: whether it is the state of a random generator.
     """
     if aggregation == "sum":
@@ -46,7 +46,7 @@ def contribution(kind: StateKind, start: Any, end: Any, replica: Any, weight: An
     kind `equal` are not summed.
 
     Args:
-        kind: of the variable.
+        kind: the kind of the variable.
         start: its value before.
         end: its value afterwards.
         replica: the replica that has assigned it.

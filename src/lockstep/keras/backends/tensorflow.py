@@ -728,7 +728,7 @@ def try_step(model: Any, kind: StepKind, data: Any) -> None:
 
     Args:
         model: compiled.
-        kind: of the step.
+        kind: the kind of the step.
         data: the argument of the step.
     """
     step = getattr(model, f"{kind}_step")

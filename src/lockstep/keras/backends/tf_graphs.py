@@ -99,7 +99,7 @@ class RoundTrace:
     """What tracing a step or function for one round, or running it eagerly, has shown.
 
     Attributes:
-        operations: of the updates in its graph.
+        operations: the operations of the updates in its graph.
         update: the round's own update, if there is one.
         ended: whether the step or function has run to its end.
     """
@@ -145,8 +145,8 @@ class AssignedVariables:
     Attributes:
         state: by kind; see `lockstep.keras.backends.state_changes`.
         updated: the variables that the updates of earlier rounds change.
-        counters: of the runs of random operations; they start from zero.
-        paths: of the variables of kind `equal`.
+        counters: the counters of the runs of random operations; they start from zero.
+        paths: the paths of the variables of kind `equal`.
     """
 
     state: Mapping[StateKind, list[tf.Variable]] = field(
@@ -169,8 +169,8 @@ class AssignedVariables:
 
         Args:
             model: built.
-            kind: of the step.
-            variables: those that the step assigns.
+            kind: the kind of the step.
+            variables: the variables that the step assigns.
             trained: those that only updates may change.
             updated: those that the updates of earlier rounds change.
 
@@ -208,7 +208,7 @@ class AssignedVariables:
         variables without one are layer state.
 
         Args:
-            variables: those that the function assigns, or of which each replica reads its own part.
+            variables: the variables that the function assigns, or of which each replica reads its own part.
             updated: those that the updates of earlier rounds change.
             is_merged: whether the replicas have merged their values of a variable.
 
@@ -361,7 +361,7 @@ def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
     """Return the variables that a function's graph assigns, also if only a branch of a condition does.
 
     Args:
-        graph: of the function.
+        graph: the graph of the function.
         may_summarize: whether it may write summaries, which `summaries_recorded_if` limits to one replica.
 
     Raises:

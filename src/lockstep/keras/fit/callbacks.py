@@ -278,7 +278,7 @@ def note_different_paths(own: job.Job, callbacks: Any, what: str, told: set[str]
 
     Args:
         own: the job of this worker.
-        callbacks: of the call.
+        callbacks: the callbacks of the call.
         what: names the call.
         told: what was noted before; this adds to it.
     """

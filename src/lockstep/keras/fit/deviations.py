@@ -37,7 +37,7 @@ class Deviation:
     Attributes:
         size: the largest difference of two elements, divided by the largest element; infinite if shapes
             differ, or only one of two elements is a number.
-        direction: of the difference, such as "half", for a message; empty if it has none.
+        direction: the direction of the difference, such as "half", for a message; empty if it has none.
     """
 
     size: float

@@ -223,7 +223,7 @@ def refuse_metrics_that_do_not_add(model: Any, batch: TriedBatch) -> None:
 
     Args:
         model: built, with its metrics.
-        batch: of the input; read only if a metric is tested.
+        batch: the batch of the input; read only if a metric is tested.
     """
     for metric in model.metrics:
         with keras.StatelessScope() as scope:

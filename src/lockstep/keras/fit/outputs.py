@@ -55,8 +55,8 @@ class ReplicaOutputs(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         replica: its id.
-        leaves: of the nest of outputs, named by path.
-        trial: of the first replica with examples if others have examples, too; otherwise None.
+        leaves: the leaves of the nest of outputs, named by path.
+        trial: the trial of the first replica with examples if others have examples, too; otherwise None.
     """
 
     replica: int

@@ -233,7 +233,7 @@ class _HandOver:
 
     Attributes:
         view: the number of the view.
-        steps: of the batches.
+        steps: the steps of the batches.
         makers: the worker that hands over the batch of a step.
         plan: for Keras's workers, which read ahead; None if members already hold batches.
     """
@@ -449,7 +449,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         first: a step.
-        position: of the worker.
+        position: the position of the worker.
         members: the number of workers that divide batches.
         cycle: the number of batches in a cycle.
     """
@@ -527,7 +527,7 @@ class _KerasWorkers:
     Args:
         batches: those to read.
         plan: which ones these are.
-        state: of the dataset at the beginning.
+        state: the state of the dataset at the beginning.
     """
 
     def __init__(self, batches: _OwnBatches, plan: _Plan, state: Mapping[str, Any]) -> None:
@@ -600,11 +600,11 @@ class HeldRows:
     """Rows of a batch that this worker holds: all, or those of its replicas.
 
     Attributes:
-        parts: of the batch; None for a missing one.
+        parts: the parts of the batch; None for a missing one.
         pack: packs parts, or what replaces them, in the structure of the batch.
         examples: the number of rows of the whole batch.
         rows: those held.
-        state: of the dataset when the batch was made or handed over.
+        state: the state of the dataset when the batch was made or handed over.
     """
 
     parts: list[HeldPart | None]

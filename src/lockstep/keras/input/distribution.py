@@ -29,7 +29,7 @@ def distribute(
     of `tf.data`, each replica reads its own shard. With one replica this returns the dataset itself.
 
     Args:
-        job: of the replicas.
+        job: the job of the replicas.
         runner: gives each replica its values.
         seed: returns the seed of shards, or of the random numbers of items; called only for `tf.data` and a
             `DataLoader`.
@@ -82,7 +82,7 @@ def distribute_from_function(
     With one replica this returns its dataset.
 
     Args:
-        job: of the replicas.
+        job: the job of the replicas.
         runner: gives each replica its values.
         dataset_fn: creates the dataset of a replica, of any kind that `distribute` accepts, from its
             `InputContext`, with the same result on any worker. Its batches are the replica's own.

@@ -479,7 +479,7 @@ class StreamInput(GlobalInput):
 
     Args:
         inner: Keras's adapter.
-        kind: of the dataset, for messages.
+        kind: the kind of the dataset, for messages.
         reading: how the workers read it.
     """
 

@@ -48,7 +48,7 @@ class Pipelines:
     """The `Source` that a `dataset_fn` defines: one dataset per replica.
 
     Args:
-        job: of the replicas.
+        job: the job of the replicas.
         dataset_fn: creates the dataset of a replica from its `InputContext`; called on the worker that
             computes the replica when the worker first needs its examples.
         seed: the only source of the random numbers of each dataset, which are the same for all.
@@ -249,12 +249,12 @@ class PipelinesPass:
 
     Args:
         source: the pipelines.
-        number: of the pass, from 0.
-        length: of the longest pipeline; if it is None, workers exchange before every element whether there
-            is another.
+        number: the number of the pass, from 0.
+        length: the length of the longest pipeline; if it is None, workers exchange before every element
+            whether there is another.
 
     Attributes:
-        number: of the pass.
+        number: the number of the pass.
     """
 
     def __init__(self, source: Pipelines, number: int, length: float | None) -> None:

@@ -69,8 +69,8 @@ def shard_pipelines(
     note says why.
 
     Args:
-        job: of the replicas.
-        dataset: of global batches.
+        job: the job of the replicas.
+        dataset: the dataset of global batches.
         seed: returns the seed of random numbers that Python functions of the dataset draw.
         prepare: applied to the dataset of each replica.
 

@@ -170,7 +170,7 @@ class DividedSource(GlobalBatchSource):
     Args:
         dataset: of any kind.
         reader: this worker.
-        reading: of the dataset; its batches are nests like those of the dataset.
+        reading: the reading of the dataset; its batches are nests like those of the dataset.
     """
 
     def __init__(self, dataset: Any, reader: ReadingWorker, reading: Reading) -> None:
@@ -207,7 +207,7 @@ class DividedPass:
     """One pass over a dataset whose global batches the workers read together.
 
     Args:
-        batches: of the pass.
+        batches: the batches of the pass.
         reader: this worker.
         declared: the form of the elements, if it is known without reading.
     """
@@ -327,7 +327,7 @@ class BatchValues:
         leaves: arrays whose first axis is that of the examples.
         replicas: R.
         step: the batch's index in its pass, from 0.
-        specs: of the shares; None for those of the leaves.
+        specs: the specs of the shares; None for those of the leaves.
 
     Raises:
         DataError: the leaves have no examples, or different numbers of them.

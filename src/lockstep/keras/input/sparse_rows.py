@@ -12,8 +12,8 @@ class SparseRows:
     The whole array is never dense, because it may have many columns.
 
     Attributes:
-        shape: of the whole array.
-        dtype: of its elements.
+        shape: the shape of the whole array.
+        dtype: the dtype of its elements.
     """
 
     def __init__(self, indices: npt.NDArray[Any], values: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
@@ -22,8 +22,8 @@ class SparseRows:
         Args:
             indices: a row of indices for each element. Elements of equal indices are added up, and those
                 outside of the shape, with which JAX pads, do not count.
-            values: of the elements.
-            shape: of the array.
+            values: the values of the elements.
+            shape: the shape of the array.
         """
         inside = (indices < np.array(shape[: indices.shape[1]])).all(axis=1)
         self.shape = shape

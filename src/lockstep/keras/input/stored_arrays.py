@@ -23,7 +23,7 @@ class StoredArray:
 
     Args:
         array: a NumPy array in mapped memory, or a dataset of h5py.
-        rows: those of `array` that belong to it, a range.
+        rows: the rows of `array` that belong to it, a range.
     """
 
     def __init__(self, array: Any, rows: slice) -> None:

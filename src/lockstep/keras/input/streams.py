@@ -40,7 +40,7 @@ class Form:
 
     Attributes:
         nest: the structure of an element: a placeholder for each leaf, None for a missing one.
-        specs: of each replica's share of the leaves.
+        specs: the specs of each replica's share of the leaves.
     """
 
     nest: Nest

@@ -209,7 +209,7 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
     """A pass over a dataset in a graph that is being traced.
 
     Attributes:
-        number: of the iterator on the host.
+        number: the number of the iterator on the host.
         tensors: the iterator of `tf.data` that yields the elements, or their handles.
         dataset: the number of the dataset.
         gives_handles: whether it yields handles.
@@ -270,8 +270,8 @@ class GraphOptional(tf.experimental.ExtensionType):  # type: ignore[misc]
     """An element in a graph, or none.
 
     Attributes:
-        iterator: that yields it.
-        handle: of the element, or _END.
+        iterator: the iterator that yields it.
+        handle: the handle of the element, or _END.
     """
 
     iterator: GraphIterator

@@ -62,7 +62,7 @@ def operations(function: Any, chosen: Callable[[Any], bool]) -> list[str]:
     """Return the names of the chosen operations of a traced function and of all functions that it calls.
 
     Args:
-        function: of an operation of `tf.data`, with a graph.
+        function: the function of an operation of `tf.data`, with a graph.
         chosen: called with the definition of each operation.
     """
     definition = function.function.graph.as_graph_def()

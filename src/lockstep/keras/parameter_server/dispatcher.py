@@ -53,8 +53,8 @@ class DispatchedCall:
     """A call whose steps the chief hands out.
 
     Attributes:
-        tasks: of the job.
-        name: of the call in messages.
+        tasks: the tasks of the job.
+        name: the name of the call in messages.
         max_staleness: see `Assignments`.
         writer: records the order.
         recorded: the order to follow; None for the order of arrival.
@@ -87,7 +87,7 @@ class Dispatcher(ABC):
         unit: names a step in messages.
 
     Attributes:
-        staleness: of the completed steps, in their order.
+        staleness: the staleness of the completed steps, in their order.
         when_completed: called by a thread that waits when steps were completed.
         look: is called every second while the chief waits.
         silent: returns the names of the servers that do not answer within some seconds, once the call fails.

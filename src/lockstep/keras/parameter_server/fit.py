@@ -48,7 +48,7 @@ def fit_on_servers(
         original: Keras's `fit`.
         bound: its arguments.
         training: the input, which yields global batches.
-        callbacks: of the program.
+        callbacks: the callbacks of the program.
 
     Raises:
         ModelError: parameter servers do not support the model.
@@ -95,7 +95,7 @@ def _shared(
 
     Args:
         served: the call.
-        callbacks: of the program.
+        callbacks: the callbacks of the program.
         updated: see `ChiefProcess.updated_rows`.
     """
     job, model, call = served.job, served.model, served.call

@@ -114,10 +114,10 @@ class FollowedServer:
     """A server in this process, as an `AsksServer` of the chief.
 
     Args:
-        number: of the server.
-        shards: of the server.
-        order: that it follows.
-        orders: those of all servers.
+        number: the number of the server.
+        shards: the shards of the server.
+        order: the order that it follows.
+        orders: the orders of all servers.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class FollowedOrders:
     It is `ComputedHere` for a `Dispatcher`, which follows the order of the chief.
 
     Args:
-        name: of the call, for messages.
+        name: the name of the call, for messages.
         servers: the shards of each, and its order.
-        shards: of all variables.
+        shards: the shards of all variables.
         workers: computes the steps.
 
     Attributes:
@@ -326,7 +326,7 @@ def followed_shards(
     """Return the shards of a server in this process, and the recorded order that they follow.
 
     Args:
-        process: of the call, in a replay.
+        process: the process of the call, in a replay.
         server: its number.
         variables: its shards.
     """

@@ -64,9 +64,9 @@ class ScheduleContext:
     """What the calls belong to.
 
     Attributes:
-        job: of the process.
+        job: the job of the process.
         scope: the variables that the program has created in the scope of its strategy.
-        options: of the strategy.
+        options: the options of the strategy.
         number: numbers a call of the program.
         joining: returns how workers join in the functions that were numbered last.
         ended: takes what a call has found: its name, the number of functions so far, and the variables.
@@ -94,7 +94,7 @@ class FunctionCalls(ABC):
     """The calls of one process, from the first function that is scheduled to `close`.
 
     Args:
-        program: to which they belong.
+        program: the program to which they belong.
     """
 
     _process: TaskProcess
@@ -239,9 +239,9 @@ class FunctionCalls(ABC):
         """Make the next call; return its result.
 
         Args:
-            kind: of the call.
-            steps: of which it wants the results.
-            name: of the function that it schedules.
+            kind: the kind of the call.
+            steps: the steps of which it wants the results.
+            name: the name of the function that it schedules.
         """
 
     def _results_in(self, passed: Passed, arrays: Sequence[Array]) -> list[Any]:

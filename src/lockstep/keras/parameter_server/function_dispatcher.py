@@ -52,7 +52,7 @@ class _CallResult:
 
     Attributes:
         passed: the message, of which `until` is not known yet.
-        arrays: of the message.
+        arrays: the arrays of the message.
         takers: the processes that have it.
     """
 

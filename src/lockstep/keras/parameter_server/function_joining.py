@@ -13,9 +13,9 @@ class FunctionJoining:
     """What the chief keeps for workers that join, and how these take part, under one name of functions.
 
     Args:
-        job: of the process.
-        snapshots: of the process.
-        calls: of the process, of which the functions were numbered last.
+        job: the job of the process.
+        snapshots: the snapshots of the process.
+        calls: the calls of the process, of which the functions were numbered last.
 
     Attributes:
         log: the calls of the functions: on the chief those that it makes, in a worker that joins those that

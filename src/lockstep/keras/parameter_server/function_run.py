@@ -86,7 +86,7 @@ class RanFunction:
     Attributes:
         result: its result, with arrays of NumPy instead of tensors.
         gradients: by the number of the variable over all optimizers.
-        rows: of which the gradients of tables are, likewise.
+        rows: the rows of which the gradients of tables are, likewise.
         updates: the numbers of the optimizers that it has applied.
         changes: the values of other variables before and after it, by their positions in the scope.
     """
@@ -127,7 +127,7 @@ class FunctionRunner:
 
     Args:
         scope: the variables that functions may change.
-        backend: on which they run.
+        backend: the backend on which they run.
         partitioner: divides variables among servers.
         max_staleness: see `ServerOptions`.
 
@@ -140,7 +140,7 @@ class FunctionRunner:
         failure: the error of a lookup of this function.
         pull_rows: reads rows of such a table, by the number of its variable over all optimizers, for the
             function that runs now.
-        exchange: of the function that runs now.
+        exchange: the exchange of the function that runs now.
         only_on_servers: the ids of the variables of optimizers that belong to a weight, such as momentum.
         transfers: reads and assigns variables.
     """
@@ -291,7 +291,7 @@ class FunctionRunner:
         """Run a function.
 
         Args:
-            function: that was tried out.
+            function: the function that was tried out.
             call: calls it.
             step: its number; random generators draw other numbers for each.
             seed: determines all other random numbers.
@@ -411,7 +411,7 @@ class FunctionRunner:
         """Return the number of the variable of a table over all optimizers.
 
         Args:
-            table: that a function looks up.
+            table: the table that a function looks up.
             raised: by the trial run of the function.
 
         Raises:
@@ -548,13 +548,13 @@ class _Watcher:
 
     Args:
         runner: which runs it.
-        profile: of the function.
+        profile: the profile of the function.
         starts: the values of variables that it assigns, by position; None in a trial run.
         exchange: gives gradients to the servers at once; None to keep them until the function has run.
 
     Attributes:
-        gradients: that were applied, by the number of the variable over all optimizers.
-        rows: of which the gradients of tables are, likewise.
+        gradients: the gradients that were applied, by the number of the variable over all optimizers.
+        rows: the rows of which the gradients of tables are, likewise.
         applied: the numbers of the optimizers.
         created: variables that a trial run has created, with their first values.
         starts: the values, before the run, of all variables that it assigns.

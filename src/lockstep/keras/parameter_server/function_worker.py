@@ -32,7 +32,7 @@ class FunctionPulls:
 
     Attributes:
         whole: the numbers of the variables over all optimizers, without `tables`.
-        tables: those that only servers have.
+        tables: the tables that only servers have.
         common: the slots that belong to no variable.
         variables: the variables, and those of the optimizers for `common`.
     """
@@ -133,7 +133,7 @@ class WorkerCalls(FunctionCalls):
 
         Args:
             found: what the call has found.
-            number: of the call, from 1; 0 for the beginning.
+            number: the number of the call, from 1; 0 for the beginning.
         """
         served, scope = self._runner.served, self._program.scope.variables
         named = {of_servers(i): one for i, one in enumerate(served)}

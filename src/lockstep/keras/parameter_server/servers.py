@@ -40,11 +40,11 @@ class Servers:
 
     Args:
         channels: to each server.
-        shards: of all variables.
+        shards: the shards of all variables.
 
     Attributes:
         updated_rows: the distinct rows of tables that all reads have returned, in order, by their variables.
-        digests: of the tables that only servers have, at the last read, by their variables.
+        digests: the digests of the tables that only servers have, at the last read, by their variables.
     """
 
     def __init__(self, channels: Sequence[AsksServer], shards: Sequence[Shard]) -> None:
@@ -145,11 +145,11 @@ class Servers:
         """Let the servers update variables; return the largest staleness.
 
         Args:
-            step: for which the gradients were computed.
+            step: the step for which the gradients were computed.
             gradients: by the number of the variable.
             updates: the numbers of the optimizers that are applied.
             part: how often the step has applied an optimizer before.
-            rows: of which the gradients of tables are, as in `pull`.
+            rows: the rows of which the gradients of tables are, as in `pull`.
         """
         for server, channel in enumerate(self._channels):
             channel.send(*self.push_of(server, step, gradients, updates, part, rows or {}))

@@ -63,7 +63,7 @@ class StandbyLink:
 
     Args:
         channel: to the standby.
-        name: of the standby, for messages.
+        name: the name of the standby, for messages.
         confirm_loss: waits until the standby is known to be lost, given the error of the connection; raises
             that otherwise.
         repeats: whether the standby repeats each message, and needs no state.

@@ -54,7 +54,7 @@ class TableRows:
         same values.
 
         Args:
-            optimizer: of the model.
+            optimizer: the optimizer of the model.
             initial: the values of one row.
             begun: whether the optimizer has made updates, perhaps before it was saved: one that has not does
                 not take over what was loaded.
@@ -113,7 +113,7 @@ class TableRows:
         """Note that rows are about to change.
 
         Args:
-            positions: of the rows, all different; the first row of the server has position 0.
+            positions: the positions of the rows, all different; the first row of the server has position 0.
         """
         first = positions[~self._changed[positions]]
         self._sums -= self._digest(first, self._arrays)
@@ -178,7 +178,7 @@ def summed_by_row(gradients: Array, inverse: Array, count: int) -> Array:
     """Return the sum of the gradients of each row.
 
     Args:
-        gradients: of lookups.
+        gradients: the gradients of lookups.
         inverse: for each lookup, the index of its row.
         count: number of rows, each of which is looked up.
     """

@@ -71,8 +71,8 @@ def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, s
     Args:
         look_up: returns the rows of ids, when the function runs.
         ids: of any shape.
-        variable: of TensorFlow, in place of the table.
-        shape: of the table.
+        variable: the variable of TensorFlow, in place of the table.
+        shape: the shape of the table.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -101,8 +101,8 @@ def exchanged_in_graph(
 
     Args:
         exchange: makes the exchange.
-        gradients: of the function.
-        variables: that get the new values.
+        gradients: the gradients of the function.
+        variables: the variables that get the new values.
         shared: all variables that other functions, which may run meanwhile, change too.
     """
     own = natives(variables)
@@ -125,7 +125,7 @@ class OptimizerGradients:
     """The gradients of one optimizer.
 
     Args:
-        variables: of the optimizer.
+        variables: the variables of the optimizer.
         tables: the positions of those that take the place of tables, whose gradients are those of lookups.
 
     Attributes:

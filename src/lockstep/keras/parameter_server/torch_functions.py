@@ -73,9 +73,9 @@ class StandIns:
         """Give a parameter another shape, unless it has it.
 
         Args:
-            parameter: of one row.
+            parameter: the parameter of one row.
             layer: the path of the table's layer.
-            shape: of the table.
+            shape: the shape of the table.
         """
         if id(parameter) in self._before:
             return
@@ -144,7 +144,7 @@ def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, s
         look_up: returns the rows of ids.
         ids: of any shape.
         variable: the parameter in place of the table.
-        shape: of the table.
+        shape: the shape of the table.
     """
     if ids.is_meta:
         # Keras asks for shapes only.

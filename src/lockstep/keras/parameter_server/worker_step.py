@@ -34,7 +34,7 @@ class WorkerStep:
     """Computes steps, within `rows`, one after another.
 
     Args:
-        process: of the call.
+        process: the process of the call.
 
     Attributes:
         rows: takes the place of the tables.
@@ -80,7 +80,7 @@ class WorkerStep:
         Args:
             step: its number in the call.
             data: its batch.
-            weights: of tables, the distinct rows that `look_up` has returned.
+            weights: the weights of tables, the distinct rows that `look_up` has returned.
             layers: the layers' state; random generators draw what they draw in this step.
 
         Raises:

@@ -66,7 +66,7 @@ def callback_states(
     """Return for each callback its kind, its state by name, and the changed attributes that cannot be saved.
 
     Args:
-        callbacks: of a `fit`.
+        callbacks: the callbacks of a `fit`.
         before: their `attribute_hashes` at its beginning, before and after `on_train_begin`, whose effects
             may depend on a model that another process does not have at that point.
     """

@@ -125,7 +125,7 @@ class _HostFinding(msgspec.Struct, frozen=True):
         worker: its id.
         host: the name of its host; empty if the view has one host.
         refusal: why the job cannot save checkpoints there; empty if it can.
-        path: of the newest complete checkpoint.
+        path: the path of the newest complete checkpoint.
         held: what it is; None if there is none.
         notes: for the user.
     """

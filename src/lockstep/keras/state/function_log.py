@@ -105,7 +105,7 @@ class FunctionLog:
         """Record the variables at the beginning, if earlier calls have changed them.
 
         Args:
-            variables: of the scope of the strategy, by position.
+            variables: the variables of the scope of the strategy, by position.
             models: the values of compiled models, by name.
         """
         values = {of_scope(position): value for position, value in variables.items()}

@@ -36,7 +36,7 @@ class FinishedCall:
         taken: the number of training steps at its end.
         error: the error that it raised, if any.
         states: the random states at its end; None if they are those of the beginning of the script.
-        key: of its turn, if several threads make calls; see `lockstep.keras.call_turns`.
+        key: the key of its turn, if several threads make calls; see `lockstep.keras.call_turns`.
     """
 
     kept: Any

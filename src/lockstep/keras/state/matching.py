@@ -20,7 +20,7 @@ class SavedModel:
     """The state of one of a job's models, as saved in a checkpoint.
 
     Attributes:
-        name: of the model in the checkpoint.
+        name: the name of the model in the checkpoint.
         arrays: its arrays, in the checkpoint's order.
         common: arrays saved with another model that shares them; may contain more.
         trainable_first: whether trainable variables precede the others, regardless of the model's order.
@@ -37,7 +37,7 @@ class Match:
     """Variables of a model, and the values for them from one of a job's models.
 
     Attributes:
-        name: of the job's model in the checkpoint.
+        name: the name of the job's model in the checkpoint.
         renamed: whether some variables have other numbers in their names there.
         variables: by name.
         values: by the name of their variable.

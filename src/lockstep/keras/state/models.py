@@ -34,7 +34,7 @@ class CompiledModels:
 
         Args:
             model: is compiled.
-            kind: of the step.
+            kind: the kind of the step.
             batch: reads a batch to build the model with.
         """
         self._backend.build(model, kind, batch)

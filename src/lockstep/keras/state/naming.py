@@ -13,9 +13,9 @@ class NameParts:
     """The names of one model in a checkpoint, each list in the checkpoint's order.
 
     Attributes:
-        weights: of the variables of the model itself, random states included.
+        weights: the weights of the variables of the model itself, random states included.
         optimizers: of the optimizers' variables.
-        rest: of the metrics' variables, and of the buffers of PyTorch modules.
+        rest: the rest of the metrics' variables, and of the buffers of PyTorch modules.
     """
 
     weights: Sequence[str]
@@ -60,7 +60,7 @@ def renamed_slots(names: Iterable[str], wanted: Iterable[str], paths: Mapping[st
     """Return the new name of each optimizer variable for weights with new paths.
 
     Args:
-        names: of the optimizers' variables.
+        names: the names of the optimizers' variables.
         wanted: the names of the variables that the optimizers should have.
         paths: the new path of each weight.
     """

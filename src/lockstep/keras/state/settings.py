@@ -41,7 +41,7 @@ def settings_of_call(model: Any, callbacks: Sequence[Any], *, first: bool) -> Se
 
     Args:
         model: at the beginning of the call.
-        callbacks: of the call.
+        callbacks: the callbacks of the call.
         first: whether no call has trained before: then the learning rate is a setting.
     """
     found: dict[str, str] = {}

@@ -185,7 +185,7 @@ class Snapshots:
 
         Args:
             whole: whether all of it; otherwise only the position.
-            model: of the call.
+            model: the model of the call.
             steps: number of completed steps of the call, 1 or more.
             known: what the chief knows of the servers.
         """
