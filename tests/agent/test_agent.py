@@ -126,9 +126,7 @@ class Stage:
         launcher = FakeLauncher(lambda worker: plays[worker.launch.worker](worker), react)
         descendants = FakeDescendants(launcher.started)
         workers, wanted = len(plays) - joining, len(plays) if joining else 0
-        spec = JobSpec(
-            target="a.py", workers=workers, replicas=len(plays), threads=1, timeout=60.0, run_dir=self.folder
-        )
+        spec = JobSpec(target="a.py", workers=workers, replicas=len(plays), threads=1, run_dir=self.folder)
 
         to_agent, to_coordinator = self.connect()
 

@@ -45,7 +45,7 @@ from lockstep.local_job.composition import LocalHost, run_job
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import WORKER_EVENTS, StrategyInstalled
-from lockstep.protocol.job_spec import Checkpoints, JobSpec
+from lockstep.protocol.job_spec import Checkpoints, JobLimits, JobSpec
 from lockstep.protocol.worker import AgentMessage, WorkerMessage
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -117,7 +117,9 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     prepare(faults)
     welcome = take_welcome(client)
     settings = welcome.settings
-    membership = AgentMembership(identity, welcome, client, wait_policy(settings.timeout), MemoryTransport())
+    membership = AgentMembership(
+        identity, welcome, client, wait_policy(settings.limits.timeout), MemoryTransport()
+    )
     if identity.joins:
         view = place(settings.replicas, (identity.worker,))
         communicator = by_itself(view)
@@ -173,11 +175,13 @@ def run(folder: Path, seed: int, job: DrawnJob) -> tuple[int, list[str], int]:
         replicas=job.replicas,
         threads=1,
         seed=seed,
-        timeout=LIMITS.timeout,
         run_dir=folder,
         checkpoints=checkpoints,
-        min_workers=job.workers if job.replace else 1,
-        max_restarts=100 if job.replace else 0,
+        limits=JobLimits(
+            timeout=LIMITS.timeout,
+            min_workers=job.workers if job.replace else 1,
+            max_restarts=100 if job.replace else 0,
+        ),
     )
     user, command = LocalChannel.pair()
     launcher = ForkLauncher(job.faults)
@@ -186,7 +190,9 @@ def run(folder: Path, seed: int, job: DrawnJob) -> tuple[int, list[str], int]:
         output = LocalOutput(console, paths)
         status = run_job(
             spec,
-            State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
+            State.of(
+                spec.view, LIMITS, JobSize.of(job.workers, spec.limits.min_workers, spec.limits.max_restarts)
+            ),
             paths,
             command,
             console=console,

@@ -55,7 +55,7 @@ from lockstep.protocol.host import (
     StateArrived,
     WorkerSaid,
 )
-from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.job_spec import JobHost, JobLimits, JobSpec
 from lockstep.protocol.worker import EventReport, Notice, StateGiven, StateSource
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.event_loop import EventLoop
@@ -349,7 +349,7 @@ class ManyHosts:
             threads=1,
             run_dir=folder,
             hosts=names,
-            max_restarts=count,
+            limits=JobLimits(max_restarts=count),
         )
         agents = [HostAgent(host.channel, host.name, host.address, remote=True) for host in self.hosts]
         command, self._command = LocalChannel.pair()

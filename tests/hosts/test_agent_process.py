@@ -406,7 +406,6 @@ def begun(folder: Path) -> Agent:
         workers=2,
         replicas=2,
         threads=1,
-        timeout=60.0,
         run_dir=folder,
         hosts=(JobHost("a", 1), JobHost("b", 1)),
     )

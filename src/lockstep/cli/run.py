@@ -39,6 +39,7 @@ from lockstep.protocol.job_spec import (
     Checkpoints,
     Devices,
     InputReading,
+    JobLimits,
     JobSpec,
     Verification,
 )
@@ -476,7 +477,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         if spec.replicas > 1 and not (spec.parameter_servers or spec.checks or spec.digests):
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
-        status = run_in_job_process(serve, spec.grace, None if engine is None else engine.LIFELINE)
+        status = run_in_job_process(serve, spec.limits.grace, None if engine is None else engine.LIFELINE)
     leave_folder(spec.run_dir)
     start_again(options["restart_job"], status, spec.run_dir, time.monotonic() - begun)
     if created:
@@ -722,10 +723,12 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         threads=threads,
         seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
         joint_input=(options["reading"] or _past_reading(past)) == "joint" or bool(others),
-        timeout=options["timeout"],
-        min_workers=options["min_workers"],
-        max_restarts=options["max_restarts"],
-        grace=parse_seconds(options["grace"], "--grace"),
+        limits=JobLimits(
+            timeout=options["timeout"],
+            grace=parse_seconds(options["grace"], "--grace"),
+            min_workers=options["min_workers"],
+            max_restarts=options["max_restarts"],
+        ),
         accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
         adopts=not options["no_adopt"],
@@ -845,7 +848,7 @@ def _serve_here(spec: JobSpec, command: "StopChannel", exports: Exports) -> int:
     from lockstep.agent.worker_output import LocalOutput
     from lockstep.local_job.composition import LocalHost, run_job
     from lockstep.observability.console import Console
-    from lockstep.supervisor.state import JobSize, State, TimeLimits
+    from lockstep.supervisor.state import State
     from lockstep.system.descendants import LinuxDescendants
     from lockstep.system.event_loop import EventLoop
     from lockstep.system.output import Sink
@@ -853,15 +856,9 @@ def _serve_here(spec: JobSpec, command: "StopChannel", exports: Exports) -> int:
     paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
     output = LocalOutput(console, paths)
-    state = State.of(
-        spec.view,
-        TimeLimits(timeout=spec.timeout, save=spec.grace),
-        JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
-        keeps=spec.checkpoints is not None,
-        vital=spec.vital,
-        servers=spec.servers,
-    )
     starter = LocalStarter(spec, paths, os.getpid(), launcher, output)
     local = LocalHost(output, starter, LinuxDescendants())
     with EventLoop() as loop:
-        return run_job(spec, state, paths, command, console=console, loop=loop, local=local, exports=exports)
+        return run_job(
+            spec, State.begin(spec), paths, command, console=console, loop=loop, local=local, exports=exports
+        )

@@ -323,12 +323,12 @@ class AgentProcess:
         late = begin.host >= len(begin.spec.hosts)
         agent = start_agent(local, begin.spec, session, loop, late=late, say=self.say)
         loop.watch(self.command.fileno(), lambda: None)
-        running = partial(self._offer, session, prepare, begin)
+        running, patience = partial(self._offer, session, prepare, begin), begin.spec.limits.timeout
         leaves, retires, stop = math.inf, False, 0
         with (
             contextlib.closing(agent),
             self._take_place(prepare.job) as place,
-            contextlib.closing(_Contact(self, session, agent, place, begin.spec.timeout, running)) as contact,
+            contextlib.closing(_Contact(self, session, agent, place, patience, running)) as contact,
         ):
             while not agent.ended:
                 loop.turn(contact.serve())

@@ -43,7 +43,7 @@ from lockstep.protocol.host import (
 )
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import Rejected
-from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.supervisor.state import State
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import LinuxDescendants
 from lockstep.system.environment import shared_variables, visible_gpus
@@ -274,17 +274,8 @@ class JobOnHosts:
         return remote
 
     def _first_state(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> State:
-        size = JobSize.of(spec.workers, spec.min_workers, spec.max_restarts)
-        state = State.of(
-            spec.view,
-            TimeLimits(timeout=spec.timeout, save=spec.grace, cut_off=spec.timeout, hold=spec.hold),
-            JobSize(spec.workers, by_hand=True) if self.by_hand is not None else size,
-            keeps=spec.checkpoints is not None,
-            cores=tuple(one.cores for one in _in_order(spec, facts)),
-            names=tuple(host.name for host in spec.hosts),
-            vital=spec.vital,
-            servers=spec.servers,
-        )
+        cores = tuple(one.cores for one in _in_order(spec, facts))
+        state = State.begin(spec, cores, by_hand=self.by_hand is not None)
         return replace(state, size=replace(state.size, wanted=self.wanted or spec.workers))
 
 

@@ -170,7 +170,7 @@ def _enter_job(identity: WorkerIdentity, client: AgentClient, events: Bus) -> "J
         tf_distribute_shim.replace_names()
     elif settings.replicas > 1:
         tf_distribute_shim.refuse_strategies(settings.replicas)
-    policy = wait_policy(settings.timeout)
+    policy = wait_policy(settings.limits.timeout)
     membership = AgentMembership(identity, welcome, client, policy, MemoryTransport())
     if identity.joins:
         view = place(settings.replicas, (identity.worker,))

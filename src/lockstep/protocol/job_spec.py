@@ -74,6 +74,22 @@ class Verification(msgspec.Struct, frozen=True, rename={"every": "verify_every",
     all: bool = False
 
 
+class JobLimits(msgspec.Struct, frozen=True):
+    """How long a job waits, and how many workers it may lose.
+
+    Attributes:
+        timeout: seconds after which a worker that others wait for counts as stuck.
+        grace: seconds that a stopped job has to complete its step and write a checkpoint.
+        min_workers: with fewer workers, training waits.
+        max_restarts: how many lost workers are replaced.
+    """
+
+    timeout: float = 600.0
+    grace: float = GRACE
+    min_workers: int = 1
+    max_restarts: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
     """What all workers of a job know of it; the agent's first message to a worker contains it.
@@ -85,7 +101,7 @@ class JobSettings:
         replicas: number of replicas.
         threads: number of threads that compute one replica; 0 until the cores of all hosts are known.
         seed: determines everything random in the job.
-        timeout: seconds after which a worker that others wait for counts as stuck.
+        limits: how long the job waits, and how many workers it may lose.
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
         adopts: whether models that a script compiles without a strategy are distributed.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
@@ -104,7 +120,7 @@ class JobSettings:
     replicas: int = 1
     threads: int = 0
     seed: int = 0
-    timeout: float = 600.0
+    limits: JobLimits = field(default_factory=JobLimits)
     joint_input: bool = False
     adopts: bool = True
     tf_distribute: bool = False
@@ -136,9 +152,6 @@ class JobSpec(JobSettings):
         backend: the Keras backend; None to leave it unchanged.
         chosen: the backend and the reason for it, for messages.
         devices: of each worker; empty to leave them unchanged.
-        min_workers: with fewer workers, training waits.
-        max_restarts: how many lost workers are replaced.
-        grace: seconds that a stopped job has to complete its step and write a checkpoint.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
         plain: whether connections between hosts are not encrypted.
         hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
@@ -154,9 +167,6 @@ class JobSpec(JobSettings):
     backend: str | None = None
     chosen: str = ""
     devices: tuple[Devices, ...] = ()
-    min_workers: int = 1
-    max_restarts: int = 0
-    grace: float = GRACE
     hosts: tuple[JobHost, ...] = ()
     plain: bool = False
     hold: float | None = None
@@ -173,10 +183,9 @@ class JobSpec(JobSettings):
         return JobSettings(**{each.name: getattr(self, each.name) for each in fields(JobSettings)})
 
     def recorded(self) -> dict[str, Any]:
-        """Return its fields as the event `job` has them: those of `verification` beside the others."""
+        """Return its fields as the event `job` has them: those of two components beside the others."""
         named: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
-        named.update(named.pop("verification"))
-        return named
+        return {**named.pop("limits"), **named.pop("verification"), **named}
 
     @property
     def view(self) -> View:

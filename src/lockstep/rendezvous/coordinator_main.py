@@ -23,7 +23,7 @@ from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
-from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.supervisor.state import State
 from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
@@ -90,7 +90,7 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
         user.send(StopRequest(number))
 
     signal.signal(signal.SIGTERM, pass_on)
-    state = State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True))
+    state = State.begin(spec, by_hand=True)
     starter = RendezvousStarter(spec, paths, os.getpid(), server)
     output, processes = LocalOutput(terminals, paths), ExternalProcesses(server.workers)
     local = LocalHost(output, starter, processes, server)

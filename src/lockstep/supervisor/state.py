@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from lockstep.protocol.host import SILENCE, StartView
-from lockstep.protocol.job_spec import GRACE
+from lockstep.protocol.job_spec import GRACE, JobSpec
 from lockstep.protocol.worker import HostMembers, Notice, StateSource
 from lockstep.supervisor.actions import Action, JobOutcome
 from lockstep.topology import View, place_on_hosts
@@ -342,6 +342,28 @@ class State:
         workers = {worker: WorkerRecord(host=host) for host, there in hosts for worker in there}
         first = cls(view, tuple(map(len, view.hosts)), cores, workers, limits, size, keeps=keeps)
         return replace(first, names=names, vital=vital, servers=servers).with_slots(size.wanted)
+
+    @classmethod
+    def begin(cls, spec: JobSpec, cores: tuple[int, ...] = (), *, by_hand: bool = False) -> "State":
+        """Return the state of a new job.
+
+        Args:
+            spec: the job.
+            cores: of its hosts; empty if all hosts are alike.
+            by_hand: whether a user starts its workers.
+        """
+        wanted, limits = spec.workers, spec.limits
+        size = JobSize.of(wanted, limits.min_workers, limits.max_restarts)
+        return cls.of(
+            spec.view,
+            TimeLimits(timeout=limits.timeout, save=limits.grace, cut_off=limits.timeout, hold=spec.hold),
+            JobSize(wanted, by_hand=True) if by_hand else size,
+            keeps=spec.checkpoints is not None,
+            cores=cores,
+            names=tuple(host.name for host in spec.hosts),
+            vital=spec.vital,
+            servers=spec.servers,
+        )
 
     @property
     def stage(self) -> Stage:
