@@ -1,7 +1,8 @@
 """The coordinator of a job: keeps the state of supervision, and has its decisions carried out.
 
-It receives the reports of the agent, the signals of the command and the requests of other terminals. It sends
-instructions to the agent, shows messages to the user and publishes events.
+It receives the reports of agents and the signals of the command, sends instructions to agents and publishes
+events. `Narrator` tells the user about them, `HostWatch` exchanges signs of life with other hosts, and
+`Requests` answers other terminals.
 """
 
 import signal
