@@ -4,7 +4,6 @@ A look reads the machine and judges nothing. A judgement is pure: it gets what t
 """
 
 import importlib.util
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ import psutil
 
 from lockstep.launcher.backend import Wishes
 from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.environment import environment_at_start
 from lockstep.system.nvml import GpuReading, load, read
 from lockstep.system.programs import ProbeProgram, ProgramResult
 
@@ -103,7 +103,7 @@ class Sources:
     """Where looks read: by default this machine. A test gives other sources.
 
     Attributes:
-        environment: the variables of the shell.
+        environment: the variables that the command was started with.
         wishes: the user's requests for a backend.
         is_importable: whether a module can be imported.
         gpus: reads the driver's report on GPUs.
@@ -122,7 +122,7 @@ class Sources:
             could not be started.
     """
 
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    environment: Mapping[str, str] = field(default_factory=environment_at_start)
     wishes: Wishes = field(default_factory=Wishes)
     is_importable: Callable[[str], bool] = _is_importable
     gpus: Callable[[], GpuReading] = lambda: read(load())

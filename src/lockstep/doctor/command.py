@@ -31,8 +31,7 @@ def check(form: Form, *, train: bool) -> int:
     """
     fill_standard_descriptors()
     variable, configured = keras_backend()
-    wishes = Wishes(variable=variable, configured=configured)
-    sources = Sources(environment=environment_at_start(), wishes=wishes)
+    sources = Sources(wishes=Wishes(variable=variable, configured=configured))
     try:
         with ending_descendants():
             findings = examine(sources, note, train=train)

@@ -95,12 +95,12 @@ class ProbeProgram:
         )
         return cls(process, time.monotonic(), grace)
 
-    def result(self, deadline: float, say: Callable[[float], object] = lambda seconds: None) -> ProgramResult:
+    def result(self, deadline: float) -> ProgramResult:
         """Wait for the end, at most until `deadline` on the monotonic clock, and return the result.
 
-        Call this once. `say` is called every few seconds with the seconds waited so far.
+        Call this once.
         """
-        return results([self], deadline, lambda indices, seconds: say(seconds))[0]
+        return results([self], deadline)[0]
 
     def end(self) -> None:
         """End the program, if it runs, and the remaining processes of its session."""
