@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 
 
 class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a checkpoint records about its job; defaults stand for facts that older checkpoints lack."""
+    """The facts that a checkpoint records about its job; older checkpoints lack some, which get defaults."""
 
     replicas: Annotated[int, msgspec.Meta(ge=1)]
     seed: Annotated[int, msgspec.Meta(ge=0)]

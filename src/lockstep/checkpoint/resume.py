@@ -16,7 +16,7 @@ from lockstep.system.prose import count
 _OPTIONS = {"threads": "threads-per-worker"}
 
 Facts = Mapping[str, Any]
-"""What a checkpoint records about its job: replicas, seed, threads, input, backend and versions."""
+"""The facts that a checkpoint records about its job: replicas, seed, threads, input, backend, versions."""
 
 
 def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, str] | None:

@@ -81,7 +81,7 @@ def _as_in_a_job(environment: Mapping[str, str], backend: str) -> dict[str, str]
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What a process reported about a backend before it ended.
+    """The report of a process about a backend before it ended.
 
     Attributes:
         result: how the process ended.

@@ -1,4 +1,4 @@
-"""What the description of a bug needs, without names and secrets.
+"""Writes the facts that a bug report needs, without names and secrets.
 
 `lockstep doctor --report` tells everything that the checkup knows. `lockstep --version --verbose` tells the
 versions: it starts no process, takes no time and names no folder.

@@ -63,7 +63,7 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 @dataclass(frozen=True)
 class Identity:
-    """What identifies a person and a machine, beyond what the environment shows.
+    """The names that identify a person and a machine, besides those in the environment.
 
     Attributes:
         users: names of the user.

@@ -104,7 +104,7 @@ class Packages:
 
 @dataclass(frozen=True)
 class Installation:
-    """What is installed for this Python.
+    """The packages that are installed for this Python.
 
     Attributes:
         packages: the installed packages.

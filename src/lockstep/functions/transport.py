@@ -42,7 +42,7 @@ class Giver(IntEnum):
 
 
 class Returned(NamedTuple):
-    """What a function returned.
+    """The result of a function.
 
     Attributes:
         giver: the process that wrote it.

@@ -1,4 +1,4 @@
-"""What the hosts of a job must have in common, and the threads that all of them can give to a replica."""
+"""Compares the hosts of a job, and computes the threads that all of them can give to a replica."""
 
 import platform
 import secrets

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 
 class TaskRole(Enum):
-    """What a process does."""
+    """The role of a process."""
 
     COORDINATOR = auto()
     """It begins the job, and waits for the agents of the other tasks."""

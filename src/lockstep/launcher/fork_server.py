@@ -20,7 +20,7 @@ _MOST_ANSWER = 4096
 
 @dataclass(frozen=True)
 class ForkServerPlan:
-    """What all workers of a job share.
+    """The settings that all workers of a job share.
 
     Attributes:
         arguments: the program, `[-m] target arguments...`.

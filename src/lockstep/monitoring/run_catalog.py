@@ -55,7 +55,7 @@ def is_active(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Glance:
-    """What the ends of the event log say about a run.
+    """The facts about a run at the beginning and the end of its event log.
 
     Attributes:
         script: what it runs; empty if unknown.

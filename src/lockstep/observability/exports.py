@@ -19,7 +19,7 @@ from lockstep.observability.bus import Bus
 
 @dataclass(frozen=True)
 class JobDescription:
-    """What is known of a job before its first event.
+    """The facts about a job that are known before its first event.
 
     Attributes:
         labels: the labels of the job, by their names.

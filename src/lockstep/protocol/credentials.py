@@ -6,7 +6,9 @@ KEY_EXPIRED = "the key of the job has expired: make another with lockstep key FI
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """What an agent gives to its workers instead of the key of the job; nothing else can be derived from it.
+    """The credentials that an agent gives to its workers instead of the key of the job.
+
+    The key cannot be derived from them.
 
     Attributes:
         greeting_key: signs greetings.

@@ -14,7 +14,7 @@ MAX_REQUEST = 160 * 1024
 
 
 class ForkServerSetup(msgspec.Struct, frozen=True):
-    """What a fork server gets when it starts.
+    """The settings of a fork server at its start.
 
     Attributes:
         agent: process id of the agent.

@@ -28,7 +28,7 @@ SIZE = _HEAD.size + _PROOF_SIZE
 
 
 class ConnectionKind(IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     CONTROL = 1
     """An agent and the coordinator."""

@@ -100,7 +100,7 @@ class KeepRecord(msgspec.Struct, frozen=True, tag="keep record"):
 
 
 class RunningJob(msgspec.Struct, frozen=True):
-    """What an agent knows of its job, for a coordinator process that is started again.
+    """The knowledge of an agent about its job, for a coordinator that is started again.
 
     Attributes:
         prepare: the first message to the agent.
@@ -137,7 +137,7 @@ class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
-    """What the coordinator must know of a host before the job begins.
+    """The facts about a host that the coordinator needs before the job begins.
 
     Attributes:
         name: the name of the host, as it names itself.
@@ -371,7 +371,7 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
 
 
 class AgentStanding(msgspec.Struct, frozen=True, tag="standing"):
-    """What a coordinator that takes over needs from an agent.
+    """The state of an agent that a coordinator needs when it takes over.
 
     Attributes:
         term: the one that `TakeOver` began.
@@ -512,7 +512,7 @@ class AllReported(msgspec.Struct, frozen=True, tag="reported"):
 
 
 class WorkerEvidence(msgspec.Struct, frozen=True):
-    """What remains of a worker for the message about a failed job.
+    """The remains of a worker for the message about a failed job.
 
     Attributes:
         worker: its id.
@@ -610,7 +610,7 @@ RemoteInstruction = (
     | BeginJob
     | Instruction
 )
-"""What an agent on another host receives."""
+"""The messages that an agent on another host receives."""
 
 RemoteReport = HostOffer | HostFacts | CheckpointPart | CheckpointTaken | HostReport
-"""What an agent on another host sends."""
+"""The messages that an agent on another host sends."""

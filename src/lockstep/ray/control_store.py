@@ -1,4 +1,4 @@
-"""What the cluster's control store (GCS) knows: its nodes, the newest coordinator of a job, and its end."""
+"""Asks the cluster's control store (GCS) for nodes, the newest coordinator of a job, and its end."""
 
 import time
 from collections.abc import Callable

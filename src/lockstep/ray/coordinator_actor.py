@@ -84,7 +84,7 @@ class RayJob:
 
 
 class Shown(NamedTuple):
-    """What a coordinator has written since the last question.
+    """The output of a coordinator since the last question.
 
     Attributes:
         run: identifies the actor's process: after a restart, positions begin again at 0.
@@ -124,7 +124,7 @@ class _Node:
 
 @dataclass
 class _Output:
-    """What the coordinator writes, until the command takes it."""
+    """The output of the coordinator, until the command takes it."""
 
     _first: int = 0
     _chunks: list[tuple[int, bytes]] = field(default_factory=list)

@@ -49,7 +49,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class FitResult(Generic[Value]):
-    """What `fit` returns.
+    """The result of `fit`.
 
     Attributes:
         value: what the function returned on the chief.

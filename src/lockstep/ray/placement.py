@@ -10,7 +10,7 @@ _OWN = ("CPU", "GPU")
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """What each worker needs of its node.
+    """The resources of its node that each worker needs.
 
     Attributes:
         resources: the amount of each resource, by Ray's name for it: "CPU", "GPU", or one of the user's.

@@ -1,4 +1,4 @@
-"""What all strategies have in common."""
+"""The base class of all strategies."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What supervision decides to do: actions, and the outcome of a job.
+"""The decisions of supervision: actions, and the outcome of a job.
 
 Most actions are instructions of `lockstep.protocol.host`, which the coordinator sends to the agents that they
 concern. The classes here are what it carries out itself.
@@ -21,7 +21,7 @@ from lockstep.protocol.worker import AbortExchange
 
 
 class Evidence(Enum):
-    """What a message about a worker shows as evidence."""
+    """The evidence that a message about a worker shows."""
 
     NONE = auto()
     LOG = auto()

@@ -106,4 +106,4 @@ Event = (
     | StopRequested
     | DeadlinePassed
 )
-"""What supervision decides on."""
+"""The events on which supervision decides."""

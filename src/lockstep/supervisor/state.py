@@ -68,7 +68,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """What supervision knows about a worker.
+    """The state of a worker in supervision.
 
     Attributes:
         phase: of the worker's life.

@@ -21,7 +21,7 @@ _MAKE = sum(1 << bit for bit in (6, 8, 9, 10, 11, 12))
 """To create anything but folders: an empty folder harms nobody, and scripts create theirs first."""
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _LATER = {2: _REFER, 3: _TRUNCATE}
-"""What later versions of the interface can restrict, too."""
+"""The rights that later versions of the interface can restrict, too."""
 
 
 class _Ruleset(ctypes.Structure):

@@ -23,7 +23,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class ProcessCounters(NamedTuple):
-    """What a process has used so far.
+    """The resources that a process has used so far.
 
     Attributes:
         cpu: seconds of processor time.
@@ -40,7 +40,7 @@ class ProcessCounters(NamedTuple):
 
 
 class HostCounters(NamedTuple):
-    """What all processes of the host have used so far.
+    """The resources that all processes of the host have used so far.
 
     Attributes:
         busy: seconds of processor time.
@@ -117,7 +117,7 @@ def _bytes(path: str) -> bytes:
 
 
 class HostLoad(NamedTuple):
-    """What all processes of the host use.
+    """The resources that all processes of the host use.
 
     Attributes:
         busy: cores in use, on average between two samples.

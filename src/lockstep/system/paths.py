@@ -56,7 +56,7 @@ class RunPaths:
 
     @property
     def comparison(self) -> Path:
-        """What the comparison with one process, beside the run, has shown."""
+        """The result of the comparison with one process, beside the run."""
         return self.root / "comparison.json"
 
     def log(self, worker: int) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.errors import ConfigError, NetworkError
 
 SocketAddress = tuple[Any, ...]
-"""What sockets take and return as an address."""
+"""The form in which sockets take and return an address."""
 
 
 def split_address(address: str) -> tuple[str, int]:

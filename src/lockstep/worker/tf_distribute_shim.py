@@ -1,4 +1,4 @@
-"""What scripts find in `tf.distribute`, with and without `lockstep run --tf-distribute`."""
+"""The names that scripts find in `tf.distribute`, with and without `--tf-distribute`."""
 
 import sys
 from collections.abc import Callable

@@ -35,7 +35,7 @@ _JOIN_LIMIT = 1 << 18
 
 
 class Wait(Protocol):
-    """What a receiver asks while it waits."""
+    """The questions of a receiver while it waits."""
 
     def advanced(self) -> None:
         """Bytes have arrived, but not all."""

@@ -12,7 +12,7 @@ from lockstep.keras.backends.eager_contract import EagerBackend
 
 @dataclass(frozen=True)
 class Adapter:
-    """What the file of a backend defines.
+    """The parts that the file of a backend defines.
 
     Attributes:
         steps: creates what computes the steps of Keras's loops.

@@ -1,4 +1,4 @@
-"""What a Keras backend must do so that replicas can compute functions of `strategy.run` eagerly."""
+"""The contract of a Keras backend whose replicas compute functions of `strategy.run` eagerly."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

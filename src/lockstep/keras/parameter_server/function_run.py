@@ -81,7 +81,7 @@ class ScopeVariables:
 
 @dataclass
 class RanFunction:
-    """What a function has computed.
+    """The results of a function.
 
     Attributes:
         result: its result, with arrays of NumPy instead of tensors.

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """What a worker has computed.
+    """The results of a worker for a step.
 
     Attributes:
         gradients: by the position of the variable; of a table, those of the distinct rows.

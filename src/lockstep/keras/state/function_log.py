@@ -52,7 +52,7 @@ def of_servers(index: int) -> str:
 
 @dataclass(frozen=True)
 class FoundByCall:
-    """What a call has found.
+    """The outcome of a call.
 
     Attributes:
         passed: what all processes have learned.

@@ -21,7 +21,7 @@ _FILES = ("manifest.json", "state.safetensors")
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` loaded.
+    """A checkpoint that `load_checkpoint` has loaded.
 
     Attributes:
         path: the folder of the checkpoint.
