@@ -17,7 +17,6 @@ import psutil
 
 from lockstep.launcher.backend import Wishes
 from lockstep.system.clock import Clock, SystemClock
-from lockstep.system.environment import environment_at_start
 from lockstep.system.nvml import GpuReading, load, read
 from lockstep.system.programs import ProbeProgram, ProgramResult
 
@@ -100,7 +99,7 @@ def _is_importable(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where looks read: by default this machine. A test gives other sources.
+    """Where looks read: by default this machine, without variables. A test gives other sources.
 
     Attributes:
         environment: the variables that the command was started with.
@@ -122,7 +121,7 @@ class Sources:
             could not be started.
     """
 
-    environment: Mapping[str, str] = field(default_factory=environment_at_start)
+    environment: Mapping[str, str] = field(default_factory=dict)
     wishes: Wishes = field(default_factory=Wishes)
     is_importable: Callable[[str], bool] = _is_importable
     gpus: Callable[[], GpuReading] = lambda: read(load())

@@ -31,7 +31,8 @@ def check(form: Form, *, train: bool) -> int:
     """
     fill_standard_descriptors()
     variable, configured = keras_backend()
-    sources = Sources(wishes=Wishes(variable=variable, configured=configured))
+    wishes = Wishes(variable=variable, configured=configured)
+    sources = Sources(environment=environment_at_start(), wishes=wishes)
     try:
         with ending_descendants():
             findings = examine(sources, note, train=train)
