@@ -63,7 +63,7 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
 
 
 class OperationNumbers:
-    """Stands for Keras's generator of operations without a seed, without a variable."""
+    """Replaces Keras's generator of operations without a seed, without a variable."""
 
     def __init__(self) -> None:
         self._seed = 0
@@ -196,7 +196,7 @@ def _set_plain_seeds(seed: int) -> None:
 def current_states() -> dict[str, Any]:
     """Return the states of imported modules, without copying those that are only replaced.
 
-    Of two results, the same object stands for an unchanged state of Python or NumPy.
+    Of two results, the same object means an unchanged state of Python or NumPy.
     """
     states = {
         "python": _python_state(),

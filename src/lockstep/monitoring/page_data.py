@@ -301,7 +301,7 @@ def chart(run: RunState, name: str, window: Window) -> list[dict[str, Any]]:
     """Return the first `MOST_SERIES` series of a chart, at most `window.points` points each.
 
     A series has `label`, `role` and lists of equal length: `x`; `low` and `high`, the extremes of the values
-    that a point stands for, so that no spike is lost; `mean`, their average, over the width of the smoothing.
+    that a point represents, so that no spike is lost; `mean`, their average, over the width of the smoothing.
     They are None where no value is finite. `missing` counts values that are not finite, `first_missing` is
     the first one's place; `count` is the number of all values, `extent` the first and the last `x` of all.
 

@@ -1,6 +1,6 @@
 """The addresses of tasks, and the names by which the processes of one host find each other.
 
-Each address on this host stands for the name of an abstract Unix socket, which has no file, and which the
+Each address on this host represents the name of an abstract Unix socket, which has no file, and which the
 kernel frees when the last process that has the socket ends. If all tasks are on one host, nothing listens at
 the addresses themselves.
 """

@@ -156,7 +156,7 @@ class ControlSegment:
         futex.wait(self._address + _ABORT, 0, seconds)
 
     def post_missing(self, rank: int, hosts: int) -> None:
-        """Announce for which other hosts a member waits: bit `h` stands for host `h`."""
+        """Announce for which other hosts a member waits: bit `h` represents host `h`."""
         start = _ARRIVALS + rank * _LINE + _MISSING
         self.control[start : start + _MISSING_SIZE] = hosts.to_bytes(_MISSING_SIZE, "little")
 

@@ -556,7 +556,7 @@ _HALVES = (0.5, 0.5)
 """The weights of the parts in the trial of a step: programs may divide by the number of equal replicas."""
 
 _NOTHING = object()
-"""Stands for the growth of a value that is zero for all rows and for each part, or not a number."""
+"""Represents the growth of a value that is zero for all rows and for each part, or not a number."""
 
 
 class LayerCalls:

@@ -737,7 +737,7 @@ def _nest_of(structure: Any, parts: Iterator[HeldPart]) -> Any:
 
 @cache
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype; raise `_OpaqueError` if it has none, or stands for Python's objects."""
+    """Return the name of a dtype; raise `_OpaqueError` if it has none, or means Python's objects."""
     try:
         if not dtype.hasobject and dtype.itemsize and np.dtype(str(dtype)) == dtype:
             return str(dtype)

@@ -614,7 +614,7 @@ def tensorflow_not_imported() -> Iterator[None]:
 
 
 class _NoOrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """Stands for the `OrbaxCheckpoint` of a version of Keras that has none."""
+    """Replaces the `OrbaxCheckpoint` of a version of Keras that has none."""
 
 
 ORBAX_CHECKPOINT: Any = getattr(keras.callbacks, "OrbaxCheckpoint", _NoOrbaxCheckpoint)
