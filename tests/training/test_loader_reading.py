@@ -258,7 +258,7 @@ def test_a_worker_reads_the_items_of_its_replicas_only(worker: Make) -> None:
     for batch in reading.begin():
         member.own(batch)
         batch.check()
-    checks = sum(member.reader.checks.replica(0, step) is not None for step in range(50))
+    checks = sum(member.reader.compared_replica(0, step) is not None for step in range(50))
     assert 200 <= len(rows.read) <= 200 + 2 * checks
     rows.read.clear()
     assert len(list(reading.begin())) == 50

@@ -590,8 +590,8 @@ def test_a_worker_maps_its_own_rows_and_those_that_are_compared() -> None:
     own = {row for row in range(40) if row % 8 >= 4}
     assert own <= set(calls)
     assert len(calls) == len(set(calls))
-    checks = ReadingWorker(job, 7).checks  # type: ignore[arg-type]
-    compared = [checks.replica(0, step) for step in range(5)]
+    reader = ReadingWorker(job, 7)  # type: ignore[arg-type]
+    compared = [reader.compared_replica(0, step) for step in range(5)]
     assert len(set(calls) - own) == 2 * sum(replica in (0, 1) for replica in compared)
 
 

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy.typing as npt
 import xxhash
 
 SAMPLED_ROWS = 64
-CHECKED_STEPS = 32
-"""One step in this many is drawn to compare the rows of one replica on all workers."""
 
 _PLAIN = frozenset(np.dtype(code) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
 """Numeric dtypes, whose memory NumPy exposes through the buffer protocol."""
@@ -65,28 +62,6 @@ def _bytes_of(array: npt.NDArray[Any]) -> Any:
 def sample_rows(count: int) -> npt.NDArray[np.int64]:
     """Return at most `SAMPLED_ROWS` of `count` rows, evenly spaced, including the first and the last."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, SAMPLED_ROWS)).astype(np.int64))
-
-
-@dataclass(frozen=True)
-class SpotChecks:
-    """The steps in which all workers compare the rows of one replica.
-
-    Attributes:
-        seed: determines them; 64 bits.
-        replicas: R.
-    """
-
-    seed: int
-    replicas: int
-
-    def replica(self, number: int, step: int) -> int | None:
-        """Return the replica to compare in a step of pass `number`, both from 0; None in most steps.
-
-        There is one in the first step of all.
-        """
-        drawn = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self.seed, number, step))
-        step_draw, replica = drawn % CHECKED_STEPS, drawn // CHECKED_STEPS % self.replicas
-        return replica if step_draw == 0 or number == step == 0 else None
 
 
 @lru_cache

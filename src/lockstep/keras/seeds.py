@@ -1,5 +1,6 @@
 """Arithmetic of seeds: how facts become a seed, and the seed and key of each replica. Pure."""
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,17 @@ GOLDEN_32 = GOLDEN >> 32
 def seed_of(*facts: Any) -> int:
     """Return 64 bits derived from `facts`, plain values."""
     return xxhash.xxh3_64_intdigest(repr(facts).encode())
+
+
+def seed_at(seed: int, number: int, position: int) -> int:
+    """Return the 64-bit seed of a step of a call, or of an item of a pass.
+
+    Args:
+        seed: the seed of the call, or of all passes.
+        number: the number of the call or of the pass.
+        position: the number of the step or of the item.
+    """
+    return xxhash.xxh3_64_intdigest(struct.pack("<3Q", seed, number, position))
 
 
 def seed_of_replica(seed: int, replica: int) -> int:

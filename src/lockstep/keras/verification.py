@@ -9,20 +9,19 @@ hash the partial that each has computed. If the hashes differ, both compute it a
 it once, and `judge` decides from these answers. All workers get all answers, so all decide alike.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import xxhash
 
 from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_array
 from lockstep.errors import DisagreementError
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
+from lockstep.keras.seeds import seed_at
 from lockstep.keras.synchronization import ExchangeCall, Round, Synchronization
 from lockstep.keras.worker_exchange import texts_of_all
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
@@ -84,7 +83,7 @@ class VerificationPlan:
         cycle, place = divmod(self._number(step), self.replicas)
 
         def position(replica: int) -> int:
-            return xxhash.xxh3_64_intdigest(struct.pack("<3q", self.seed, cycle, replica))
+            return seed_at(self.seed, cycle, replica)
 
         return (sorted(range(self.replicas), key=position)[place],)
 

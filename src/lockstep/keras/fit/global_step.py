@@ -4,7 +4,6 @@ It is the same for every backend, whose program computes and applies. With one r
 function takes the step; if checkpoints are saved, a wrapper counts its steps.
 """
 
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.nests import repeated, structure_of
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.python_replicas import PythonOfReplicas, python_facts
+from lockstep.keras.seeds import seed_at
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
@@ -390,7 +390,7 @@ class GlobalStep:
     def _seed(self) -> int:
         """Return the seed of the current step, from which replicas derive random numbers."""
         call = self._calls.current
-        return xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
+        return seed_at(call.seed, call.number, call.steps)
 
     def _settle(self) -> None:
         self._backend.settle()

@@ -12,17 +12,16 @@ changed, the items are read again, each with its own states.
 """
 
 import random
-import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from lockstep.keras.private.common import set_global_generator
 from lockstep.keras.randomness import OperationNumbers, current_states, imported_frameworks, restore_states
+from lockstep.keras.seeds import seed_at
 from lockstep.worker.private_modules import (
     TENSORFLOW_CONTEXT,
     set_tensorflow_random_state,
@@ -95,7 +94,7 @@ class ItemDraws:
         results = []
         with apart:
             for position, item in zip(positions, items, strict=True):
-                apart.seed(xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._seed, number, position)))
+                apart.seed(seed_at(self._seed, number, position))
                 results.extend(fetch([item]))
         return results
 

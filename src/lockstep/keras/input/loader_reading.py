@@ -362,7 +362,7 @@ class _LoaderPass:
         """Return the replicas with rows in a batch that this worker computes or compares in this view."""
         view = self.reader.job.view
         own = view.replicas_of(self.reader.job.worker)
-        compared = self.reader.checks.replica(self.number, batch.step)
+        compared = self.reader.compared_replica(self.number, batch.step)
         return [
             replica
             for replica in range(min(view.replicas, len(batch.indices)))

@@ -1,8 +1,8 @@
 """How the workers of a job read one dataset of global batches: the contract of a reading, and its batches.
 
 A reading yields the same global batches on every worker, and a worker fetches the rows of its own replicas.
-What identifies a batch travels with each reduce as a hash. The rows themselves are compared in the steps that
-`SpotChecks` draws: there, every worker hashes the rows of one replica, and fetches them where needed.
+What identifies a batch travels with each reduce as a hash. The rows themselves are compared in some steps:
+there, every worker hashes the rows of one replica, and fetches them where needed.
 
     input                          identified by            fetched by                        module
     arrays                         numbers of the rows      the owner of the replica          fit_inputs,
@@ -22,21 +22,23 @@ first steps, at a fraction of the cost of hashing everything.
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, owned_rows, replica_rows
-from lockstep.data.digest import SpotChecks, digest_arrays
+from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.sparse_rows import SparseRows
 from lockstep.keras.input.streams import on_host, sliceable_rows
 from lockstep.keras.nests import leaves_of, parts_of
-from lockstep.keras.seeds import GOLDEN
+from lockstep.keras.seeds import GOLDEN, seed_at
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
+
+_COMPARED_STEPS = 32
+"""One step in this many is drawn to compare the rows of one replica on all workers."""
 
 JOINT_INPUT = "--input joint"
 """The reason for joint reading where the user asks for it."""
@@ -130,10 +132,19 @@ class ReadingWorker:
         view = self.job.view
         return owned_rows(examples, view.replicas_of(self.job.worker), view.replicas)
 
-    @cached_property
-    def checks(self) -> SpotChecks:
-        """The steps in which workers compare rows."""
-        return SpotChecks(self.seed, self.job.view.replicas)
+    def compared_replica(self, number: int, step: int) -> int | None:
+        """Return the replica whose rows all workers compare in a step of pass `number`; None in most steps.
+
+        Both count from 0. There is one in the first step of all.
+        """
+        draw = seed_at(self.seed, number, step)
+        step_draw, replica = draw % _COMPARED_STEPS, draw // _COMPARED_STEPS % self.job.view.replicas
+        return replica if step_draw == 0 or number == step == 0 else None
+
+    def compared_rows(self, examples: int, number: int, step: int) -> slice | None:
+        """Return the rows of `compared_replica` in a batch of `examples` rows; None if there is none."""
+        replica = self.compared_replica(number, step)
+        return None if replica is None else replica_rows(examples, replica, self.job.view.replicas)
 
     def partial_batch(
         self, examples: int, read: Callable[[slice], Any], identity: bytes, number: int, step: int
@@ -147,14 +158,11 @@ class ReadingWorker:
             number: of the pass, from 0.
             step: the index of the batch in the pass, from 0.
         """
-        checks = self.checks
 
         def check() -> bytes:
-            replica = checks.replica(number, step)
-            if replica is None:
-                return digest_arrays((), identity)
-            rows = read(replica_rows(examples, replica, checks.replicas))
-            return digest_arrays(map(on_host, leaves_of(rows)), identity)
+            rows = self.compared_rows(examples, number, step)
+            arrays = () if rows is None else map(on_host, leaves_of(read(rows)))
+            return digest_arrays(arrays, identity)
 
         return GlobalBatch(examples, read, computed_once(check))
 
@@ -198,13 +206,16 @@ class PassNumbers:
         return number % 2**64
 
 
-def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | None = None) -> GlobalBatch:
+def whole_batch(
+    data: Any, step: int = 0, compared: Callable[[int], slice | None] | None = None
+) -> GlobalBatch:
     """Wrap a batch of which this worker holds all rows, without copying it.
 
     Args:
         data: a nest of arrays or tensors.
         step: the index of the batch in its pass.
-        compared: returns the rows that all workers hash, given the number of examples; all by default.
+        compared: returns the rows that all workers hash, given the number of examples, None for the first;
+            all by default.
 
     Raises:
         DataError: it has no rows.
@@ -223,7 +234,7 @@ def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | Non
         )
 
     def check() -> bytes:
-        rows = slice(0, examples) if compared is None else compared(examples)
+        rows = slice(0, examples) if compared is None else compared(examples) or slice(0, 1)
         hashed = (_near(leaf, rows, examples) for leaf in known)
         return digest_arrays(hashed, struct.pack("<2q", step, examples))
 
@@ -234,17 +245,7 @@ def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int)
     """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
     if reader is None:
         return whole_batch(data, step)
-    return whole_batch(data, step, compared_rows(reader.checks, number, step))
-
-
-def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int], slice]:
-    """Return which rows of a batch that every worker holds are compared: the first, or those of a replica."""
-    replica = checks.replica(number, step)
-
-    def rows(examples: int) -> slice:
-        return slice(0, 1) if replica is None else replica_rows(examples, replica, checks.replicas)
-
-    return rows
+    return whole_batch(data, step, lambda examples: reader.compared_rows(examples, number, step))
 
 
 def rows_in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any] | SparseRows) -> slice:

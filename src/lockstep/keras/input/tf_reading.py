@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from lockstep.data.batch import GlobalBatch, replica_rows
+from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way, joint_batch
@@ -689,12 +689,11 @@ class MappedPass:
         if batch.begun:
             return
         batch.begun = True
-        checks = self._reader.checks
-        compared = checks.replica(self._number, batch.step)
+        compared = self._reader.compared_rows(batch.examples, self._number, batch.step)
         feed = partial(self._feed, batch)
         batch.feed(self._reader.own_rows(batch.examples), feed)
         if compared is not None:
-            batch.feed(replica_rows(batch.examples, compared, checks.replicas), feed)
+            batch.feed(compared, feed)
 
     def _feed(self, batch: UnmappedBatch, rows: slice) -> MappedRows:
         size = rows.stop - rows.start

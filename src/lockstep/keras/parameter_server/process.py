@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.data.batch import GlobalBatch, PendingBatch
@@ -27,6 +26,7 @@ from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
 from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.seeds import seed_at
 from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrder, RecordKind, read_order
@@ -344,7 +344,7 @@ class FitProcess(TaskProcess):
             ModelError: parameter servers do not support the step.
         """
         data = self.read(batch)
-        seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self.call.seed, self.call.number, step))
+        seed = seed_at(self.call.seed, self.call.number, step)
         share = data.share(0, 1, seed)
         partial = program.compute(state, share, ())
         if not program.is_last(0):
