@@ -17,7 +17,6 @@ from lockstep.checkpoint.checkpoint_watch import PATIENCE, CheckpointWatch, Fold
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import is_training, last_activity
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.input.fit_inputs import split_validation
 from lockstep.keras.state.callback_states import listed
 from lockstep.keras.state.checkpoint_callback import asked_in, take_out
@@ -25,6 +24,7 @@ from lockstep.keras.state.loading import load_into
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
 from lockstep.worker import job
+from lockstep.worker.patch_registry import replaced
 
 _PAUSE = 0.5
 _SETTLED = 1.0

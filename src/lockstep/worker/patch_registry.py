@@ -1,4 +1,4 @@
-"""The registry of the attributes that Lockstep replaces in other libraries; it can restore all of them.
+"""The attributes that Lockstep replaces: within a block, or until the registry restores them.
 
 A module of Lockstep that replaces an attribute of another library for longer than a block registers it here,
 under the module's name. Those of Keras's models and callbacks are replaced by `lockstep.keras.patches`.
@@ -6,6 +6,7 @@ under the module's name. Those of Keras's models and callbacks are replaced by `
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -110,6 +111,28 @@ def definer(cls: type, name: str) -> type:
         f"{cls.__name__} has no {name}, which Lockstep replaces: this version of {_library(cls)} is not "
         "supported"
     )
+
+
+@contextmanager
+def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
+    """Within the block `owner.method` is `replacement`; the owner is an object, a module or a class."""
+    if isinstance(owner, type):
+        original = vars(owner)[method]
+        setattr(owner, method, replacement)
+        try:
+            yield
+        finally:
+            setattr(owner, method, original)
+        return
+    # Not by the owner's __setattr__, which tracks its values.
+    attributes = vars(owner)
+    before = {method: attributes[method]} if method in attributes else {}
+    attributes[method] = replacement
+    try:
+        yield
+    finally:
+        del attributes[method]
+        attributes.update(before)
 
 
 def _namespace(owner: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What all backends share: replacing methods, creating variables before the first step, unsupported models.
+"""What all backends share: creating variables before the first step, unsupported models.
 
 Keras on JAX and PyTorch calls a model with symbolic inputs to create its variables. On TensorFlow, the first
 step creates them, which also works for models that cannot be called because their step calls their layers.
@@ -16,6 +16,7 @@ from lockstep.keras import assignments
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.private.common import build_symbolically, layers_of
 from lockstep.keras.variables import optimizers_of
+from lockstep.worker.patch_registry import replaced
 from lockstep.worker.script import program_line
 
 
@@ -26,28 +27,6 @@ def without_summaries() -> AbstractContextManager[None]:
     from lockstep.keras.private.tensorflow import summaries_recorded_if
 
     return summaries_recorded_if(lambda: False)
-
-
-@contextmanager
-def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
-    """Within the block `owner.method` is `replacement`; the owner is an object, a module or a class."""
-    if isinstance(owner, type):
-        original = vars(owner)[method]
-        setattr(owner, method, replacement)
-        try:
-            yield
-        finally:
-            setattr(owner, method, original)
-        return
-    # Not by the owner's __setattr__, which tracks its values.
-    attributes = vars(owner)
-    before = {method: attributes[method]} if method in attributes else {}
-    attributes[method] = replacement
-    try:
-        yield
-    finally:
-        del attributes[method]
-        attributes.update(before)
 
 
 def refuse_unequal_state(what: str, dtype: str, path: str) -> NoReturn:

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
 from lockstep.data.batch import Share
-
-if TYPE_CHECKING:
-    from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.multi_update import Update
 
 StepKind = Literal["train", "test", "predict"]
 Partial = Mapping[str, Any]
@@ -208,7 +206,7 @@ class Backend(Protocol):
     ) -> Callable[..., Any]:
         """Return a function that passes each call of Keras's own train function of `model` to `execute`."""
 
-    def updater(self, update: "Update") -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
+    def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
         """Return what makes an update from gradients in the order of its variables, which are up to date
         afterwards.
 

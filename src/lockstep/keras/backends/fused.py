@@ -14,8 +14,8 @@ from typing import Any
 
 import keras
 
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.private.common import UPDATE_STEP, adam_moments
+from lockstep.worker.patch_registry import replaced
 
 Kernel = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
 """Replaces `UPDATE_STEP` of Keras's optimizers; its arguments begin with the optimizer."""

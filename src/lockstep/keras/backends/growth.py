@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, flat_losses, layers_of
+from lockstep.worker.patch_registry import replaced
 
 MEAN, SUM = 0, 1
 

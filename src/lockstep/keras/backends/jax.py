@@ -23,7 +23,6 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.common import (
     build_by_call,
     refuse_overwriting_gradients,
-    replaced,
     shapes_of,
 )
 from lockstep.keras.backends.contract import EQUAL, Partial, StepKind, Total, TrainFunctionCall
@@ -42,6 +41,7 @@ from lockstep.keras.variables import named_arrays, refuse_misfits, seed_position
 from lockstep.system.notes import note
 from lockstep.worker import job
 from lockstep.worker.jax_cache import COMPILED
+from lockstep.worker.patch_registry import replaced
 
 _SHAPE = (
     "on the JAX backend a step updates weights through self.optimizer.stateless_apply, with the gradients of "

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from lockstep.keras.backends.common import replaced
+from lockstep.worker.patch_registry import replaced
 
 _Path = tuple[str, ...]
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import has_own, replaced
+from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
@@ -22,6 +22,7 @@ from lockstep.keras.private.common import (
     weighted_metrics,
 )
 from lockstep.keras.variables import flat_metrics
+from lockstep.worker.patch_registry import replaced
 
 MEANS = ("mean", "sum_over_batch_size")
 """Reductions of losses that are means over the unmasked elements."""

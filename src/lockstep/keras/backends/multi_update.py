@@ -34,9 +34,9 @@ from typing import Any, NoReturn
 import keras
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.fused import Kernel, fused, kernel_of
 from lockstep.keras.private.common import trained_by, with_values
+from lockstep.worker.patch_registry import replaced
 
 
 class EndOfRound(BaseException):

@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.private.common import BACKEND_RANDOM, RANDOM_MODULES
+from lockstep.worker.patch_registry import replaced
 
 Draw = Callable[..., Any]
 

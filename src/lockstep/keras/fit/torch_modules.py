@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.private.torch import normalizes
+from lockstep.worker.patch_registry import replaced
 
 
 @contextmanager

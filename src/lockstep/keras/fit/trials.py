@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import Share
-from lockstep.keras.backends.common import has_own, replaced, without_summaries
+from lockstep.keras.backends.common import has_own, without_summaries
 from lockstep.keras.backends.contract import Backend, StepKind
 from lockstep.keras.backends.growth import (
     HALF_TOLERANCE,
@@ -70,6 +70,7 @@ from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import current_states, random_numbers
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.job import Job
+from lockstep.worker.patch_registry import replaced
 
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""

@@ -45,7 +45,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import LockstepError
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.contract import Backend, StepKind, Total
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
@@ -60,6 +59,7 @@ from lockstep.keras.randomness import random_numbers
 from lockstep.keras.variables import assign, flat_metrics, optimizers_of, step_state
 from lockstep.observability.events import Difference, StepCompared
 from lockstep.worker.job import Job
+from lockstep.worker.patch_registry import replaced
 from lockstep.worker.script import summarize, summarize_own
 
 Array = npt.NDArray[Any]

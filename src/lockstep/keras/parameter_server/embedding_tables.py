@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import has_own, replaced
+from lockstep.keras.backends.common import has_own
 from lockstep.keras.parameter_server.served_variables import lazy_hindrance
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.table_rows import positions_of, summed_by_row
@@ -34,6 +34,7 @@ from lockstep.keras.private.common import (
     with_values,
 )
 from lockstep.keras.randomness import random_states, same_states, set_random_states
+from lockstep.worker.patch_registry import replaced
 
 Array = npt.NDArray[Any]
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import refuse_other_weights, replaced
+from lockstep.keras.backends.common import refuse_other_weights
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.server_tables import server_table
@@ -32,6 +32,7 @@ from lockstep.keras.private.common import (
     variables_without_decay,
 )
 from lockstep.parameter_server.partitioners import Partitioner, Shard, place_variables
+from lockstep.worker.patch_registry import replaced
 
 Array = npt.NDArray[Any]
 Slot = tuple[int, int]

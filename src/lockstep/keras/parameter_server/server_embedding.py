@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.adapter import adapter
-from lockstep.keras.backends.common import replaced
 from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.parameter_server.server_tables import (
     ServerTable,
@@ -24,6 +23,7 @@ from lockstep.keras.private.common import embedding_table, layers_of, stored_val
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.seeds import seed_of
 from lockstep.worker import job
+from lockstep.worker.patch_registry import replaced
 
 Array = npt.NDArray[Any]
 
