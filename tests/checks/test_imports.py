@@ -176,7 +176,7 @@ def sources() -> list[Path]:
 
 @functools.cache
 def imported(path: Path, *, types: bool = False) -> set[str]:
-    """Absolute names of all modules that a file imports, wherever in the file; with `types` also for types."""
+    """Absolute names of all modules that a file imports, wherever it does, perhaps also for types."""
     names: set[str] = set()
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree) if types else executed(tree):

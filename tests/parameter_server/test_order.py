@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -231,10 +230,11 @@ def test_a_call_that_was_not_recorded_is_refused(tmp_path: Path, calls: tuple[in
 
 def test_without_an_order_arrivals_are_processed_at_once_and_recorded() -> None:
     writer, processed = Noted(), list[Record]()
-    arrivals = OrderedArrivals(writer)
+    arrivals = OrderedArrivals[Record](writer)
     order = in_turn([2, 1, 1, 2, 2])
     for count, record in enumerate(order, 1):
-        arrivals.arrive(record, partial(processed.append, record), pytest.fail)
+        assert arrivals.expects(record)
+        processed += arrivals.arrive(record, record)
         assert processed == writer.records == order[:count]
         assert arrivals.awaited() is None
 
@@ -242,17 +242,18 @@ def test_without_an_order_arrivals_are_processed_at_once_and_recorded() -> None:
 def follow(
     recorded: Sequence[Record],
     arriving: Sequence[Record],
-    check: Callable[[int, list[Record], OrderedArrivals], None],
+    check: Callable[[int, list[Record], OrderedArrivals[Record]], None],
 ) -> tuple[list[Record], list[Record], list[Record]]:
     """Return what is processed, ignored and recorded; `check` sees the state after each arrival."""
     writer, processed, ignored = Noted(), list[Record](), list[Record]()
-    arrivals = OrderedArrivals(writer, RecordedOrder(recorded))
+    arrivals = OrderedArrivals[Record](writer, RecordedOrder(recorded))
     for count, record in enumerate(arriving, 1):
-        arrivals.arrive(
-            record,
-            partial(processed.append, record),
-            partial(ignored.append, record),
-        )
+        due = arrivals.arrive(record, record)
+        if arrivals.expects(record):
+            processed += due
+        else:
+            assert due == [record]
+            ignored += due
         check(count, processed, arrivals)
     return processed, ignored, writer.records
 
@@ -263,7 +264,7 @@ def test_arrivals_are_processed_in_the_recorded_order_as_soon_as_possible(
 ) -> None:
     recorded, arriving = map(in_turn, orders)
 
-    def check(count: int, processed: list[Record], arrivals: OrderedArrivals) -> None:
+    def check(count: int, processed: list[Record], arrivals: OrderedArrivals[Record]) -> None:
         arrived = set(arriving[:count])
         possible = 0
         while possible < len(recorded) and recorded[possible] in arrived:
@@ -293,7 +294,7 @@ def test_what_the_recorded_process_never_processed_is_ignored_at_once(
         )
         arriving.insert(min(place, len(arriving)), unknown[-1])
 
-    def check(count: int, processed: list[Record], arrivals: OrderedArrivals) -> None:
+    def check(count: int, processed: list[Record], arrivals: OrderedArrivals[Record]) -> None:
         assert arrivals.awaited() is None or arrivals.awaited() in recorded
 
     processed, ignored, written = follow(recorded, arriving, check)
@@ -304,23 +305,21 @@ def test_what_the_recorded_process_never_processed_is_ignored_at_once(
 def test_awaited_names_the_arrival_that_others_wait_for() -> None:
     recorded = in_turn([1, 2, 1])
     first, second, third = recorded
-    arrivals = OrderedArrivals(OrderWriter(None), RecordedOrder(recorded))
+    arrivals = OrderedArrivals[Record](OrderWriter(None), RecordedOrder(recorded))
     assert arrivals.awaited() is None
     for record, awaited in ((second, first), (first, None), (third, None)):
-        arrivals.arrive(record, lambda: None, pytest.fail)
+        arrivals.arrive(record, record)
         assert arrivals.awaited() == awaited
 
 
 def test_an_arrival_that_is_recorded_twice_is_processed_at_both_turns() -> None:
     """The chief may read twice between two steps; it waits for each answer."""
     read, push = Record(RecordKind.READ, 0, 1), Record(RecordKind.PUSH, 1, 1)
-    seen = list[str]()
-    arrivals = OrderedArrivals(Noted(), RecordedOrder([read, push, read]))
-    arrivals.arrive(read, lambda: seen.append("first"), pytest.fail)
-    arrivals.arrive(read, lambda: seen.append("second"), pytest.fail)
+    arrivals = OrderedArrivals[str](Noted(), RecordedOrder([read, push, read]))
+    assert arrivals.arrive(read, "first") == ["first"]
+    assert arrivals.arrive(read, "second") == []
     assert arrivals.awaited() == push
-    arrivals.arrive(push, lambda: seen.append("push"), pytest.fail)
-    assert seen == ["first", "push", "second"]
+    assert arrivals.arrive(push, "push") == ["push", "second"]
 
 
 def test_following_writes_the_order_that_it_follows(tmp_path: Path) -> None:
@@ -328,9 +327,9 @@ def test_following_writes_the_order_that_it_follows(tmp_path: Path) -> None:
     write(old, {1: in_turn([1, 2, 3, 1, 2])})
     writer = OrderWriter(OrderFile(new).write)
     writer.add(RecordKind.CALL, 0, 1)
-    arrivals = OrderedArrivals(writer, RecordedOrder(read_order(old, 1)))
+    arrivals = OrderedArrivals[Record](writer, RecordedOrder(read_order(old, 1)))
     for record in in_turn([3, 2, 2, 1, 1]):
-        arrivals.arrive(record, lambda: None, pytest.fail)
+        arrivals.arrive(record, record)
     writer.end()
     writer.close()
     assert new.read_bytes() == old.read_bytes()

@@ -11,10 +11,12 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from lockstep.errors import ConfigError
 from lockstep.system.notes import note
+
+Arrival = TypeVar("Arrival")
 
 _MARK = b"lockstep order 1\n"
 _RECORD = struct.Struct("<BBHI")
@@ -266,38 +268,40 @@ class RecordedOrder:
         self._position += 1
 
 
-class OrderedArrivals:
-    """Processes what arrives: at once, and records the order, or in the order of another run.
+class OrderedArrivals(Generic[Arrival]):
+    """Puts what arrives in order: in that of arrival, or in the recorded order of another run.
 
     Args:
-        writer: of this run's order.
+        writer: records this run's order.
         recorded: the order to follow; None for the order of arrival.
     """
 
     def __init__(self, writer: OrderWriter, recorded: RecordedOrder | None = None) -> None:
         self._writer = writer
         self._recorded = recorded
-        self._held: dict[Record, Callable[[], object]] = {}
+        self._held: dict[Record, Arrival] = {}
 
-    def arrive(self, record: Record, process: Callable[[], object], ignore: Callable[[], object]) -> None:
-        """Process an arrival, and those that have waited for it.
+    def expects(self, record: Record) -> bool:
+        """Whether the recorded process processed this; without an order to follow, everything is expected."""
+        return self._recorded is None or self._recorded.has(record)
 
-        Args:
-            record: what has arrived.
-            process: processes it, at its turn.
-            ignore: is called instead if the recorded process never processed it: it was lost with a worker.
+    def arrive(self, record: Record, arrival: Arrival) -> list[Arrival]:
+        """Return the arrivals that are due now, in order: this one, and those that have waited for it.
+
+        An arrival that is not expected is due at once, and not recorded.
         """
         if self._recorded is None:
             self._writer.add(*record)
-            process()
-        elif not self._recorded.has(record):
-            ignore()
-        else:
-            self._held[record] = process
-            while (turn := self._recorded.awaited()) is not None and turn in self._held:
-                self._recorded.advance()
-                self._writer.add(*turn)
-                self._held.pop(turn)()
+            return [arrival]
+        if not self._recorded.has(record):
+            return [arrival]
+        self._held[record] = arrival
+        due: list[Arrival] = []
+        while (turn := self._recorded.awaited()) is not None and turn in self._held:
+            self._recorded.advance()
+            self._writer.add(*turn)
+            due.append(self._held.pop(turn))
+        return due
 
     def awaited(self) -> Record | None:
         """Return what others wait for, if an order is followed and something waits."""

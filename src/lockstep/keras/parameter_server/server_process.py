@@ -87,7 +87,7 @@ class ServerShards:
     ) -> None:
         self._variables, self._writer, self._standby = variables, writer, standby
         self._answer_rows = answer_rows
-        self._arrivals = OrderedArrivals(writer, recorded)
+        self._arrivals = OrderedArrivals[tuple[Asked, bool]](writer, recorded)
         self.ended = self.closed = False
         self.pushed: list[int] = []
         self._version = 0
@@ -129,7 +129,7 @@ class ServerShards:
         message: Any = asked.message
         if isinstance(message, ReadRows | WriteRows):
             # In no order: the chief asks only while no step is in work.
-            asked.answer(*self._kept_and_processed(asked.process, message, asked.arrays, again=False))
+            self._answer(asked)
             return
         record = record_of(asked.process, message)
         again = self._unanswered.pop(asked.process, None) == record
@@ -140,14 +140,12 @@ class ServerShards:
         if isinstance(message, Write) and again:
             asked.answer(Applied())
             return
-
-        def process() -> None:
-            asked.answer(*self._kept_and_processed(asked.process, message, asked.arrays, again))
-
-        def ignore() -> None:
+        if isinstance(message, Push) and not self._arrivals.expects(record):
+            # In the run that this one repeats, it was lost with a worker.
             asked.answer(Applied(-1))
-
-        self._arrivals.arrive(record, process, ignore if isinstance(message, Push) else process)
+            return
+        for due, is_repeated in self._arrivals.arrive(record, (asked, again)):
+            self._answer(due, again=is_repeated)
 
     def tables(self) -> dict[int, TableSnapshot]:
         """Return the tables as they are now, by the positions of their shards."""
@@ -172,18 +170,18 @@ class ServerShards:
         """Write the rest of the order."""
         self._writer.close()
 
-    def _kept_and_processed(
-        self, process: int, message: Processed | ReadRows, arrays: list[Array], again: bool
-    ) -> tuple[Answer, Sequence[Array]]:
-        """Process a message, while the standby receives it; return the answer."""
+    def _answer(self, asked: Asked, *, again: bool = False) -> None:
+        """Process a message, while the standby receives it, and answer."""
+        message: Any = asked.message
         if self._standby is None or isinstance(message, ReadRows):
-            return self._process(process, message, arrays, again)
+            asked.answer(*self._process(asked.process, message, asked.arrays, again))
+            return
         standby, lost = self._standby, None
         try:
-            standby.send(process, message, arrays)
+            standby.send(asked.process, message, asked.arrays)
         except PeerLostError as error:
             lost = error
-        answer = self._process(process, message, arrays, again)
+        answer = self._process(asked.process, message, asked.arrays, again)
         try:
             if lost is None:
                 standby.confirm()
@@ -198,7 +196,7 @@ class ServerShards:
         if lost is not None:
             standby.lose(lost)
             self._standby = None
-        return answer
+        asked.answer(*answer)
 
     def _process(
         self, process: int, message: Processed | ReadRows, arrays: list[Array], again: bool = False
