@@ -129,7 +129,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
         ),
     },
     {"backends"},
-    {"python_replicas", "kept_saves", "shared_saves", "synchronization"},
+    {"python_replicas", "kept_saves", "rounds", "shared_saves"},
     {"step_digests", "verification"},
     {"state"},
     {"replica_run"},

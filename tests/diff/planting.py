@@ -192,7 +192,7 @@ def _faults(program: Program) -> Iterator[None]:
     """Within the block, steps have the program's faults."""
     with ExitStack() as stack:
         from lockstep.keras.backends.jax import JaxProgram
-        from lockstep.keras.synchronization import AllReduce
+        from lockstep.keras.rounds import Round
 
         steps = itertools.count(1)
         now = [0]
@@ -220,17 +220,17 @@ def _faults(program: Program) -> Iterator[None]:
             return compute
 
         def summing(original: Any) -> Any:
-            def synchronize(self: Any, this: Any) -> Any:
-                found = original(self, this)
+            def summed(self: Any, view: Any, communicator: Any) -> Any:
+                found = original(self, view, communicator)
                 if program.on_total is None:
                     return found
                 found = {name: array.copy() for name, array in found.items()}
-                parts = this.parts(found)
+                parts = self.parts(found)
                 for name, array in program.on_total(now[0], dict(parts)).items():
                     parts[name][...] = array
                 return found
 
-            return synchronize
+            return summed
 
         def applying(original: Any) -> Any:
             def apply(self: Any, state: Any, totals: Any) -> Any:
@@ -242,7 +242,7 @@ def _faults(program: Program) -> Iterator[None]:
         replace_method(GlobalStep, "_step", counted)
         replace_method(JaxProgram, "compute", computing)
         replace_method(JaxProgram, "apply", applying)
-        replace_method(AllReduce, "synchronize", summing)
+        replace_method(Round, "sum", summing)
         yield
 
 

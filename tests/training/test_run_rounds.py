@@ -13,8 +13,8 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.per_replica import ReturnedValues, Spec
 from lockstep.keras.replica_run.results import ResultCombiner
-from lockstep.keras.replica_run.run_rounds import RunRounds
-from lockstep.keras.synchronization import gathered_scalars, spread
+from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
+from lockstep.keras.rounds import gathered_scalars, spread
 from lockstep.observability.bus import Bus
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
@@ -41,6 +41,19 @@ def together(act: Callable[[int, RunRounds], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(one, jobs))
+
+
+class MadeRound(FunctionRound):
+    """A round in which a replica computes what `partial_of` returns."""
+
+    def __init__(
+        self, rounds: RunRounds, partial_of: Callable[[int], Any], sources: Any = (), seed: int = 0
+    ) -> None:
+        super().__init__(rounds, "a run", sources, seed)
+        self.partial_of = partial_of
+
+    def compute(self, replica: int) -> Any:
+        return self.partial_of(replica)
 
 
 class Examples:
@@ -74,7 +87,7 @@ def test_a_replica_without_examples_computes_and_every_worker_gets_all_numbers()
         return {"metric": np.full(2, replica % 2 + 1.0), "output/0": np.float32(replica + 0.5)}
 
     def act(worker: int, rounds: RunRounds) -> Any:
-        total = rounds.total(rounds.round("a run", compute, [Examples([1, 1, 0])]))
+        total = rounds.total(MadeRound(rounds, compute, [Examples([1, 1, 0])]))
         return total["metric"].tolist(), [float(n) for n in gathered_scalars(total["output/0"], "float32")]
 
     assert together(act) == [([4.0, 4.0], [0.5, 1.5, 2.5])] * 2
@@ -84,15 +97,15 @@ def test_a_replica_without_examples_computes_and_every_worker_gets_all_numbers()
 def test_gathered_arrays_have_the_rows_of_all_replicas_in_order() -> None:
     def act(worker: int, rounds: RunRounds) -> Any:
         counts = [2, 1, 0]
-        this = rounds.round("a run", lambda r: {"gather/0/0": np.full((counts[r], 1), r)})
-        return rounds.total(this)["gather/0/0"].tolist()
+        round_ = MadeRound(rounds, lambda r: {"gather/0/0": np.full((counts[r], 1), r)})
+        return rounds.total(round_)["gather/0/0"].tolist()
 
     assert together(act) == [[[0], [0], [1]]] * 2
 
 
 def test_without_contributions_no_worker_waits_for_another() -> None:
     def act(worker: int, rounds: RunRounds) -> Any:
-        return rounds.total(rounds.round("a run", lambda r: {})) if worker == 0 else None
+        return rounds.total(MadeRound(rounds, lambda r: {})) if worker == 0 else None
 
     assert together(act) == [{}, None]
 
@@ -103,7 +116,7 @@ def test_without_contributions_no_worker_waits_for_another() -> None:
 def test_workers_that_compute_different_things_disagree(name: Any, seed: int | None) -> None:
     def act(worker: int, rounds: RunRounds) -> Any:
         own = worker if seed is None else seed
-        return rounds.total(rounds.round("a run", lambda r: {name(worker): np.ones(1)}, seed=own))
+        return rounds.total(MadeRound(rounds, lambda r: {name(worker): np.ones(1)}, seed=own))
 
     for error in together(act):
         assert isinstance(error, DisagreementError)
@@ -112,8 +125,8 @@ def test_workers_that_compute_different_things_disagree(name: Any, seed: int | N
 
 def test_replicas_of_one_worker_that_compute_different_things_are_refused() -> None:
     def act(worker: int, rounds: RunRounds) -> Any:
-        this = rounds.round("a run", lambda r: {"metric/0": np.ones(1)} if r else {})
-        return {} if worker else rounds.total(this)
+        round_ = MadeRound(rounds, lambda r: {"metric/0": np.ones(1)} if r else {})
+        return {} if worker else rounds.total(round_)
 
     error, _ = together(act)
     assert isinstance(error, ModelError)
@@ -122,8 +135,8 @@ def test_replicas_of_one_worker_that_compute_different_things_are_refused() -> N
 
 def test_arrays_to_sum_must_have_one_shape() -> None:
     def act(worker: int, rounds: RunRounds) -> Any:
-        this = rounds.round("a run", lambda r: {"merge/0": np.ones(r + 1)})
-        return {} if worker else rounds.total(this)
+        round_ = MadeRound(rounds, lambda r: {"merge/0": np.ones(r + 1)})
+        return {} if worker else rounds.total(round_)
 
     error, _ = together(act)
     assert isinstance(error, ModelError)

@@ -9,8 +9,8 @@ import pytest
 
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
+from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.step_digests import ALL_UNTIL, DigestRecorder
-from lockstep.keras.synchronization import PartialLayout, Round
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import (
     WORKER_DIGESTS,
@@ -41,6 +41,13 @@ class Weights:
         return list(state)
 
 
+class SummedRound(Round):
+    """A round that is summed already."""
+
+    def compute(self, replica: int) -> Any:
+        raise NotImplementedError
+
+
 class Recorded:
     """A recorder in a job of one worker, and what it publishes."""
 
@@ -67,11 +74,12 @@ class Recorded:
         self.time += seconds
         partials: dict[int, list[Any]] = {r: [np.full(3, gradient + r)] for r in range(REPLICAS)}
         layout = PartialLayout({"gradient/0": ((3,), np.dtype("float64"))})
-        this = Round("step", lambda replica: None, np.asarray, layout=layout, contributed=dict(partials))
+        round_ = SummedRound("step", 0, layout=layout)
+        round_.contributed = dict(partials)
         if record is not None:
             for replica in range(REPLICAS):
                 record.read(replica, data)
-            record.add_round(this, {"gradient/0": sum(part[0] for part in partials.values())})
+            record.add_round(round_, {"gradient/0": sum(part[0] for part in partials.values())})
         self.recorder.before_update(record, self.program, self.state)
         self.state = (self.state[0] + gradient, self.state[1])
         self.recorder.after_update(record, self.program, self.state)
@@ -172,13 +180,13 @@ def test_wishes() -> None:
     assert [until.recorder.ends_after(step) for step in (300, 301)] == [False, True]
 
 
-def test_rounds_of_other_loops_count_as_steps(recorded: Recorded) -> None:
+def test_rounds_of_other_loops_count_as_steps(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PartialLayout({"merge/0": ((1,), np.dtype("float64"))})
     for number in range(3):
-        this = Round("strategy.run of f", lambda replica: None, np.asarray, layout=layout)
-        this.contributed = {0: [np.full(1, number)], 1: [np.ones(1)]}
-        this.inputs = lambda replica: [np.arange(4) + replica]
-        recorded.recorder.take_loop_round(this, {"merge/0": np.full(1, number + 1.0)}, driven=False)
+        round_ = SummedRound("strategy.run of f", 0, layout=layout)
+        round_.contributed = {0: [np.full(1, number)], 1: [np.ones(1)]}
+        monkeypatch.setattr(round_, "inputs", lambda replica: [np.arange(4) + replica])
+        recorded.recorder.take_loop_round(round_, {"merge/0": np.full(1, number + 1.0)}, driven=False)
     recorded.step()
     steps = recorded.steps
     assert [(step.step, step.call) for step in steps] == [
@@ -197,9 +205,9 @@ def test_rounds_of_a_driven_loop_belong_to_its_step(recorded: Recorded) -> None:
     for step in (1, 2):
         recorded.recorder.begin_loop_step(step, "steps 1", step, loop)
         for number in (1, 2):
-            this = Round("strategy.run of f", lambda replica: None, np.asarray, layout=layout)
-            this.contributed = {0: [np.full(1, number)], 1: [np.ones(1)]}
-            recorded.recorder.take_loop_round(this, {"merge/0": np.full(1, number + 1.0)}, driven=True)
+            round_ = SummedRound("strategy.run of f", 0, layout=layout)
+            round_.contributed = {0: [np.full(1, number)], 1: [np.ones(1)]}
+            recorded.recorder.take_loop_round(round_, {"merge/0": np.full(1, number + 1.0)}, driven=True)
         recorded.state = (recorded.state[0] + 1, recorded.state[1])
         recorded.recorder.end_loop_step(loop)
     first, second = recorded.steps

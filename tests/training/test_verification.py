@@ -18,13 +18,13 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras import verification
-from lockstep.keras.synchronization import AllReduce, Round
+from lockstep.keras.rounds import Round
 from lockstep.keras.verification import (
     Answer,
     Answers,
     Roles,
     VerificationPlan,
-    VerifiedReduce,
+    Verifier,
     judge,
 )
 from lockstep.observability.bus import Bus
@@ -121,6 +121,17 @@ def test_a_step_that_is_not_deterministic_accuses_no_worker() -> None:
     assert judge(Answers(own[0], own[1], Answer(2, noisy[2][:1]))).kind == "everyone"
 
 
+class VerifiedRound(Round):
+    """A round in which a worker computes what `partial_of` returns."""
+
+    def __init__(self, worker: int, partial_of: Callable[[int, int], dict[str, Any]]) -> None:
+        super().__init__("step 1 of fit 1", worker)
+        self.partial_of = partial_of
+
+    def compute(self, replica: int) -> dict[str, Any]:
+        return self.partial_of(self.worker, replica)
+
+
 def verified(
     workers: int, compute: Callable[[int, int], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
@@ -147,10 +158,10 @@ def verified(
         own = jobs[worker]
         verifications = verification.Verifications(own)
         verifications.begin(1)
-        synchronization = VerifiedReduce(AllReduce(own.exchange, worker), own.exchange, own, verifications)
-        this = Round("step 1 of fit 1", lambda replica: compute(worker, replica), np.asarray)
+        round_ = VerifiedRound(worker, compute)
         try:
-            total = synchronization.synchronize(this)
+            Verifier(own.exchange, own, verifications).verify(round_)
+            total = own.exchange(round_.sum)
         except DisagreementError as differs:
             if differs.workers == (worker,):
                 left = tuple(other for other in range(workers) if other != worker)

@@ -21,7 +21,7 @@ from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.trials import Trial
 from lockstep.keras.fit.witness import explaining
-from lockstep.keras.synchronization import AllReduce
+from lockstep.keras.rounds import Round
 from lockstep.observability.events import Event, StepCompared
 from lockstep.worker.job import Job
 
@@ -280,14 +280,14 @@ def of_partial(prefix: str, change: Callable[[Any, int, str], Any]) -> Callable[
 
 def of_total(change: Callable[[dict[str, Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original = AllReduce.synchronize
+        original = Round.sum
 
-        def synchronize(self: Any, given: Any) -> Any:
-            total = {name: np.array(array) for name, array in original(self, given).items()}
+        def changed(self: Any, view: Any, communicator: Any) -> Any:
+            total = {name: np.array(array) for name, array in original(self, view, communicator).items()}
             change(total)
             return total
 
-        patch.setattr(AllReduce, "synchronize", synchronize)
+        patch.setattr(Round, "sum", changed)
 
     return plant
 

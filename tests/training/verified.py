@@ -19,7 +19,7 @@ import numpy as np
 
 import lockstep
 from lockstep.keras import host_report
-from lockstep.keras.synchronization import PartialLayout, Round
+from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
 
@@ -28,19 +28,19 @@ WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in ("flip", "once"
 flips = 0
 
 
-def begin(this: Round, replicas: Iterable[int], original: Any = Round.begin) -> PartialLayout:
+def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -> PartialLayout:
     """Flip a bit of the first number of a gradient, as faulty memory would."""
     global flips
-    before = dict(this.started)
-    layout: PartialLayout = original(this, replicas)
+    before = dict(round_.started)
+    layout: PartialLayout = original(round_, replicas)
     own = job.current()
     step = verifications_of(own).step
-    for replica in this.started.keys() - before.keys():
+    for replica in round_.started.keys() - before.keys():
         if own.worker == WORKER and step >= STEP and not (FAULT == "once" and flips):
             flips += 1
-            arrays = {name: np.array(this.to_numpy(a)) for name, a in this.started[replica].items()}
-            this.parts(arrays)["gradient/2"].reshape(-1).view("uint32")[0] ^= 1 << 20
-            this.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
+            arrays = {name: np.array(round_.to_numpy(a)) for name, a in round_.started[replica].items()}
+            round_.parts(arrays)["gradient/2"].reshape(-1).view("uint32")[0] ^= 1 << 20
+            round_.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
     return layout
 
 

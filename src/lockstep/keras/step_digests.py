@@ -29,7 +29,7 @@ from lockstep.data.digest import digest_array, digest_arrays, digest_rows
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.contract import Total, TrainingState
 from lockstep.keras.host_report import libraries
-from lockstep.keras.synchronization import Round
+from lockstep.keras.rounds import Round
 from lockstep.observability.events import (
     DigestsRecorded,
     NamesRecorded,
@@ -103,9 +103,9 @@ class RecordedStep:
         """Take the examples of a replica, which do not change before the step ends."""
         self.data[replica] = data
 
-    def add_round(self, this: Round, total: Total) -> None:
+    def add_round(self, round_: Round, total: Total) -> None:
         """Take a round, whose arrays do not change before the step ends."""
-        self.rounds.append((this, total))
+        self.rounds.append((round_, total))
 
 
 class DigestRecorder:
@@ -245,9 +245,9 @@ class DigestRecorder:
         begun = self._now()
         self._record_inputs(record)
         several = len(record.rounds) > 1
-        for number, (this, total) in enumerate(record.rounds, 1):
+        for number, (round_, total) in enumerate(record.rounds, 1):
             # Of several rounds, each may update other variables.
-            self._hash_round(record, this, total, f"round {number}: ".__add__ if several else describe)
+            self._hash_round(record, round_, total, f"round {number}: ".__add__ if several else describe)
         record.rounds.clear()
         self._record_rounds(record)
         if record.holds_state:
@@ -328,7 +328,7 @@ class DigestRecorder:
         self._add(StepDigests(**record.fields))
         self._count(record, begun)
 
-    def take_loop_round(self, this: Round, total: Total, *, driven: bool) -> None:
+    def take_loop_round(self, round_: Round, total: Total, *, driven: bool) -> None:
         """Record a round of a custom loop, whose arrays the next round may overwrite.
 
         In a loop that Lockstep does not drive, each round counts as a step.
@@ -336,19 +336,19 @@ class DigestRecorder:
         record = self._loop
         if not driven:
             self._rounds += 1
-            record = self.begin(self._taken, this.what, self._rounds, trains=True)
+            record = self.begin(self._taken, round_.what, self._rounds, trains=True)
             self._begun, self._round_ended = self._round_ended or self._begun, self._now()
         if record is None:
             self._busy += 0.0 if driven else self._round_ended - self._begun
             return
         begun = self._now()
-        for replica in this.contributed if not record.hashed else ():
+        for replica in round_.contributed if not record.hashed else ():
             try:
-                record.read(replica, list(this.inputs(replica)))
+                record.read(replica, list(round_.inputs(replica)))
             except LockstepError:
                 # They are not on this worker.
                 continue
-        self._hash_round(record, this, total, f"round {record.hashed + 1}: ".__add__)
+        self._hash_round(record, round_, total, f"round {record.hashed + 1}: ".__add__)
         if not driven:
             self._record_inputs(record)
             self._record_rounds(record)
@@ -417,15 +417,15 @@ class DigestRecorder:
             arrays.append(array)
         return arrays
 
-    def _hash_round(self, record: RecordedStep, this: Round, total: Total, describe: Describe) -> None:
-        if this.layout is None:
+    def _hash_round(self, record: RecordedStep, round_: Round, total: Total, describe: Describe) -> None:
+        if round_.layout is None:
             return
         record.hashed += 1
-        record.names += [describe(name) for name in this.named_parts(this.layout.zeros)]
-        for replica, arrays in this.contributed.items():
-            parts = b"".join(map(digest_array, this.named_parts(arrays).values()))
+        record.names += [describe(name) for name in round_.named_parts(round_.layout.zeros)]
+        for replica, arrays in round_.contributed.items():
+            parts = b"".join(map(digest_array, round_.named_parts(arrays).values()))
             record.partials[replica] = record.partials.get(replica, b"") + parts
-        summed = this.parts({name: total[name] for name in this.layout.names if name in total})
+        summed = round_.parts({name: total[name] for name in round_.layout.names if name in total})
         totals = [summed[name] for name in sorted(summed)]
         record.total_bytes += sum(array.nbytes for array in totals)
         small = record.total_bytes <= _SMALL_TOTAL

@@ -19,10 +19,9 @@ import msgspec
 from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_array
 from lockstep.errors import DisagreementError
-from lockstep.keras.backends.contract import Total
 from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
+from lockstep.keras.rounds import ExchangeCall, Round
 from lockstep.keras.seeds import seed_at
-from lockstep.keras.synchronization import ExchangeCall, Round, Synchronization
 from lockstep.keras.worker_exchange import texts_of_all
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
 from lockstep.protocol.job_spec import Verification
@@ -276,12 +275,12 @@ class _Attempts:
     """The attempts of this worker in the round in progress, by replica.
 
     Attributes:
-        this: the round.
-        hashes: of each attempt.
-        newest: the partial of the last attempt, which shows whether `this` has a newer one.
+        round_: the round.
+        hashes: those of each attempt.
+        newest: the partial of the last attempt, which shows whether the round has a newer one.
     """
 
-    this: Round
+    round_: Round
     hashes: dict[int, list[Hashes]] = field(default_factory=dict)
     newest: dict[int, Any] = field(default_factory=dict)
 
@@ -290,46 +289,43 @@ class _Attempts:
 
         If the computation is interrupted by an exception, a second call continues it.
         """
-        hashes, started = self.hashes.setdefault(replica, []), self.this.started
+        hashes, started = self.hashes.setdefault(replica, []), self.round_.started
         while len(hashes) < number:
             if hashes and started.get(replica) is self.newest[replica]:
                 started.pop(replica, None)
-            self.this.begin([replica])
-            (arrays,) = self.this.partials([replica]).values()
-            parts = self.this.named_parts(arrays).values() if replica in started else ()
+            self.round_.begin([replica])
+            (arrays,) = self.round_.partials([replica]).values()
+            parts = self.round_.named_parts(arrays).values() if replica in started else ()
             hashes.append(b"".join(map(digest_array, parts)))
             self.newest[replica] = started.get(replica)
         return hashes
 
 
-class VerifiedReduce:
-    """A `Synchronization` that verifies the partials of a round before another one sums them.
+class Verifier:
+    """Verifies the partials of rounds before they are summed.
 
     Args:
-        reduce: the other one.
         exchange: makes calls between the workers.
-        job: of this worker.
+        job: the job of this worker.
         verifications: what the job verifies.
         describe: names an array of a partial for people.
     """
 
     def __init__(
         self,
-        reduce: Synchronization,
         exchange: ExchangeCall,
         job: Job,
         verifications: Verifications,
         describe: Callable[[str], str] = str,
     ) -> None:
-        self._reduce = reduce
         self._exchange = exchange
         self._job = job
         self._verifications = verifications
         self._describe = describe
         self._attempts: _Attempts | None = None
 
-    def synchronize(self, this: Round) -> Total:
-        """Verify the round, if that is due, and return its total; see `Synchronization`.
+    def verify(self, round_: Round) -> None:
+        """Verify a round, if that is due.
 
         A worker that is at fault ends here, and the others verify the round again without it.
 
@@ -337,26 +333,25 @@ class VerifiedReduce:
             DisagreementError: workers compute different bits, and it is unknown which are right.
         """
         drawn, compares_hosts = self._verifications.drawn, self._verifications.compares_hosts
-        if (drawn or compares_hosts) and this.anywhere and not self._job.joins:
-            if self._attempts is None or self._attempts.this is not this:
-                self._attempts = _Attempts(this)
-            if compares_hosts:
-                self._exchange(partial(self._compare_hosts, this), this.catching_up)
-            if drawn:
-                self._verify(this, drawn)
-        total = self._reduce.synchronize(this)
-        self._attempts = None
-        return total
+        if not (drawn or compares_hosts) or not round_.anywhere or round_.verified or self._job.joins:
+            return
+        if self._attempts is None or self._attempts.round_ is not round_:
+            self._attempts = _Attempts(round_)
+        if compares_hosts:
+            self._exchange(partial(self._compare_hosts, round_), round_.catching_up)
+        if drawn:
+            self._verify(round_, drawn)
+        round_.verified, self._attempts = True, None
 
-    def _compare_hosts(self, this: Round, view: View, communicator: Communicator) -> None:
+    def _compare_hosts(self, round_: Round, view: View, communicator: Communicator) -> None:
         """Let the first worker of each host compute replica 0, with all operations of the program."""
-        this.entered()
+        round_.entered()
         worker = self._job.worker
-        this.begin(view.replicas_of(worker))
+        round_.begin(view.replicas_of(worker))
         leads = any(host[0] == worker for host in view.hosts)
         own = (self._made(0, 1), host_report(self._job)) if leads else None
-        this.settle()
-        what = f"the comparison of hosts in {this.what}"
+        round_.settle()
+        what = f"the comparison of hosts in {round_.what}"
         blobs = communicator.gather(msgspec.msgpack.encode(own), what=what)
         given = [msgspec.msgpack.decode(blob, type=_FromHost | None) for blob in blobs]
         (hashes, first), *others = filter(None, given)
@@ -364,29 +359,29 @@ class VerifiedReduce:
         if unlike:
             made, other = unlike[0]
             answers = Answers(Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made)))
-            shown = _listed(self._differing(this, answers))
+            shown = _listed(self._differing(round_, answers))
             reports = (first, *(report for _, report in unlike))
-            refuse_unlike(self._job, this.what, shown, reports, texts_of_all(communicator, what))
+            refuse_unlike(self._job, round_.what, shown, reports, texts_of_all(communicator, what))
 
-    def _verify(self, this: Round, drawn: Sequence[int]) -> None:
+    def _verify(self, round_: Round, drawn: Sequence[int]) -> None:
         """Return once all answers for the replicas of a round are equal."""
         while True:
-            found = self._exchange(partial(self._answers, this, drawn, 1), this.catching_up)
+            found = self._exchange(partial(self._answers, round_, drawn, 1), round_.catching_up)
             differing = [replica for replica, answers in found.items() if not answers.are_equal]
             if not differing:
                 break
-            found = self._exchange(partial(self._answers, this, differing, 2), this.catching_up)
+            found = self._exchange(partial(self._answers, round_, differing, 2), round_.catching_up)
             for replica, answers in found.items():
-                self._act(this, replica, answers, judge(answers))
+                self._act(round_, replica, answers, judge(answers))
         self._verifications.note(drawn)
 
     def _answers(
-        self, this: Round, replicas: Sequence[int], attempts: int, view: View, communicator: Communicator
+        self, round_: Round, replicas: Sequence[int], attempts: int, view: View, communicator: Communicator
     ) -> dict[int, Answers]:
         """Compute what this worker has to, and return the answers of all workers, by replica."""
-        this.entered()
+        round_.entered()
         worker, turn = self._job.worker, self._verifications.turn
-        this.begin(view.replicas_of(worker))
+        round_.begin(view.replicas_of(worker))
         own: list[tuple[int, str, list[Hashes]]] = []
         for replica in replicas:
             roles = Roles.of(view, replica, turn)
@@ -398,11 +393,11 @@ class VerifiedReduce:
                 own.append((replica, "checker", self._made(replica, attempts)))
             elif worker == roles.third and attempts > 1:
                 own.append((replica, "third", self._made(replica, 1)))
-        this.settle()
+        round_.settle()
         blob = msgspec.msgpack.encode((worker, own))
         found: dict[int, dict[str, Answer]] = {replica: {} for replica in replicas}
         # With several hosts, they may be of an earlier view, in which the workers had other roles.
-        for other in communicator.gather(blob, what=f"the verification of {this.what}"):
+        for other in communicator.gather(blob, what=f"the verification of {round_.what}"):
             sender, given = msgspec.msgpack.decode(
                 other, type=tuple[int, list[tuple[int, str, list[Hashes]]]]
             )
@@ -414,12 +409,12 @@ class VerifiedReduce:
         assert self._attempts is not None
         return self._attempts.made(replica, number)[:number]
 
-    def _act(self, this: Round, replica: int, answers: Answers, verdict: Verdict) -> None:
+    def _act(self, round_: Round, replica: int, answers: Answers, verdict: Verdict) -> None:
         """End the worker at fault, or all; return on the others."""
         if verdict.kind == "equal":
             return
-        names = self._differing(this, answers)
-        what = f"{this.what}: replica {replica}"
+        names = self._differing(round_, answers)
+        what = f"{round_.what}: replica {replica}"
         who = name_workers(verdict.workers)
         event = VerificationFailed(
             step=self._verifications.step,
@@ -441,12 +436,12 @@ class VerifiedReduce:
             return
         raise DisagreementError(f"{what}: {_ENDS[verdict.kind].format(who=who, shown=shown)}{self._advice()}")
 
-    def _differing(self, this: Round, answers: Answers) -> list[str]:
+    def _differing(self, round_: Round, answers: Answers) -> list[str]:
         """Return the names of the arrays that two attempts differ in."""
-        assert this.layout is not None
+        assert round_.layout is not None
         attempts = [hashes for answer in answers.given for hashes in answer.attempts]
         other = next((hashes for hashes in attempts if hashes != attempts[0]), attempts[0])
-        names = this.named_parts(this.layout.zeros)
+        names = round_.named_parts(round_.layout.zeros)
         pairs = zip(names, _parts(attempts[0]), _parts(other), strict=False)
         return [self._describe(name) for name, first, second in pairs if first != second]
 

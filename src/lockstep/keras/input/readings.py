@@ -21,13 +21,14 @@ first steps, at a fraction of the cost of hashing everything.
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.batch import GlobalBatch, owned_rows, replica_rows
+from lockstep.data.batch import GlobalBatch, PendingBatch, owned_rows, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.sparse_rows import SparseRows
@@ -239,6 +240,20 @@ def whole_batch(
         return digest_arrays(hashed, struct.pack("<2q", step, examples))
 
     return GlobalBatch(examples, read, computed_once(check))
+
+
+def read_batch(
+    element: Any, catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> GlobalBatch:
+    """Return the global batch of an element of Keras's loop; all members of a view do this together.
+
+    Args:
+        element: a batch that is read or still pending, or a nest of arrays or tensors with all rows.
+        catching_up: see `lockstep.worker.job.Job.exchange`.
+    """
+    if isinstance(element, PendingBatch):
+        return element.read(catching_up)
+    return element if isinstance(element, GlobalBatch) else whole_batch(element)
 
 
 def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:

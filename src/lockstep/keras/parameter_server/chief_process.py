@@ -11,6 +11,7 @@ import numpy.typing as npt
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
+from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall, same_bits
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
@@ -233,7 +234,7 @@ class ChiefProcess(FitProcess):
             self._opening = None
         # With steps_per_execution, none runs before the next step.
         self._callbacks_ran = False
-        data = self.read(batch)
+        data = read_batch(batch)
         self._checks[step] = data.check()
         timer.lap("input")
         result = self._dispatcher.result()

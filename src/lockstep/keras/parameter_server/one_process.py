@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DisagreementError
+from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
 from lockstep.keras.parameter_server.followed_orders import (
     Answered,
@@ -81,7 +82,7 @@ class OneProcess(ChiefProcess):
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
         """Return what a worker asks a server for: of tables, the rows that its batch looks up."""
         if attempt.batch is None and (batch := self._ahead.batch(attempt.step)) is not None:
-            data = self.read(batch)
+            data = read_batch(batch)
             with self._worker.rows:
                 attempt.batch = data, self._worker.look_up(data)
         # A lost worker that got no further than this has changed nothing: its rows do not matter.

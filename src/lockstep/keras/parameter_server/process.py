@@ -3,7 +3,6 @@
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.checkpoint_files import Contents
-from lockstep.data.batch import GlobalBatch, PendingBatch
 from lockstep.errors import DataError, ModelError, PeerLostError
 from lockstep.keras.backends.contract import EQUAL, Backend, ServedProgram
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.input.readings import whole_batch
+from lockstep.keras.input.readings import read_batch
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
@@ -331,19 +329,13 @@ class FitProcess(TaskProcess):
         program: Any = self.backend.program(self.model, "train")
         return program  # type: ignore[no-any-return]
 
-    def read(self, batch: Any) -> GlobalBatch:
-        """Return a batch of Keras's loop as a global batch."""
-        if isinstance(batch, PendingBatch):
-            return batch.read(nullcontext)
-        return batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
-
     def computed(self, program: ServedProgram, state: Any, step: int, batch: Any) -> Mapping[str, Array]:
         """Compute the gradients and changes of a step, as arrays by their names in a partial.
 
         Raises:
             ModelError: parameter servers do not support the step.
         """
-        data = self.read(batch)
+        data = read_batch(batch)
         seed = seed_at(self.call.seed, self.call.number, step)
         share = data.share(0, 1, seed)
         partial = program.compute(state, share, ())

@@ -9,6 +9,7 @@ import keras
 import numpy.typing as npt
 
 from lockstep.errors import PeerLostError
+from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.worker_step import WorkerStep
 from lockstep.protocol.parameter_server import (
@@ -80,7 +81,7 @@ class WorkerProcess(FitProcess):
         step, self._steps = self._steps, self._steps + 1
         self._step.state = state
         if not self._began:
-            self._began, data = True, self.read(batch)
+            self._began, data = True, read_batch(batch)
             self._step.look_up(data)
             self._step.make_room(step, data)
         if step < self._skipped:
@@ -110,7 +111,7 @@ class WorkerProcess(FitProcess):
     def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
         timer = self.job.timer
         timer.begin(self.call.name)
-        data = self.read(batch)
+        data = read_batch(batch)
         rows, traced = self._step.look_up(data), self._step.traced
         timer.lap("input")
         if self._step.make_room(step, data):

@@ -20,8 +20,8 @@ from lockstep.keras.per_replica import DistributedValues, Values, is_empty
 from lockstep.keras.private.common import KERAS_SEED, stored_value
 from lockstep.keras.python_replicas import PythonOfReplicas
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
+from lockstep.keras.rounds import SCALAR
 from lockstep.keras.seeds import key_of_replica, seed_of_replica
-from lockstep.keras.synchronization import SCALAR
 
 Array = npt.NDArray[Any]
 
@@ -181,17 +181,17 @@ class FunctionProfile:
 
     Attributes:
         function: the function.
-        rounds: that it takes.
+        python: the attributes that it changes.
+        rounds: the rounds that it takes.
         prepared: the metrics and seeds that it assigns.
         completed: whether it has run to its end before.
-        python: the attributes that it changes.
     """
 
     function: Any
+    python: PythonOfReplicas
     rounds: RoundCount = field(default_factory=RoundCount)
     prepared: list[Any] = field(default_factory=list)
     completed: bool = False
-    python: PythonOfReplicas | None = None
 
 
 @dataclass
@@ -267,8 +267,7 @@ class ReplicaComputation:
         while True:
             if (computed := self._attempt(this, earlier, replica)) is not None:
                 return computed
-            if this.profile.python is not None:
-                this.profile.python.undo()
+            this.profile.python.undo()
 
     def _attempt(self, this: EagerExecution, earlier: Sequence[Total], replica: int) -> dict[str, Any] | None:
         """Return a replica's partial; None if the profile has changed and the replica must compute again."""

@@ -13,7 +13,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import keras
@@ -44,8 +43,8 @@ from lockstep.keras.replica_run.eager_replica import (
 )
 from lockstep.keras.replica_run.merges import Op
 from lockstep.keras.replica_run.results import Axis, ResultCombiner, reduced_plain
-from lockstep.keras.replica_run.run_rounds import RunRounds
-from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
+from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
+from lockstep.keras.rounds import SCALAR, gathered_scalars
 from lockstep.keras.variables import named_arrays
 from lockstep.keras.worker_exchange import state_facts
 from lockstep.worker.job import Job
@@ -84,41 +83,18 @@ class EagerRunner:
         seed = random.getrandbits(64)
         this = EagerExecution(self._profile(function), arguments, seed, _sources(arguments))
         python = this.profile.python
-        assert python is not None
         python.begin()
         totals: list[Total] = []
         while not totals or not this.profile.rounds.is_last(len(totals) - 1):
             # The reduce of this round reuses the memory of the last total.
             totals[-1:] = [{key: array.copy() for key, array in total.items()} for total in totals[-1:]]
-            what = f"strategy.run of {name}"
-            compute = partial(self._computed, this, totals, what)
-            form = partial(self._form, this, len(totals))
-            last = self._rounds.round(what, compute, this.inputs, seed, form=form)
+            last = EagerRound(self._rounds, f"strategy.run of {name}", self._replica, this, list(totals))
             totals.append(self._rounds.total(last))
         self._apply(this, totals)
         returned = self._returned(this, last, totals[-1])
         python.end()
-        self._compare(this, what)
+        self._compare(this, last.what)
         return returned
-
-    def _computed(self, this: EagerExecution, earlier: Sequence[Total], what: str, replica: int) -> Partial:
-        """Return a replica's partial; it leaves Python attributes unchanged."""
-        python = this.profile.python
-        assert python is not None
-
-        def run(_: int) -> Partial:
-            partial = self._replica.compute(this, earlier, replica)
-            leaves = this.outputs.get(replica, ())
-            results = {f"{_RESULT}{i}": leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
-            return {**partial, **results}
-
-        computed = python.compute(run, replica, 0, what, first_round=not earlier)
-        return {name: array for name, array in computed.items() if not name.startswith(_RESULT)}
-
-    @staticmethod
-    def _form(this: EagerExecution, number: int) -> str:
-        python = this.profile.python
-        return python.form() if python is not None and this.profile.rounds.is_last(number) else ""
 
     def reduce(self, op: Op, value: Any, axis: Axis) -> Any:
         """Return the sum or the mean over the replicas of each leaf."""
@@ -162,7 +138,7 @@ class EagerRunner:
         """Return the profile of a function object; two functions with the same code have two profiles."""
         key = (id(getattr(function, "__self__", None)), id(getattr(function, "__func__", function)))
         found = self._profiles.pop(key, None) or FunctionProfile(
-            function, python=PythonOfReplicas.of_function(function, self._backend.to_numpy)
+            function, PythonOfReplicas.of_function(function, self._backend.to_numpy)
         )
         self._profiles[key] = found
         if len(self._profiles) > _MAX_PROFILES:
@@ -191,7 +167,7 @@ class EagerRunner:
             start = 0 if holds_new_value(name) else self._backend.to_numpy(stored_value(variable))
             variable.assign(np.array(start + totals[-1][name]))
 
-    def _returned(self, this: EagerExecution, last: Round, total: Total) -> Any:
+    def _returned(self, this: EagerExecution, last: FunctionRound, total: Total) -> Any:
         """Return the function's result, with a PerReplica for each leaf that is not None."""
         # A replica that this worker only verifies is computed for another one.
         owned = frozenset(self._rounds.owned)
@@ -216,7 +192,6 @@ class EagerRunner:
     def _recomputation(self, this: EagerExecution) -> Callable[[int], Sequence[Any]]:
         """Return what computes replicas of a `strategy.run` again, until any variable is assigned."""
         count, python = assignments.count(), this.profile.python
-        assert python is not None
         changes = python.has_changed
 
         def recompute(replica: int) -> Sequence[Any]:
@@ -239,6 +214,42 @@ class EagerRunner:
         if not isinstance(leaf, PerReplica):
             return leaf
         return self._backend.to_tensor(leaf.source.leaf(leaf.leaf, replica))
+
+
+class EagerRound(FunctionRound):
+    """The round of an eager `strategy.run` that follows the rounds with the totals `earlier`."""
+
+    def __init__(
+        self,
+        rounds: RunRounds,
+        what: str,
+        computation: ReplicaComputation,
+        execution: EagerExecution,
+        earlier: Sequence[Total],
+    ) -> None:
+        super().__init__(rounds, what, execution.inputs, execution.seed)
+        self._computation = computation
+        self._execution = execution
+        self._earlier = earlier
+
+    def compute(self, replica: int) -> Partial:
+        """Return a replica's partial; it leaves Python attributes unchanged."""
+        execution, earlier = self._execution, self._earlier
+
+        def run(_: int) -> Partial:
+            partial = self._computation.compute(execution, earlier, replica)
+            leaves = execution.outputs.get(replica, ())
+            results = {f"{_RESULT}{i}": leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+            return {**partial, **results}
+
+        python = execution.profile.python
+        partial = python.compute(run, replica, 0, self.what, first_round=not earlier)
+        return {name: array for name, array in partial.items() if not name.startswith(_RESULT)}
+
+    def form(self) -> str:
+        """Return what the last computation has changed in Python, if it is the function's last round."""
+        profile = self._execution.profile
+        return profile.python.form() if profile.rounds.is_last(len(self._earlier)) else ""
 
 
 def _sources(arguments: Any) -> list[Values]:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from lockstep.keras import tf_random_ops
@@ -42,9 +41,9 @@ from lockstep.keras.backends.tf_graphs import (
 )
 from lockstep.keras.per_replica import ReturnedValues, Spec, Values, ValueStore, is_empty
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
-from lockstep.keras.replica_run.run_rounds import RunRounds
+from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
 from lockstep.keras.replica_run.tf_merged_variables import is_merged, refuse_other_changes
-from lockstep.keras.synchronization import GATHERED, SCALAR, Round, gathered_scalars
+from lockstep.keras.rounds import GATHERED, SCALAR, PartialLayout, gathered_scalars
 from lockstep.keras.tf_per_replica import (
     CompositePerReplica,
     SymbolicPerReplica,
@@ -155,12 +154,12 @@ class GraphRun:
             tf_random_ops.set_seed(seed)
         parts, _ = compute.structured_outputs
         names = sorted(parts)
-        like = {name: _zeros(parts[name]) for name in names}
         # The first replica's partial shows shapes that the graph does not, such as those of joined arrays.
-        known = None if any(zeros is None for zeros in like.values()) else like
+        shows_shapes = all(tensor.shape.is_fully_defined() for tensor in parts.values())
+        layout = PartialLayout({name: _leaf(parts[name]) for name in names}) if shows_shapes else None
 
         def next_replica(order: Any) -> Any:
-            replica = call_python(lambda _: self._scheduler.next_replica(number, known), [order], tf.int64)
+            replica = call_python(lambda _: self._scheduler.next_replica(number, layout), [order], tf.int64)
             replica.set_shape(())
             return replica
 
@@ -413,7 +412,7 @@ class GraphExecution:
 
     inputs: Sequence[tuple[Values, int]]
     seed: int = 0
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list["GraphRound"] = field(default_factory=list)
     totals: list[Total] = field(default_factory=list)
     outputs: dict[int, Sequence[Any]] = field(default_factory=dict)
 
@@ -457,17 +456,17 @@ class ReplicaScheduler:
         self._count += 1
         self._execution = GraphExecution(inputs, seed)
 
-    def next_replica(self, number: int, like: Mapping[str, npt.NDArray[Any]] | None) -> int:
+    def next_replica(self, number: int, layout: PartialLayout | None) -> int:
         """Return the next replica to compute in round `number`; NONE_LEFT once the round is summed.
 
         Args:
-            number: of the round, from 0.
-            like: a partial of zeros; None if its shapes are unknown.
+            number: the number of the round, from 0.
+            layout: that of its partials; None if their shapes are unknown.
         """
         execution = self._execution
         if number == len(execution.rounds):
-            this = self._rounds.round(self.what, _request, execution.sources, execution.seed, like)
-            execution.rounds.append(this)
+            round_ = GraphRound(self._rounds, self.what, execution.sources, execution.seed, layout)
+            execution.rounds.append(round_)
         try:
             total = self._rounds.total(execution.rounds[number])
         except ReplicaMissing as missing:
@@ -518,12 +517,14 @@ class ReplicaMissing(Exception):
         self.replica = replica
 
 
-def _request(replica: int) -> NoReturn:
-    raise ReplicaMissing(replica)
+class GraphRound(FunctionRound):
+    """A round of a `strategy.run` in a graph, which itself computes the replicas."""
+
+    def compute(self, replica: int) -> NoReturn:
+        """Raise `ReplicaMissing`."""
+        raise ReplicaMissing(replica)
 
 
-def _zeros(tensor: Any) -> Any:
-    """Return zeros like a tensor of a graph; None if its shape is unknown."""
-    if not tensor.shape.is_fully_defined():
-        return None
-    return np.zeros(tensor.shape.as_list(), tensor.dtype.as_numpy_dtype)
+def _leaf(tensor: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the dtype of the arrays that a tensor of a graph becomes."""
+    return tuple(tensor.shape.as_list()), np.dtype(tensor.dtype.as_numpy_dtype)

@@ -14,8 +14,8 @@ from lockstep.collectives.plan import halves
 from lockstep.errors import DataError
 from lockstep.keras.per_replica import ReturnedValues, Values, refuse_lost_value
 from lockstep.keras.replica_run.merges import Op, refuse_sum_of_booleans
-from lockstep.keras.replica_run.run_rounds import RunRounds
-from lockstep.keras.synchronization import GATHERED, Round
+from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
+from lockstep.keras.rounds import GATHERED, Round
 
 Array = npt.NDArray[Any]
 Axis = int | Sequence[int] | None
@@ -78,26 +78,17 @@ class ResultCombiner:
         known = self._known(source, leaf)
         if len(known) == self._replicas:
             return np.concatenate([known[replica] for replica in sorted(known)], axis=axis)
-        name = f"{GATHERED}{axis}/0"
-        this = Round(
-            "strategy.gather", lambda replica: {name: self._owned(source, leaf, replica)}, np.asarray
-        )
-        return self._rounds.synchronize(this)[name]
+        (joined,) = self._rounds.merged(GatherRound(self._rounds, self, source, leaf, axis)).values()
+        return joined
 
     def _summed(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: Axis) -> list[Array]:
         """Return the sums of leaves that are on several workers, each followed by the number of values."""
         if not leaves:
             return []
-
-        def compute(replica: int) -> dict[str, Array]:
-            pairs = (_sum_and_count(op, self._owned(*origin, replica), axis) for origin in leaves)
-            return {str(i): array for i, array in enumerate(array for pair in pairs for array in pair)}
-
-        sources = list({id(source): source for source, _ in leaves}.values())
-        total = self._rounds.synchronize(self._rounds.round("strategy.reduce", compute, sources))
+        total = self._rounds.merged(ReduceRound(self._rounds, self, op, leaves, axis))
         return [total[str(i)].copy() for i in range(2 * len(leaves))]
 
-    def _owned(self, source: Values, leaf: int, replica: int) -> Array:
+    def owned(self, source: Values, leaf: int, replica: int) -> Array:
         """Return one leaf of a replica that this worker owns."""
         if isinstance(source, ReturnedValues):
             array: Array = self._to_numpy(source.owned_leaf(leaf, replica))
@@ -114,6 +105,49 @@ class ResultCombiner:
             except DataError:
                 continue
         return known
+
+
+class ReduceRound(FunctionRound):
+    """The round of a `strategy.reduce` of leaves that are on several workers."""
+
+    def __init__(
+        self,
+        rounds: RunRounds,
+        combiner: ResultCombiner,
+        op: Op,
+        leaves: Sequence[tuple[Values, int]],
+        axis: Axis,
+    ) -> None:
+        super().__init__(
+            rounds, "strategy.reduce", list({id(source): source for source, _ in leaves}.values())
+        )
+        self._combiner = combiner
+        self._op: Op = op
+        self._leaves = leaves
+        self._axis = axis
+
+    def compute(self, replica: int) -> dict[str, Array]:
+        """Return the sum of each leaf, followed by the number of its values."""
+        origins = (self._combiner.owned(*origin, replica) for origin in self._leaves)
+        pairs = (_sum_and_count(self._op, array, self._axis) for array in origins)
+        return {str(i): array for i, array in enumerate(array for pair in pairs for array in pair)}
+
+
+class GatherRound(Round):
+    """The round of a `strategy.gather` of a leaf that is on several workers."""
+
+    def __init__(
+        self, rounds: RunRounds, combiner: ResultCombiner, source: Values, leaf: int, axis: int
+    ) -> None:
+        super().__init__("strategy.gather", rounds.job.worker)
+        self._combiner = combiner
+        self._source = source
+        self._leaf = leaf
+        self._axis = axis
+
+    def compute(self, replica: int) -> dict[str, Array]:
+        """Return the leaf of a replica."""
+        return {f"{GATHERED}{self._axis}/0": self._combiner.owned(self._source, self._leaf, replica)}
 
 
 def tree_sum(parts: list[Array]) -> Array:

@@ -1,14 +1,15 @@
-"""Rounds, the engine of `fit` and `strategy.run`: replicas compute partials, which are combined into a total.
+"""Rounds, the engine of `fit` and `strategy.run`: replicas compute partials, and all workers get their total.
 
-A step or function takes one or more rounds (see `lockstep.keras.backends.multi_update`). A `Round` defines
-what a replica computes. A `Synchronization` decides which replicas this worker computes, and returns a total
-that is equal on all workers.
+A step or function takes one or more rounds (see `lockstep.keras.backends.multi_update`). A subclass of
+`Round` defines what a replica computes. The round decides which replicas this worker computes, and sums the
+partials of all workers along the plan of a view.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -74,59 +75,99 @@ class PartialLayout:
         return tuple(name for name in self.names if name.startswith(GATHERED))
 
 
-@dataclass(slots=True)
-class Round:
+class Round(ABC):
     """One round: what a replica computes in it, and the partials that this worker has computed.
 
     A partial is a function of the round alone: any worker can compute any replica, and a partial remains
-    valid when the workers change.
+    valid when the workers change. After an error of `compute`, the round can be summed again.
+
+    Workers sum the same rounds in the same order. All get the same bits, for any number of workers.
 
     Attributes:
         what: names the round in messages.
-        compute: begins the computation of a replica; returns its partial, arrays of NumPy or of the backend
-            by name, or None for a replica that contributes nothing. After an error that it raises, the round
-            can be synchronized again.
-        to_numpy: waits for an array, and returns it as NumPy sees it.
-        check: returns at most 64 bytes that must be equal on all workers, given the sorted names.
+        worker: the id of this worker.
         advice: what to do if replicas compute different things.
-        sample: computes a partial that shows the layout if no replica of this worker contributes.
-        form: returns what the last computation of a replica has done besides its arrays; None if all replicas
-            do the same.
-        layout: the layout of the partials, once it is known.
-        layouts: the layouts of rounds like this one, by the names of the arrays.
-        entered: called in each view in which the round is synchronized, before anything is computed there.
-        settle: returns once nothing reads the memory of the last total.
-        catching_up: see `lockstep.worker.job.Job.exchange`.
+        anywhere: whether each worker can compute all replicas; equal on all workers.
+        layout: that of the partials, once it is known.
+        layouts: those of rounds like this one, by the names of the arrays.
         started: the partials of the replicas whose computation has begun on this worker.
+        verified: whether other workers have computed some of its partials, too, as far as that was due.
         contributed: the arrays of the replicas that this worker has given to a sum, in the order of the
             layout's names, valid until the next round.
-        inputs: returns what a replica that has contributed computes from, as far as this is known: arrays of
-            NumPy or of the backend.
-        parts: returns the arrays of a partial or a total by the names that messages and records use, if one
-            array can hold several.
-        anywhere: whether each worker can compute all replicas; equal on all workers.
-        counts: whether a replica that has computed has examples.
     """
 
-    what: str
-    compute: Callable[[int], Partial | None]
-    to_numpy: Callable[[Any], Array]
-    check: Callable[[Sequence[str]], bytes] = lambda names: b""
-    advice: str = "every replica has to compute the same things"
-    sample: Callable[[], Partial] = dict
-    form: Callable[[], str] | None = None
-    layout: PartialLayout | None = None
-    layouts: dict[frozenset[str], PartialLayout] = field(default_factory=dict)
-    entered: Callable[[], None] = lambda: None
-    settle: Callable[[], None] = lambda: None
-    catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
-    started: dict[int, Partial] = field(default_factory=dict)
-    contributed: dict[int, Sequence[Array]] = field(default_factory=dict)
-    inputs: Callable[[int], Sequence[Any]] = lambda replica: ()
-    parts: Callable[[Mapping[str, Array]], Mapping[str, Array]] = lambda arrays: arrays
-    anywhere: bool = True
-    counts: Callable[[int], bool] = lambda replica: True
-    _forms: set[str] = field(default_factory=set)
+    advice = "every replica has to compute the same things"
+
+    def __init__(
+        self,
+        what: str,
+        worker: int,
+        *,
+        layout: PartialLayout | None = None,
+        layouts: dict[frozenset[str], PartialLayout] | None = None,
+    ) -> None:
+        self.what = what
+        self.worker = worker
+        self.anywhere = True
+        self.layout = layout
+        self.layouts = {} if layouts is None else layouts
+        self.started: dict[int, Partial] = {}
+        self.verified = False
+        self.contributed: dict[int, Sequence[Array]] = {}
+        self._forms: set[str] = set()
+        self._joined: dict[str, Array] = {}
+
+    # What subclasses define.
+
+    @abstractmethod
+    def compute(self, replica: int) -> Partial:
+        """Begin the computation of a replica; return its partial, arrays of NumPy or of the backend by name.
+
+        For replica 0, also if it contributes nothing: its partial shows the layout to a worker without any.
+        """
+
+    def contributes(self, replica: int) -> bool:
+        """Whether a replica computes; otherwise it contributes zeros."""
+        return True
+
+    def counts(self, replica: int) -> bool:
+        """Whether a replica that computes has examples."""
+        return True
+
+    def form(self) -> str | None:
+        """Return what the last computation has done besides its arrays; None if all replicas do the same."""
+        return None
+
+    def check(self, names: Sequence[str]) -> bytes:
+        """Return at most 64 bytes that must be equal on all workers, given the sorted names of the arrays."""
+        return b""
+
+    def to_numpy(self, array: Any) -> Array:
+        """Wait for an array of a partial, and return it as NumPy sees it."""
+        return np.asarray(array)
+
+    def parts(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the arrays of a partial or a total by the names that messages and records use.
+
+        One array can hold several of these parts.
+        """
+        return arrays
+
+    def inputs(self, replica: int) -> Sequence[Any]:
+        """Return the arrays from which a replica that has contributed computes, if the round knows them."""
+        return ()
+
+    def entered(self) -> None:  # noqa: B027
+        """Note that the round is in another view, and computes there next."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Return once nothing reads the memory of the last total."""
+
+    def catching_up(self) -> AbstractContextManager[None]:
+        """See `lockstep.worker.job.Job.exchange`."""
+        return nullcontext()
+
+    # Partials.
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
         """Begin the computation of those `replicas` that have not begun; return the layout of the partials.
@@ -135,52 +176,40 @@ class Round:
             ModelError: replicas compute different things.
         """
         for replica in replicas:
-            if replica not in self.started and (computed := self.compute(replica)) is not None:
-                self.started[replica] = computed
-                self._note_form()
+            if replica not in self.started and self.contributes(replica):
+                self.started[replica] = self._computed(replica)
         if self.layout is None:
-            shown = next(iter(self.started.values()), None)
-            if shown is None:
-                shown = self.sample()
-                self._note_form()
-            names = frozenset(shown)
+            sample = next(iter(self.started.values()), None)
+            if sample is None:
+                sample = self._computed(0)
+            names = frozenset(sample)
             if names not in self.layouts:
-                arrays = {name: self.to_numpy(value) for name, value in shown.items()}
+                arrays = {name: self.to_numpy(value) for name, value in sample.items()}
                 self.layouts[names] = PartialLayout.of(arrays)
             self.layout = self.layouts[names]
         for computed in self.started.values():
             if computed.keys() != self.layout.leaves.keys():
-                found, known = self.parts(computed), self.named_parts(self.layout.zeros)
+                other, expected = self.parts(computed), self.named_parts(self.layout.zeros)
                 # Arrays of another shape may also have another name.
-                changed = found.keys() ^ known.keys() or [
-                    name for name in known if tuple(found[name].shape) != known[name].shape
+                changed = other.keys() ^ expected.keys() or [
+                    name for name in expected if tuple(other[name].shape) != expected[name].shape
                 ]
                 self._refuse(sorted(changed))
         if len(self._forms) > 1:
             self._refuse(sorted(self._forms))
         return self.layout
 
-    def _note_form(self) -> None:
-        if self.form is not None:
-            self._forms.add(self.form())
+    def _computed(self, replica: int) -> Partial:
+        partial = self.compute(replica)
+        if (form := self.form()) is not None:
+            self._forms.add(form)
+        return partial
 
     def _refuse(self, differing: Sequence[str]) -> NoReturn:
         raise ModelError(
             f"{self.what}: replicas compute different things in one step ({', '.join(differing)}): "
             f"{self.advice}"
         )
-
-    def refuse_other_forms(self, communicator: Communicator) -> None:
-        """Raise ModelError if workers compute different things; all call this after a failed reduce."""
-        assert self.layout is not None
-        if self.form is None:
-            return
-        own = msgspec.msgpack.encode([self.layout.names, sorted(self._forms)])
-        found = [msgspec.msgpack.decode(blob, type=list[list[str]]) for blob in communicator.gather(own)]
-        for part in zip(*found, strict=True):
-            sets = [set(texts) for texts in part]
-            if differing := sets[0].union(*sets[1:]) - sets[0].intersection(*sets[1:]):
-                self._refuse(sorted(differing))
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
         """Wait for the partials of replicas, which have begun or contribute nothing.
@@ -201,8 +230,68 @@ class Round:
         parts = self.parts(dict(zip(self.layout.names, arrays, strict=True)))
         return {name: parts[name] for name in sorted(parts)}
 
-    def refuse_other_shapes(self, partials: Mapping[int, Sequence[Array]]) -> None:
-        """Raise ModelError if arrays to sum have different shapes; call this after a failed reduce."""
+    # The total.
+
+    def sum(self, view: View, communicator: Communicator) -> Total:
+        """Compute the replicas that this worker owns in a view, and return the total over all replicas.
+
+        The act of an exchange: in the next view, the round keeps its partials, and computes the replicas that
+        this worker did not own before.
+
+        Returns:
+            Arrays by the names of the partials, valid until the next sum: the sum over all replicas along
+            the job's tree; for `GATHERED`, the arrays of all replicas, joined in the replicas' order; for
+            `SCALAR`, the argument of `gathered_scalars`.
+
+        Raises:
+            DisagreementError: the workers differ in `check`, or in the shapes and dtypes of their partials.
+            ModelError: replicas compute different things.
+            PeerLostError: a worker was lost, and the view is over.
+        """
+        self.entered()
+        owned = view.replicas_of(self.worker)
+        layout = self.begin(owned)
+        # Hash the inputs while the backend is still computing.
+        check = self.check(layout.names) if len(view.workers) > 1 else b""
+        partials = self.partials(owned)
+        self.contributed.update(partials)
+        self.settle()
+        summed = partials
+        if layout.scalars or layout.joined or layout.equal:
+            named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
+            if layout.joined and not self._joined:
+                # Complete for all members: the next view does not repeat it.
+                self._joined = _joined(layout, named, communicator, self.what)
+            if self._joined and not layout.summed and not check:
+                return self._joined
+            for replica, arrays in named.items():
+                for name in layout.scalars:
+                    arrays[name] = spread(arrays[name], replica, view.replicas)
+                for name in layout.equal:
+                    arrays[name] = evidence(arrays[name], replica in self.started and self.counts(replica))
+            summed = {r: [arrays[name] for name in layout.summed] for r, arrays in named.items()}
+        try:
+            leaves = communicator.reduce(
+                {Span(r, r + 1): arrays for r, arrays in summed.items()}, check=check, what=self.what
+            )
+        except InternalError:
+            self._refuse_other_shapes(partials)
+            raise
+        except DisagreementError:
+            # So do all members.
+            self._refuse_other_forms(communicator)
+            raise
+        total = dict(zip(layout.summed, leaves, strict=True))
+        for name in layout.equal:
+            shape, dtype = layout.leaves[name]
+            value = equal_value(total[name], dtype)
+            if value is None:
+                refuse_unequal_state(self.what, dtype.name, name.split("/", 2)[2])
+            total[name] = value.reshape(shape)
+        return total | self._joined
+
+    def _refuse_other_shapes(self, partials: Mapping[int, Sequence[Array]]) -> None:
+        """Raise ModelError if arrays to sum have different shapes; for a failed reduce."""
         assert self.layout is not None
         first = next(iter(partials.values()))
         for replica, arrays in partials.items():
@@ -214,26 +303,17 @@ class Round:
                         "replicas, or join them with all_gather in strategy.run"
                     )
 
-
-class Synchronization(Protocol):
-    """Combines the partials of a round into a total.
-
-    Workers call it for the same rounds in the same order. All get the same bits, for any number of workers.
-    """
-
-    def synchronize(self, this: Round) -> Total:
-        """Compute each replica on one worker, and return the total of all partials.
-
-        Returns:
-            Arrays by the names of the partials, valid until the next call: the sum over all replicas along
-            the job's tree; for `GATHERED`, the arrays of all replicas, joined in the replicas' order; for
-            `SCALAR`, the argument of `gathered_scalars`.
-
-        Raises:
-            DisagreementError: the workers differ in `check`, or in the shapes and dtypes of their partials.
-            ModelError: the replicas of this worker compute different things.
-            PeerLostError: a worker was lost, and the job, or its loop, does not continue without it.
-        """
+    def _refuse_other_forms(self, communicator: Communicator) -> None:
+        """Raise ModelError if workers compute different things; all call this after a failed reduce."""
+        assert self.layout is not None
+        if not self._forms:
+            return
+        shown = msgspec.msgpack.encode([self.layout.names, sorted(self._forms)])
+        of_all = [msgspec.msgpack.decode(blob, type=list[list[str]]) for blob in communicator.gather(shown)]
+        for texts in zip(*of_all, strict=True):
+            sets = [set(of_worker) for of_worker in texts]
+            if differing := sets[0].union(*sets[1:]) - sets[0].intersection(*sets[1:]):
+                self._refuse(sorted(differing))
 
 
 class ExchangeCall(Protocol):
@@ -245,65 +325,6 @@ class ExchangeCall(Protocol):
         catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Result:
         """Return the result of `act` in the view in which the call completes."""
-
-
-class AllReduce:
-    """The `Synchronization` by an all-reduce along the plan of each view.
-
-    A worker computes the replicas that it owns. In a new view, it keeps their partials, and computes the
-    replicas that it did not own before.
-    """
-
-    def __init__(self, exchange: ExchangeCall, worker: int) -> None:
-        self._exchange = exchange
-        self._worker = worker
-
-    def synchronize(self, this: Round) -> Total:
-        """Sum a round's partials along the tree; the next reduce reuses the memory of the total."""
-        return self._exchange(partial(self._sum, this, {}), this.catching_up)
-
-    def _sum(self, this: Round, joined: dict[str, Array], view: View, communicator: Communicator) -> Total:
-        """Make the calls of a round; those that `joined` keeps from an earlier view are complete."""
-        this.entered()
-        own = view.replicas_of(self._worker)
-        layout = this.begin(own)
-        # Hash the inputs while the backend is still computing.
-        check = this.check(layout.names) if len(view.workers) > 1 else b""
-        partials = this.partials(own)
-        this.contributed.update(partials)
-        this.settle()
-        summed = partials
-        if layout.scalars or layout.joined or layout.equal:
-            named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
-            if layout.joined and not joined:
-                joined.update(_joined(layout, named, communicator, this.what))
-            if joined and not layout.summed and not check:
-                return joined
-            for replica, arrays in named.items():
-                for name in layout.scalars:
-                    arrays[name] = spread(arrays[name], replica, view.replicas)
-                for name in layout.equal:
-                    arrays[name] = evidence(arrays[name], replica in this.started and this.counts(replica))
-            summed = {r: [arrays[name] for name in layout.summed] for r, arrays in named.items()}
-        try:
-            total = communicator.reduce(
-                {Span(r, r + 1): arrays for r, arrays in summed.items()}, check=check, what=this.what
-            )
-        except InternalError:
-            this.refuse_other_shapes(partials)
-            raise
-        except DisagreementError:
-            # So do all members.
-            this.refuse_other_forms(communicator)
-            raise
-        found = dict(zip(layout.summed, total, strict=True))
-        for name in layout.equal:
-            shape, dtype = layout.leaves[name]
-            value = equal_value(found[name], dtype)
-            if value is None:
-                refuse_unequal_state(this.what, dtype.name, name.split("/", 2)[2])
-            found[name] = value.reshape(shape)
-        return found | joined
 
 
 def _joined(

@@ -1,13 +1,11 @@
-"""The contract of synchronizations, and the all-reduce in a new view; each worker is a thread."""
+"""What rounds promise, also in a new view; each worker is a thread."""
 
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from lockstep.collectives.contract import WaitPolicy
@@ -17,15 +15,7 @@ from lockstep.errors import DisagreementError, LockstepError, ModelError, PeerLo
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.packing import Packing
 from lockstep.keras.replica_run.results import tree_sum
-from lockstep.keras.synchronization import (
-    GATHERED,
-    SCALAR,
-    AllReduce,
-    Round,
-    Synchronization,
-    gathered_scalars,
-    spread,
-)
+from lockstep.keras.rounds import Round, gathered_scalars
 from lockstep.observability.bus import Bus
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
@@ -33,12 +23,6 @@ from lockstep.topology import place
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext
 
 REPLICAS = 5
-Make = Callable[[int], list[Synchronization]]
-
-
-def all_reduces(workers: int) -> list[Synchronization]:
-    """One all-reduce over the loopback for each worker."""
-    return [AllReduce(job.exchange, job.worker) for job in jobs(workers)]
 
 
 def jobs(workers: int) -> list[Job]:
@@ -51,76 +35,34 @@ def jobs(workers: int) -> list[Job]:
     return [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
 
-class Server:
-    """Receives the partials of all workers: a synchronization without a collective."""
-
-    def __init__(self, workers: int) -> None:
-        self.met = threading.Barrier(workers, timeout=60.0)
-        self.partials: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
-        self.checks: dict[int, bytes] = {}
-
-    def total(self) -> Total:
-        parts = [self.partials[replica] for replica in range(REPLICAS)]
-        return {name: self._combined(name, [part[name] for part in parts]) for name in parts[0]}
-
-    def _combined(self, name: str, arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        if name.startswith(GATHERED):
-            return np.concatenate(arrays, axis=int(name.split("/")[1]))
-        if name.startswith(SCALAR):
-            arrays = [spread(array, replica, REPLICAS) for replica, array in enumerate(arrays)]
-        return tree_sum(arrays)
-
-
-class Client:
-    """A worker's `Synchronization` by a server; worker r modulo the number of workers computes replica r."""
-
-    def __init__(self, server: Server, worker: int) -> None:
-        self._server = server
-        self._worker = worker
-
-    def synchronize(self, this: Round) -> Total:
-        server = self._server
-        own = range(self._worker, REPLICAS, server.met.parties)
-        names = this.begin(own).names
-        server.checks[self._worker] = this.check(names)
-        partials = this.partials(own)
-        this.refuse_other_shapes(partials)
-        server.partials.update({r: dict(zip(names, arrays, strict=True)) for r, arrays in partials.items()})
-        server.met.wait()
-        differ, total = len(set(server.checks.values())) > 1, server.total()
-        server.met.wait()
-        if differ:
-            raise DisagreementError("the workers do not compute from the same data")
-        return total
-
-
-def by_server(workers: int) -> list[Synchronization]:
-    """One client of a server for each worker."""
-    server = Server(workers)
-    return [Client(server, worker) for worker in range(workers)]
-
-
-@pytest.fixture(params=[all_reduces, by_server])
-def make(request: pytest.FixtureRequest) -> Make:
-    """Each implementation."""
-    return request.param  # type: ignore[no-any-return]
-
-
-def together(members: list[Any], act: Callable[[int, Any], Any]) -> list[Any]:
+def together(members: list[Job], act: Callable[[Job], Any]) -> list[Any]:
     """Run `act` on all workers at once; return their results or errors."""
 
-    def one(worker: int) -> Any:
+    def result_of(job: Job) -> Any:
         try:
-            return act(worker, members[worker])
+            return act(job)
         except LockstepError as error:
             return error
 
     with ThreadPoolExecutor(len(members)) as threads:
-        return list(threads.map(one, range(len(members))))
+        return list(threads.map(result_of, members))
 
 
-def a_round(compute: Callable[[int], Any], **options: Any) -> Round:
-    return Round("step 1 of fit 1", compute, np.asarray, **options)
+class MadeRound(Round):
+    """A round in which a replica computes what `partial_of` returns; options replace other methods."""
+
+    def __init__(self, partial_of: Callable[[int], Any], worker: int = 0, **options: Any) -> None:
+        super().__init__("step 1 of fit 1", worker, layouts=options.pop("layouts", None))
+        self.partial_of = partial_of
+        vars(self).update(options)
+
+    def compute(self, replica: int) -> Any:
+        return self.partial_of(replica)
+
+
+def total_of(job: Job, partial_of: Callable[[int], Any], **options: Any) -> Total:
+    round_ = MadeRound(partial_of, job.worker, **options)
+    return job.exchange(round_.sum, round_.catching_up)
 
 
 NUMBERS = [1e8, 1.0, -1e8, 0.1, 3e-5]
@@ -136,72 +78,74 @@ def with_bytes(total: Total) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_totals_have_the_bits_of_the_tree_on_any_number_of_workers(make: Make, workers: int) -> None:
+def test_totals_have_the_bits_of_the_tree_on_any_number_of_workers(workers: int) -> None:
     computed: list[int] = []
 
     def compute(replica: int) -> dict[str, Any]:
         computed.append(replica)
         return gradients(replica)
 
-    def act(worker: int, synchronization: Synchronization) -> Any:
-        return with_bytes(synchronization.synchronize(a_round(compute)))
+    def act(job: Job) -> Any:
+        return with_bytes(total_of(job, compute))
 
     wanted = {name: tree_sum([gradients(r)[name] for r in range(REPLICAS)]).tobytes() for name in "ab"}
-    assert together(make(workers), act) == [wanted] * workers
+    assert together(jobs(workers), act) == [wanted] * workers
     assert sorted(computed) == list(range(REPLICAS))
 
 
-def test_a_replica_that_contributes_nothing_counts_as_zeros_of_the_layout(make: Make) -> None:
-    def act(worker: int, synchronization: Synchronization) -> Any:
-        this = a_round(
-            lambda replica: {"b": np.float32([1, 2])} if replica == 0 else None,
-            sample=lambda: {"b": np.float32([7, 7])},
+def test_a_replica_that_contributes_nothing_counts_as_zeros_of_the_layout() -> None:
+    def act(job: Job) -> Any:
+        # A worker without a replica that contributes computes replica 0 as a sample.
+        round_ = MadeRound(
+            lambda replica: {"b": np.float32([1, 2])},
+            job.worker,
+            contributes=lambda replica: replica == 0,
         )
-        return synchronization.synchronize(this)["b"].tolist(), sorted(this.started)
+        return job.exchange(round_.sum)["b"].tolist(), sorted(round_.started)
 
-    first, *others = together(make(3), act)
+    first, *others = together(jobs(3), act)
     assert first == ([1, 2], [0])
     assert others == [([1, 2], [])] * 2
 
 
-def test_numbers_and_rows_reach_every_worker_in_the_order_of_replicas(make: Make) -> None:
+def test_numbers_and_rows_reach_every_worker_in_the_order_of_replicas() -> None:
     def compute(replica: int) -> dict[str, Any]:
         return {"output/0": np.float32(replica / 3), "gather/1/0": np.full((2, replica % 2 + 1), replica)}
 
-    def act(worker: int, synchronization: Synchronization) -> Any:
-        total = synchronization.synchronize(a_round(compute))
+    def act(job: Job) -> Any:
+        total = total_of(job, compute)
         numbers = gathered_scalars(total["output/0"], "float32")
         return [number.tobytes() for number in numbers], total["gather/1/0"].tolist()
 
     row = [0, 1, 1, 2, 3, 3, 4]
     wanted = [np.float32(replica / 3).tobytes() for replica in range(REPLICAS)], [row, row]
-    assert together(make(2), act) == [wanted] * 2
+    assert together(jobs(2), act) == [wanted] * 2
 
 
-def test_a_difference_of_the_data_is_an_error_on_all_workers(make: Make) -> None:
-    def act(worker: int, synchronization: Synchronization) -> Any:
-        return synchronization.synchronize(a_round(gradients, check=lambda names: bytes([worker])))
+def test_a_difference_of_the_data_is_an_error_on_all_workers() -> None:
+    def act(job: Job) -> Any:
+        return total_of(job, gradients, check=lambda names: bytes([job.worker]))
 
-    errors = together(make(2), act)
+    errors = together(jobs(2), act)
     assert [type(error) for error in errors] == [DisagreementError] * 2
 
 
-def test_the_check_receives_the_names_in_order(make: Make) -> None:
+def test_the_check_receives_the_names_in_order() -> None:
     given: list[Any] = []
 
-    def act(worker: int, synchronization: Synchronization) -> Any:
+    def act(job: Job) -> Any:
         def check(names: Any) -> bytes:
             given.append(tuple(names))
             return b""
 
-        return len(synchronization.synchronize(a_round(gradients, check=check)))
+        return len(total_of(job, gradients, check=check))
 
-    assert together(make(2), act) == [2, 2]
+    assert together(jobs(2), act) == [2, 2]
     assert given == [("a", "b")] * 2
 
 
-def test_partials_are_kept_after_an_error_of_another_replica(make: Make) -> None:
-    (synchronization,) = make(1)
+def test_partials_are_kept_after_an_error_of_another_replica() -> None:
+    (job,) = jobs(1)
     computed: list[int] = []
 
     def compute(replica: int) -> dict[str, Any]:
@@ -211,10 +155,10 @@ def test_partials_are_kept_after_an_error_of_another_replica(make: Make) -> None
         computed.append(replica)
         return gradients(replica)
 
-    this = a_round(compute)
+    round_ = MadeRound(compute)
     with pytest.raises(ModelError, match="not yet"):
-        synchronization.synchronize(this)
-    assert synchronization.synchronize(this)["b"][1] == 10
+        job.exchange(round_.sum)
+    assert job.exchange(round_.sum)["b"][1] == 10
     assert computed == [*range(REPLICAS - 1), 3, 4]
 
 
@@ -228,10 +172,10 @@ def test_partials_are_kept_after_an_error_of_another_replica(make: Make) -> None
         (lambda r: {"a": np.ones(r + 1)}, r"the shapes \[1\] and \[2\] \(replica 1\)"),
     ],
 )
-def test_replicas_of_one_worker_that_differ_are_refused_by_name(make: Make, compute: Any, said: str) -> None:
-    (synchronization,) = make(1)
+def test_replicas_of_one_worker_that_differ_are_refused_by_name(compute: Any, said: str) -> None:
+    (job,) = jobs(1)
     with pytest.raises(ModelError, match="step 1 of fit 1: .*" + said):
-        synchronization.synchronize(a_round(compute, advice="do not"))
+        total_of(job, compute, advice="do not")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +193,7 @@ def test_replicas_of_one_worker_that_differ_are_refused_by_name(make: Make, comp
 def test_replicas_that_take_different_paths_are_refused_by_name_on_all_workers(
     names: Any, forms: Any, said: str, workers: int
 ) -> None:
-    def act(worker: int, synchronization: Any) -> Any:
+    def act(job: Job) -> Any:
         computed = [0]
 
         def compute(replica: int) -> dict[str, Any]:
@@ -262,9 +206,9 @@ def test_replicas_that_take_different_paths_are_refused_by_name_on_all_workers(
         def check(names: Any) -> bytes:
             return ",".join([*names, form()]).encode()
 
-        return synchronization.synchronize(a_round(compute, check=check, form=form, advice="do not"))
+        return total_of(job, compute, check=check, form=form, advice="do not")
 
-    for error in together(all_reduces(workers), act):
+    for error in together(jobs(workers), act):
         assert isinstance(error, ModelError)
         assert re.search("step 1 of fit 1: replicas compute different things " + said, str(error))
 
@@ -278,14 +222,15 @@ def test_values_that_all_replicas_have_are_not_summed() -> None:
         "other": np.ones(2),
     }
 
-    def act(worker: int, synchronization: Any) -> Any:
-        def compute(replica: int) -> Any:
-            own = {"equal/2/c": np.array(8, "uint32")} if replica == 3 else {}
-            return None if replica == 2 else values | own
+    def act(job: Job) -> Any:
+        return total_of(
+            job,
+            lambda replica: values | ({"equal/2/c": np.array(8, "uint32")} if replica == 3 else {}),
+            contributes=lambda replica: replica != 2,
+            counts=lambda replica: replica != 3,
+        )
 
-        return synchronization.synchronize(a_round(compute, counts=lambda replica: replica != 3))
-
-    for total in together(all_reduces(3), act):
+    for total in together(jobs(3), act):
         assert {name: array.tolist() for name, array in total.items()} == {
             name: (array * (4 if name == "other" else 1)).tolist() for name, array in values.items()
         }
@@ -296,11 +241,10 @@ def test_values_that_all_replicas_have_are_not_summed() -> None:
 def test_values_that_differ_are_refused_on_all_workers(values: list[int]) -> None:
     """Also if their sum is that of equal ones."""
 
-    def act(worker: int, synchronization: Any) -> Any:
-        this = a_round(lambda replica: {"equal/0/layer/bits": np.array([values[replica]], "int16")})
-        return synchronization.synchronize(this)
+    def act(job: Job) -> Any:
+        return total_of(job, lambda replica: {"equal/0/layer/bits": np.array([values[replica]], "int16")})
 
-    for found in together(all_reduces(2), act):
+    for found in together(jobs(2), act):
         if len(set(values)) == 1:
             assert found["equal/0/layer/bits"].tolist() == values[:1]
         else:
@@ -309,14 +253,18 @@ def test_values_that_differ_are_refused_on_all_workers(values: list[int]) -> Non
 
 def test_each_round_has_the_layout_of_its_own_arrays() -> None:
     """A replica without examples contributes zeros like the others in this round, not in an earlier one."""
-    (synchronization,) = all_reduces(1)
+    (job,) = jobs(1)
     layouts: dict[Any, Any] = {}
     for name, size in (("a", 2), ("b", 3), ("a", 2)):
-        computed = {name: np.ones(size)}
-        this = a_round({0: computed}.get, form=lambda: "", layouts=layouts)
-        assert {n: array.tolist() for n, array in synchronization.synchronize(this).items()} == {
-            name: [1.0] * size
-        }
+        computed = {0: {name: np.ones(size)}}
+        total = total_of(
+            job,
+            computed.__getitem__,
+            contributes=computed.__contains__,
+            form=lambda: "",
+            layouts=layouts,
+        )
+        assert {n: array.tolist() for n, array in total.items()} == {name: [1.0] * size}
     assert len(layouts) == 2
 
 
@@ -330,7 +278,7 @@ class NextPlace(Alone):
         return self._following
 
 
-def test_all_reduce_recomputes_only_the_replicas_of_the_lost_worker() -> None:
+def test_in_the_next_view_a_worker_computes_only_the_replicas_of_the_lost_worker() -> None:
     survivor, other = jobs(2)
     alone = place(REPLICAS, (0,))
     survivor.membership = NextPlace((alone, Hub(ReducePlan.of(alone)).member(0)))
@@ -342,7 +290,7 @@ def test_all_reduce_recomputes_only_the_replicas_of_the_lost_worker() -> None:
             other.communicator.abort("worker 1 ended")
         return gradients(replica)
 
-    total = AllReduce(survivor.exchange, 0).synchronize(a_round(compute))
+    total = total_of(survivor, compute)
     assert total["b"][1] == 10
     assert computed == list(range(REPLICAS))
 
@@ -353,11 +301,10 @@ def test_arrays_that_only_some_replicas_compute_are_named_also_if_others_are_pac
 
     def begin(**other: tuple[int, ...]) -> None:
         computed = [packed, {name: np.zeros(shape, "float32") for name, shape in other.items()}]
-        this = Round("step 2 of fit 1", computed.__getitem__, np.asarray, parts=packing.unpacked)
-        this.begin([0, 1])
+        MadeRound(computed.__getitem__, parts=packing.unpacked).begin([0, 1])
 
     with pytest.raises(
-        ModelError, match=r"step 2 of fit 1: replicas compute different things in one step \(b, d\): "
+        ModelError, match=r"step 1 of fit 1: replicas compute different things in one step \(b, d\): "
     ):
         begin(a=(3,), c=(3,), d=(3,))
     with pytest.raises(ModelError, match=r"replicas compute different things in one step \(b\): "):
