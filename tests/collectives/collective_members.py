@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.collectives.contract import Communicator, PeerWait, WaitObserver, WaitPolicy
-from lockstep.collectives.loopback import Hub
+from lockstep.collectives.loopback import LoopbackCommunicator
 from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
 from lockstep.collectives.network.lane import Link
 from lockstep.collectives.network.last_call import LastCall
@@ -34,6 +34,7 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.memory import available_memory
 from lockstep.topology import View, place
+from thread_hub import Hub
 
 DEADLINE = 300.0
 
@@ -155,7 +156,7 @@ class _ReleaseCount:
 
 
 class Threads:
-    """Members are threads of this process, connected by a `Hub`."""
+    """Members are threads of this process, connected by a `Hub`; a single one needs none."""
 
     name = "loopback"
 
@@ -187,7 +188,8 @@ class Threads:
 
         def serve_member(rank: int) -> None:
             rank_of.value = rank
-            member = Member(control.hub.member(rank), plan, rank, control.gate(rank).acquire)
+            communicator = LoopbackCommunicator(plan) if plan.members == 1 else control.hub.member(rank)
+            member = Member(communicator, plan, rank, control.gate(rank).acquire)
             events.put((rank, perform(script, member, args, waits[rank])))
 
         threads = [
@@ -523,10 +525,12 @@ class _ProcessControl(_ReleaseCount):
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
     code = f"import collective_members; collective_members.serve({theirs.fileno()})"
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    folders = [Path(__file__).parent, Path(__file__).parents[1], *inherited]
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", code],
         pass_fds=[theirs.fileno()],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
     )
     theirs.close()
     return process, ours

@@ -27,12 +27,6 @@ class Gather(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Broadcast(NamedTuple):
-    seed: int
-    root: int
-    size: int
-
-
 class AllToAll(NamedTuple):
     """The size of the part of member i for member j is `sizes[i + j]`, modulo their number."""
 
@@ -44,7 +38,7 @@ class Barrier(NamedTuple):
     pass
 
 
-Operation = Reduce | Gather | Broadcast | AllToAll | Barrier
+Operation = Reduce | Gather | AllToAll | Barrier
 
 
 def partials_of(plan: ReducePlan, rank: int, case: Reduce) -> dict[Span, Leaves]:
@@ -83,9 +77,6 @@ def _perform(member: Member, operation: Operation) -> str:
             return sha(reduce(member, operation))
         case Gather(seed, sizes):
             return digest(communicator.gather(blob_of(seed, rank, sizes[rank])))
-        case Broadcast(seed, root, size):
-            blob = blob_of(seed, root, size) if rank == root else None
-            return digest([communicator.broadcast(blob, root=root)])
         case AllToAll():
             return all_to_all_twice(member, operation)
         case Barrier():
@@ -102,8 +93,6 @@ def expected(plan: ReducePlan, operation: Operation) -> str:
             )
         case Gather(seed, sizes):
             return digest([blob_of(seed, rank, sizes[rank]) for rank in range(plan.members)])
-        case Broadcast(seed, root, size):
-            return digest([blob_of(seed, root, size)])
         case AllToAll():
             return "right"
         case Barrier():

@@ -7,7 +7,6 @@ from collective_members import Control, Outcome, Processes, Settings, Threads, p
 from collective_scripts import (
     AllToAll,
     Barrier,
-    Broadcast,
     Gather,
     Operation,
     Reduce,
@@ -38,7 +37,6 @@ CNN = ((3, 3, 1, 32), (32,), (21632, 128), (128,), (128, 10), (10,))
 CALLS = [
     ("reduce", {"case": SMALL}),
     ("gather", {"blob": b"x"}),
-    ("broadcast", {"blob": b"x", "root": 0}),
     ("all_to_all", {}),
     ("barrier", {}),
 ]
@@ -75,7 +73,6 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, list[Operation]]:
     others = st.one_of(
         st.builds(Gather, seeds, sizes),
         st.builds(AllToAll, seeds, sizes),
-        st.builds(Broadcast, seeds, st.integers(0, workers - 1), st.integers(0, 5000)),
         st.builds(Barrier),
     )
     return replicas, workers, draw(st.lists(reduces | others, min_size=1, max_size=6))
@@ -130,8 +127,6 @@ def test_blobs_larger_than_a_mailbox(world: World) -> None:
         [
             Gather(1, (0, 3_500_000, 7)),
             Gather(2, (edge, edge - 1, edge + 1)),
-            Broadcast(3, 2, 5_000_000),
-            Broadcast(4, 0, edge),
             Gather(5, (0, 0, 0)),
         ],
     )
@@ -215,16 +210,16 @@ MUCH_BIGGER = LEAVES._replace(shapes=((3,), (4, 500_000)))
             "worker 4 calls reduce for step 3 of fit 1 while worker 7 calls gather for evaluate 1",
         ),
         (
-            [("barrier", {}), ("broadcast", {"blob": None, "root": 2}), ("barrier", {})],
+            [("barrier", {}), ("gather", {"blob": b"x"}), ("barrier", {})],
             [0, 1, 2],
             (1,),
-            "workers 0 and 2 call barrier while worker 1 calls broadcast from worker 2",
+            "workers 0 and 2 call barrier while worker 1 calls gather",
         ),
         (
-            [("broadcast", {"blob": b"", "root": 0}), ("broadcast", {"blob": b"a" * 2_000_000, "root": 1})],
+            [("barrier", {}), ("gather", {"blob": b"a" * 2_000_000})],
             [5, 6],
             (6,),
-            "worker 5 calls broadcast from worker 5 while worker 6 calls broadcast from worker 6",
+            "worker 5 calls barrier while worker 6 calls gather",
         ),
         (
             [("reduce", {"case": LEAVES, "check": bytes([1, last])}) for last in (2, 3, 2, 3)],
@@ -311,15 +306,10 @@ def test_all_members_see_a_notice_after_the_same_call(world: World) -> None:
 @pytest.mark.parametrize(("kind", "options"), CALLS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_abort_before_a_call(world: World, workers: int, kind: str, options: dict[str, object]) -> None:
-    calls = [call_of(kind, options, rank) for rank in range(workers)]
+    calls = [(kind, options)] * workers
     for outcome in world.run(plan_of(workers, workers), abort_twice_then_call, calls):
         assert outcome.error is PeerLostError
         assert outcome.message == "the first reason: ä"
-
-
-def call_of(kind: str, options: dict[str, object], rank: int) -> tuple[str, dict[str, object]]:
-    """Return the call of a member: in a broadcast, only the root passes a blob."""
-    return kind, {**options, "blob": None} if kind == "broadcast" and rank > 0 else options
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)
@@ -331,7 +321,7 @@ def test_abort_from_outside_while_members_wait(world: World, kind: str, options:
         if waiting == {0, 1}:
             control.abort("worker 2 exited with status 1")
 
-    calls = [call_of(kind, {**options, "what": "step 4"}, rank) for rank in (0, 1)]
+    calls = [(kind, {**options, "what": "step 4"})] * 2
     outcomes = world.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
     )
@@ -420,7 +410,6 @@ def test_a_timeout_ends_the_view_for_all_members(world: World) -> None:
         ("reduce", {"case": SMALL._replace(dtypes=("bool",))}, ModelError, "array 0 .* dtype bool"),
         ("reduce", {"case": SMALL._replace(dtypes=("complex64",))}, ModelError, "dtype complex64"),
         ("reduce", {"case": SMALL._replace(dtypes=(">f4",))}, ModelError, "dtype >f4"),
-        ("broadcast", {"blob": None, "root": 0}, InternalError, "the root passes a blob"),
         ("all_to_all", {"parts": [[], []]}, InternalError, "2 parts for 1 members"),
     ],
 )

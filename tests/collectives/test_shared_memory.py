@@ -18,7 +18,7 @@ from collective_scripts import (
     partials_of,
 )
 from reference_sums import sha
-from test_communicator import CALLS, call_of, quick_reports, values
+from test_communicator import CALLS, quick_reports, values
 
 from lockstep.collectives.call import CollectiveCall
 from lockstep.collectives.contract import PeerWait, WaitPolicy
@@ -50,7 +50,7 @@ def test_members_raise_when_one_is_killed(
             control.signal(2, signal.SIGKILL)
             control.abort("worker 2 was killed by signal 9 (SIGKILL)")
 
-    calls = [call_of(kind, options, rank) for rank in (0, 1)]
+    calls = [(kind, options)] * 2
     outcomes = processes.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen
     )
@@ -72,7 +72,7 @@ def test_an_interrupted_member_ends_the_view(
             waiting.add(2)
             control.signal(0, signal.SIGINT)
 
-    calls = [call_of(kind, {**options, "what": "step 7"}, rank) for rank in (0, 1)]
+    calls = [(kind, {**options, "what": "step 7"})] * 2
     outcomes = processes.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
     )
@@ -263,9 +263,8 @@ def test_arrivals_are_counted_beyond_32_bits() -> None:
     "call",
     [
         CollectiveCall("barrier", ""),
-        CollectiveCall("broadcast", "epoch 3", root=7),
-        CollectiveCall("reduce", "step ä", b"\0" * 64, 0, b"\1" * 16),
-        CollectiveCall("reduce", "", b"\0", 0, b"\0" * 16),
+        CollectiveCall("reduce", "step ä", b"\0" * 64, b"\1" * 16),
+        CollectiveCall("reduce", "", b"\0", b"\0" * 16),
     ],
 )
 def test_a_slot_encodes_a_call(call: CollectiveCall) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.diff.comparison import compare
 from lockstep.diff.recording import read_recording
@@ -35,6 +34,7 @@ from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext
 from lockstep.worker.seeding import seed_everything
+from thread_hub import Hub
 
 REPLICAS = 3
 BATCH = 12

@@ -13,7 +13,6 @@ from typing import Literal
 import pytest
 
 from command_server import IMPORTS_OF_JOBS, CommandServers
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.launcher.import_scan import imports_for_training
 from lockstep.observability.bus import Bus
@@ -25,6 +24,7 @@ from lockstep.system.environment import job_environment
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext
+from thread_hub import Hub
 
 HERE = Path(__file__).parent
 

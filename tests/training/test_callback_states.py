@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import PeerLostError
 from lockstep.keras.fit.callbacks import different_paths, paths_of, writing_once
@@ -18,6 +17,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext, by_itself
+from thread_hub import Hub
 
 callbacks = keras.callbacks
 

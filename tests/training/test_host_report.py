@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError
 from lockstep.keras import host_report
@@ -27,6 +26,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place_on_hosts
 from lockstep.worker.job import Job, JobContext
+from thread_hub import Hub
 
 HOSTS = ((0, 1), (2,))
 

@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.data.batch import GlobalBatch
 from lockstep.errors import DataError
@@ -23,6 +22,7 @@ from lockstep.keras.randomness import random_states, same_states
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.topology import View, place
 from lockstep.worker.job import Job, JobContext
+from thread_hub import Hub
 
 torch = pytest.importorskip("torch")
 data = pytest.importorskip("torch.utils.data")

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import pytest
 
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.keras.fit.callbacks import HostOrbaxCheckpoint, paths_of, writes, writing_once
 from lockstep.keras.private.common import ORBAX_CHECKPOINT
@@ -15,6 +14,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
+from thread_hub import Hub
 
 pytestmark = pytest.mark.skipif(
     not hasattr(keras.callbacks, "OrbaxCheckpoint"), reason="this version of Keras has no OrbaxCheckpoint"

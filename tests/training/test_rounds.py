@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lockstep.collectives.contract import WaitPolicy
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, LockstepError, ModelError, PeerLostError
 from lockstep.keras.backends.contract import Total
@@ -21,6 +20,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext
+from thread_hub import Hub
 
 REPLICAS = 5
 

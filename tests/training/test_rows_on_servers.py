@@ -15,7 +15,6 @@ import pytest
 
 import lockstep
 from lockstep.collectives.contract import WaitPolicy
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DataError, DisagreementError, ModelError
 from lockstep.keras.parameter_server import server_embedding, server_tables
@@ -28,6 +27,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
+from thread_hub import Hub
 
 Launch = Callable[..., Any]
 SCRIPT, IN_FUNCTIONS = "rows_on_servers.py", "rows_in_functions.py"

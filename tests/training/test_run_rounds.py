@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lockstep.collectives.contract import WaitPolicy
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.per_replica import ReturnedValues, Spec
@@ -20,6 +19,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
+from thread_hub import Hub
 
 REPLICAS = 3
 

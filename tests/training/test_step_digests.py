@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.step_digests import ALL_UNTIL, DigestRecorder
@@ -23,6 +22,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
+from thread_hub import Hub
 
 REPLICAS = 2
 Arrays = dict[str, np.ndarray[Any, Any]]

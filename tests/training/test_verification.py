@@ -14,7 +14,6 @@ from hypothesis import strategies as some
 
 from lockstep.checkpoint.store import Store
 from lockstep.collectives.contract import WaitPolicy
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras import verification
@@ -32,6 +31,7 @@ from lockstep.protocol.job_spec import JobSettings, Verification
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext
+from thread_hub import Hub
 
 Launch = Callable[..., Any]
 REPLICAS = 4

@@ -6,7 +6,6 @@ from typing import NoReturn
 import pytest
 
 from lockstep.collectives.contract import Communicator
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
@@ -16,6 +15,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker import job as worker_job
 from lockstep.worker.job import Alone, EnteredView, Job, JobContext, become_alone, by_itself
+from thread_hub import Hub
 
 
 class Ended(BaseException):

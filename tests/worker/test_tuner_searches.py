@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lockstep.collectives.contract import Communicator
-from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.observability.bus import Bus
 from lockstep.protocol.job_spec import JobSettings
@@ -17,6 +16,7 @@ from lockstep.system.paths import RunPaths
 from lockstep.topology import place
 from lockstep.worker import job, tuner_searches
 from lockstep.worker.patch_registry import PATCHES
+from thread_hub import Hub
 
 MADE: list[str] = []
 

@@ -21,14 +21,12 @@ class CollectiveCall(NamedTuple):
         kind: the name of the method.
         what: the caller's name for this call; not compared.
         check: must be equal on all members.
-        root: the rank of the root of a broadcast.
         layout: 16 bytes, the digest of the leaves' shapes and dtypes; zeros if there are no leaves.
     """
 
     kind: str
     what: str
     check: bytes = b""
-    root: int = 0
     layout: bytes = bytes(16)
 
     def __str__(self) -> str:
@@ -55,7 +53,7 @@ def compare(
     """
     if agree(calls):
         return
-    kinds = _groups([(call.kind, call.root) for call in calls], workers)
+    kinds = _groups([call.kind for call in calls], workers)
     if len(kinds) > 1:
         raise DisagreementError(_different_calls(calls, workers, kinds), _others(kinds))
     layouts = _groups([call.layout for call in calls], workers)
@@ -91,13 +89,12 @@ def agree(calls: Sequence[CollectiveCall]) -> bool:
 
 
 def _different_calls(
-    calls: Sequence[CollectiveCall], workers: Sequence[int], groups: list[tuple[tuple[str, int], list[int]]]
+    calls: Sequence[CollectiveCall], workers: Sequence[int], groups: list[tuple[str, list[int]]]
 ) -> str:
     texts = []
-    for (kind, root), ids in groups:
+    for _, ids in groups:
         call = calls[list(workers).index(ids[0])]
-        origin = f" from worker {workers[root]}" if kind == "broadcast" else ""
-        texts.append(f"{name_workers(ids)} {'calls' if len(ids) == 1 else 'call'} {call}{origin}")
+        texts.append(f"{name_workers(ids)} {'calls' if len(ids) == 1 else 'call'} {call}")
     return (
         f"{' while '.join(texts)}. Every worker must run the same script along the same path: look for "
         "a branch that depends on the worker, on the time or on unseeded random numbers"
@@ -150,17 +147,6 @@ def check_length(check: bytes) -> None:
     """
     if len(check) > CHECK_LIMIT:
         raise InternalError(f"a check of {len(check)} bytes; at most {CHECK_LIMIT} are allowed")
-
-
-def blob_to_send(blob: bytes | None, *, is_root: bool) -> bytes:
-    """Return the bytes that a member sends in a broadcast: none, unless it is the root.
-
-    Raises:
-        InternalError: the root passes no blob, or another member passes one.
-    """
-    if is_root != (blob is not None):
-        raise InternalError("in a broadcast, the root passes a blob and the other members pass None")
-    return blob or b""
 
 
 def check_parts(parts: Sequence[object], members: int) -> None:

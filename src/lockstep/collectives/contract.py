@@ -102,9 +102,6 @@ class Communicator(Protocol):
         With members on several hosts, it is the view in which the first of them completed the call.
         """
 
-    def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
-        """Give every member the blob of the member at rank `root`; the others pass None."""
-
     def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
         """Give each member the part that each member has for it.
 

@@ -24,7 +24,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, WaitPolicy
-from lockstep.collectives.loopback import Hub
+from lockstep.collectives.loopback import LoopbackCommunicator
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
@@ -704,7 +704,7 @@ def is_chief() -> bool:
 
 def by_itself(view: View) -> Communicator:
     """Return the exchange of a view with one worker."""
-    return Hub(ReducePlan.of(view)).member(0)
+    return LoopbackCommunicator(ReducePlan.of(view))
 
 
 def alone() -> Job:

@@ -45,7 +45,6 @@ from lockstep.collectives.adder import Adder, common_layout, flat
 from lockstep.collectives.call import (
     CollectiveCall,
     abort_reason,
-    blob_to_send,
     check_length,
     check_parts,
 )
@@ -242,21 +241,13 @@ class NetworkCommunicator:
         """Give every member the blobs of all members; see `Communicator`."""
         call = CollectiveCall("gather", what)
         with self._during(call):
-            return list(self._gather(call, blob, lambda blobs: blobs))
-
-    def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
-        """Give every member the blob of the member at `root`; see `Communicator`."""
-        own = sum(map(len, self._hosts.hosts[: self._hosts.host])) + self._local
-        sent = blob_to_send(blob, is_root=own == root)
-        call = CollectiveCall("broadcast", what, root=root)
-        with self._during(call):
-            return self._gather(call, sent, lambda blobs: blobs[root : root + 1])[0]
+            return list(self._gather(call, blob))
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""
         call = CollectiveCall("barrier", what)
         with self._during(call):
-            self._gather(call, b"", lambda _: [])
+            self._gather(call, b"")
 
     def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
         """Give each member the part that each member has for it; see `Communicator`."""
@@ -412,10 +403,7 @@ class NetworkCommunicator:
 
     # Blobs.
 
-    def _gather(
-        self, call: CollectiveCall, blob: bytes, keep: Callable[[list[bytes]], list[bytes]]
-    ) -> Sequence[bytes]:
-        """Return those blobs of all members that `keep` returns."""
+    def _gather(self, call: CollectiveCall, blob: bytes) -> Sequence[bytes]:
         kept = self._enter(call)
         if kept is not None:
             return kept.blobs
@@ -441,8 +429,8 @@ class NetworkCommunicator:
             )
             found = dict(zip(sorted(self._hosts.others), given, strict=True))
         found[self._hosts.host] = own
-        blobs = keep([each for host in sorted(found) for each in found[host]])
-        self._complete(KeptResult(call, blobs=tuple(blobs)))
+        blobs = tuple(each for host in sorted(found) for each in found[host])
+        self._complete(KeptResult(call, blobs=blobs))
         return blobs
 
     def _receive_blobs(self, lane: Lane, call: CollectiveCall) -> dict[int, list[bytes]]:

@@ -47,8 +47,8 @@ class Standing(enum.IntEnum):
 
 
 _PREFIX = struct.Struct("<4sBBxxIIQQ")
-_CALL = struct.Struct("<16sB64si16s")
-_MAGIC = b"LSX1"
+_CALL = struct.Struct("<16sB64s16s")
+_MAGIC = b"LSX2"
 NO_CALL = bytes(_CALL.size)
 HEADER_SIZE = _PREFIX.size + _CALL.size
 REASON_LIMIT = 1 << 12
@@ -103,7 +103,7 @@ class Header(NamedTuple):
 def describe_call(call: CollectiveCall) -> bytes:
     """Return all of `call` that is compared, as bytes: equal calls have equal bytes."""
     assert len(call.check) <= CHECK_LIMIT
-    return _CALL.pack(call.kind.encode(), len(call.check), call.check, call.root, call.layout)
+    return _CALL.pack(call.kind.encode(), len(call.check), call.check, call.layout)
 
 
 _HELLO = struct.Struct("<16sIIQqB")
@@ -152,7 +152,7 @@ class MemberDetails(msgspec.Struct, frozen=True):
     """What one member does in a call that not all can complete.
 
     Attributes:
-        kind, what, check, root, layout: its call.
+        kind, what, check, layout: its call.
         leaves: a line for each leaf that it passes.
         unfit: why it cannot take part; empty if it can.
     """
@@ -160,7 +160,6 @@ class MemberDetails(msgspec.Struct, frozen=True):
     kind: str
     what: str
     check: bytes
-    root: int
     layout: bytes
     leaves: list[str]
     unfit: str
@@ -168,12 +167,12 @@ class MemberDetails(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, call: CollectiveCall, leaves: list[str], unfit: str) -> Self:
         """Return the details of a member that makes `call`."""
-        return cls(call.kind, call.what, call.check, call.root, call.layout, leaves, unfit)
+        return cls(call.kind, call.what, call.check, call.layout, leaves, unfit)
 
     @property
     def call(self) -> CollectiveCall:
         """Its call."""
-        return CollectiveCall(self.kind, self.what, self.check, self.root, self.layout)
+        return CollectiveCall(self.kind, self.what, self.check, self.layout)
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -186,7 +185,6 @@ class Result(msgspec.Struct, frozen=True):
         error: the text of the error in which the call ended; None if it succeeded.
         differing: the workers of a disagreement; None if the error is that memory is lacking.
         what: names the call; see `CollectiveCall`.
-        root: of the call; see `CollectiveCall`.
     """
 
     kind: str
@@ -195,7 +193,6 @@ class Result(msgspec.Struct, frozen=True):
     error: str | None = None
     differing: tuple[int, ...] | None = None
     what: str = ""
-    root: int = 0
 
 
 _DETAILS = msgspec.msgpack.Decoder(list[MemberDetails])

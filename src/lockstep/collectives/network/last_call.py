@@ -22,7 +22,7 @@ class KeptResult:
     Attributes:
         call: the call.
         total: the memory of a total.
-        blobs: of all members, or of the root of a broadcast.
+        blobs: those of all members.
         parts: what this member has received in an all-to-all.
         error: in which the call ended on all members.
     """
@@ -42,7 +42,7 @@ class KeptResult:
         differing = self.error.workers if isinstance(self.error, DisagreementError) else None
         text = None if self.error is None else str(self.error)
         call = self.call
-        return Result(call.kind, call.layout, blobs, text, differing, call.what, call.root)
+        return Result(call.kind, call.layout, blobs, text, differing, call.what)
 
     @classmethod
     def of(cls, result: Result, call: CollectiveCall, size: int, parts: tuple[Bytes, ...] | None) -> Self:
@@ -62,8 +62,8 @@ class KeptResult:
                 return cls(call, error=SharedMemoryError(result.error))
             return cls(call, error=DisagreementError(result.error, result.differing))
         length = sum(map(len, result.blobs))
-        completed = result.kind, result.what, result.root, result.layout
-        repeated = call.kind, call.what, call.root, call.layout
+        completed = result.kind, result.what, result.layout
+        repeated = call.kind, call.what, call.layout
         if completed != repeated or (call.kind == "reduce" and length != size):
             raise InternalError(
                 f"another host has completed {result.kind} for {result.what}, but this worker repeats {call}"

@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 
 from lockstep.collectives.adder import Adder, common_layout, flat
-from lockstep.collectives.call import CollectiveCall, blob_to_send, check_length, check_parts
+from lockstep.collectives.call import CollectiveCall, check_length, check_parts
 from lockstep.collectives.contract import Bytes, Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, joined
 from lockstep.collectives.plan import ReducePlan
@@ -105,13 +105,6 @@ class SharedCommunicator:
         call = CollectiveCall("gather", what)
         with self._barrier.during(call):
             return self._barrier.arrive_and_compare(call, blob)
-
-    def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
-        """Give every member the blob of the member at `root`; see `Communicator`."""
-        sent = blob_to_send(blob, is_root=self._rank == root)
-        call = CollectiveCall("broadcast", what, root=root)
-        with self._barrier.during(call):
-            return self._barrier.arrive_and_compare(call, sent)[root]
 
     def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
         """Give each member the part that each member has for it; see `Communicator`.

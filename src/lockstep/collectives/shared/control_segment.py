@@ -37,7 +37,7 @@ SLOT = 1 << 10
 REASON_LIMIT = 1 << 12
 
 _MAGIC = struct.Struct("<8sII")
-_NAME, _VERSION = b"LOCKSTEP", 2
+_NAME, _VERSION = b"LOCKSTEP", 3
 _ABORT, _REASON_LENGTH, _NOTICE, _PERMITTED, _SETTLED, _REASON = 64, 68, 72, 80, 96, 128
 _ARRIVALS, _LINE = 4608, 128
 _MISSING, _MISSING_SIZE = 64, 64
@@ -275,7 +275,7 @@ def _locked(fd: int, seconds: float) -> Iterator[bool]:
             fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
-_CALL = struct.Struct("<16sB64si16sH")
+_CALL = struct.Struct("<16sB64s16sH")
 _LENGTH = struct.Struct("<Q")
 WHAT_LIMIT = 512
 """Maximum bytes of UTF-8 of a call's name in a slot; the rest is dropped."""
@@ -286,14 +286,14 @@ assert _WHAT + WHAT_LIMIT <= SLOT
 def encode(call: CollectiveCall, length: int) -> bytes:
     """Encode the slot of a member that makes `call` with a blob of `length` bytes."""
     what = call.what.encode("utf-8", "replace")[:WHAT_LIMIT]
-    fields = (call.kind.encode(), len(call.check), call.check, call.root, call.layout, len(what))
+    fields = (call.kind.encode(), len(call.check), call.check, call.layout, len(what))
     return _LENGTH.pack(length) + _CALL.pack(*fields) + what
 
 
 def decode(slot: bytes) -> tuple[CollectiveCall, int]:
     """Decode the call and the length of the blob from a slot; further bytes are ignored."""
     (length,) = _LENGTH.unpack_from(slot)
-    kind, checked, check, root, layout, named = _CALL.unpack_from(slot, _LENGTH.size)
+    kind, checked, check, layout, named = _CALL.unpack_from(slot, _LENGTH.size)
     what = slot[_WHAT : _WHAT + named].decode("utf-8", "ignore")
-    call = CollectiveCall(kind.rstrip(b"\0").decode(), what, check[:checked], root, layout)
+    call = CollectiveCall(kind.rstrip(b"\0").decode(), what, check[:checked], layout)
     return call, length
