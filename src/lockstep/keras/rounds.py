@@ -349,8 +349,8 @@ def evidence(array: Array, counts: bool) -> Array:
     times the sum of their squares is the square of their sum. Up to 2 ** 16 replicas, all sums are exact.
     """
     values = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8).astype(np.uint32)
-    found = np.concatenate([values, values * values, np.ones(1, np.uint32)])
-    return found if counts else np.zeros_like(found)
+    numbers = np.concatenate([values, values * values, np.ones(1, np.uint32)])
+    return numbers if counts else np.zeros_like(numbers)
 
 
 def equal_value(total: Array, dtype: np.dtype[Any]) -> Array | None:

@@ -37,7 +37,7 @@ def seed_of_replica(seed: int, replica: int) -> int:
 
 def key_of_replica(key: npt.NDArray[Any], replica: int) -> npt.NDArray[Any]:
     """Return a replica's state of a random generator whose own is `key`; replica 0 keeps it."""
-    own = np.array(key)
-    bits = own.view(f"u{own.itemsize}")
+    changed = np.array(key)
+    bits = changed.view(f"u{changed.itemsize}")
     bits[0] ^= bits.dtype.type(replica * GOLDEN_32 % 2**32)
-    return own
+    return changed

@@ -199,8 +199,10 @@ class DigestRecorder:
         if not self.active or not self._is_due(step, number, trains):
             return None
         full = self._all or step == 1 or step % _FULL_EVERY == 0 or (number == 1 and step <= ALL_UNTIL)
-        wanted = full or self._state_bytes <= _SMALL_STATE or step % (_STATE_EVERY * self._stride) == 0
-        holds_state = trains and wanted and self._owns_first()
+        may_hold_state = (
+            full or self._state_bytes <= _SMALL_STATE or step % (_STATE_EVERY * self._stride) == 0
+        )
+        holds_state = trains and may_hold_state and self._owns_first()
         fields = {"step": step, "call": call, "number": number, "trains": trains}
         return RecordedStep(fields, full, holds_state)
 
@@ -479,11 +481,11 @@ class DigestRecorder:
 
     def _key(self, names: tuple[str, ...]) -> str:
         """Return the key of a list of names, which is published once."""
-        known = self._keys.get(names)
-        if known is None:
-            known = self._keys[names] = xxhash.xxh3_64_hexdigest("\0".join(names).encode())
-            self._job.events.publish(NamesRecorded(known, names))
-        return known
+        key = self._keys.get(names)
+        if key is None:
+            key = self._keys[names] = xxhash.xxh3_64_hexdigest("\0".join(names).encode())
+            self._job.events.publish(NamesRecorded(key, names))
+        return key
 
     def _count(self, record: RecordedStep, begun: float) -> None:
         """Count the time of a step and of recording it; choose the stride."""
@@ -511,7 +513,7 @@ def _are_same(first: Sequence[Any] | None, second: Sequence[Any]) -> bool:
     return (
         first is not None
         and len(first) == len(second)
-        and all(one is other for one, other in zip(first, second, strict=True))
+        and all(value is other for value, other in zip(first, second, strict=True))
     )
 
 
@@ -534,6 +536,6 @@ def recorder_of(job: Job, to_numpy: Callable[[Any], npt.NDArray[Any]]) -> Digest
 
 def variable_names(model: Any) -> Describe:
     """Return what names the gradients and metrics of a model in partials by its variables."""
-    found = {f"gradient/{i}": one.path for i, one in enumerate(model.trainable_variables)}
-    found |= {f"metric/{i}": f"metric {one.path}" for i, one in enumerate(model.metrics_variables)}
-    return lambda name: found.get(name, name)
+    names = {f"gradient/{i}": variable.path for i, variable in enumerate(model.trainable_variables)}
+    names |= {f"metric/{i}": f"metric {variable.path}" for i, variable in enumerate(model.metrics_variables)}
+    return lambda name: names.get(name, name)

@@ -63,7 +63,7 @@ class VerificationPlan:
     fault that lasts is found within `every * replicas` steps.
 
     Attributes:
-        seed: of the job.
+        seed: the job's seed.
         replicas: R.
         verification: the job's setting.
     """
@@ -140,14 +140,14 @@ class Answers(NamedTuple):
     third: Answer | None = None
 
     @property
-    def given(self) -> tuple[Answer, ...]:
-        """The answers, first that of the owner."""
+    def present(self) -> tuple[Answer, ...]:
+        """The answers that exist, the owner's first."""
         return tuple(answer for answer in self if answer is not None)
 
     @property
     def are_equal(self) -> bool:
         """Whether all attempts of all workers have the same bits."""
-        return len({hashes for answer in self.given for hashes in answer.attempts}) == 1
+        return len({hashes for answer in self.present for hashes in answer.attempts}) == 1
 
 
 class Verdict(NamedTuple):
@@ -349,12 +349,12 @@ class Verifier:
         worker = self._job.worker
         round_.begin(view.replicas_of(worker))
         leads = any(host[0] == worker for host in view.hosts)
-        own = (self._made(0, 1), host_report(self._job)) if leads else None
+        from_here = (self._made(0, 1), host_report(self._job)) if leads else None
         round_.settle()
         what = f"the comparison of hosts in {round_.what}"
-        blobs = communicator.gather(msgspec.msgpack.encode(own), what=what)
-        given = [msgspec.msgpack.decode(blob, type=_FromHost | None) for blob in blobs]
-        (hashes, first), *others = filter(None, given)
+        blobs = communicator.gather(msgspec.msgpack.encode(from_here), what=what)
+        of_workers = [msgspec.msgpack.decode(blob, type=_FromHost | None) for blob in blobs]
+        (hashes, first), *others = filter(None, of_workers)
         unlike = [(made, report) for made, report in others if made != hashes]
         if unlike:
             made, other = unlike[0]
@@ -366,12 +366,12 @@ class Verifier:
     def _verify(self, round_: Round, drawn: Sequence[int]) -> None:
         """Return once all answers for the replicas of a round are equal."""
         while True:
-            found = self._exchange(partial(self._answers, round_, drawn, 1), round_.catching_up)
-            differing = [replica for replica, answers in found.items() if not answers.are_equal]
+            answers_of = self._exchange(partial(self._answers, round_, drawn, 1), round_.catching_up)
+            differing = [replica for replica, answers in answers_of.items() if not answers.are_equal]
             if not differing:
                 break
-            found = self._exchange(partial(self._answers, round_, differing, 2), round_.catching_up)
-            for replica, answers in found.items():
+            answers_of = self._exchange(partial(self._answers, round_, differing, 2), round_.catching_up)
+            for replica, answers in answers_of.items():
                 self._act(round_, replica, answers, judge(answers))
         self._verifications.note(drawn)
 
@@ -382,28 +382,28 @@ class Verifier:
         round_.entered()
         worker, turn = self._job.worker, self._verifications.turn
         round_.begin(view.replicas_of(worker))
-        own: list[tuple[int, str, list[Hashes]]] = []
+        made_here: list[tuple[int, str, list[Hashes]]] = []
         for replica in replicas:
             roles = Roles.of(view, replica, turn)
             if worker == roles.owner:
                 # A worker without others checks itself.
                 number = max(attempts, 2) if roles.checker is None else attempts
-                own.append((replica, "owner", self._made(replica, number)))
+                made_here.append((replica, "owner", self._made(replica, number)))
             elif worker == roles.checker:
-                own.append((replica, "checker", self._made(replica, attempts)))
+                made_here.append((replica, "checker", self._made(replica, attempts)))
             elif worker == roles.third and attempts > 1:
-                own.append((replica, "third", self._made(replica, 1)))
+                made_here.append((replica, "third", self._made(replica, 1)))
         round_.settle()
-        blob = msgspec.msgpack.encode((worker, own))
-        found: dict[int, dict[str, Answer]] = {replica: {} for replica in replicas}
+        blob = msgspec.msgpack.encode((worker, made_here))
+        answers_of: dict[int, dict[str, Answer]] = {replica: {} for replica in replicas}
         # With several hosts, they may be of an earlier view, in which the workers had other roles.
         for other in communicator.gather(blob, what=f"the verification of {round_.what}"):
-            sender, given = msgspec.msgpack.decode(
+            sender, made_there = msgspec.msgpack.decode(
                 other, type=tuple[int, list[tuple[int, str, list[Hashes]]]]
             )
-            for replica, role, hashes in given:
-                found[replica][role] = Answer(sender, tuple(hashes))
-        return {replica: Answers(**answers) for replica, answers in found.items()}
+            for replica, role, hashes in made_there:
+                answers_of[replica][role] = Answer(sender, tuple(hashes))
+        return {replica: Answers(**answers) for replica, answers in answers_of.items()}
 
     def _made(self, replica: int, number: int) -> list[Hashes]:
         assert self._attempts is not None
@@ -439,7 +439,7 @@ class Verifier:
     def _differing(self, round_: Round, answers: Answers) -> list[str]:
         """Return the names of the arrays that two attempts differ in."""
         assert round_.layout is not None
-        attempts = [hashes for answer in answers.given for hashes in answer.attempts]
+        attempts = [hashes for answer in answers.present for hashes in answer.attempts]
         other = next((hashes for hashes in attempts if hashes != attempts[0]), attempts[0])
         names = round_.named_parts(round_.layout.zeros)
         pairs = zip(names, _parts(attempts[0]), _parts(other), strict=False)

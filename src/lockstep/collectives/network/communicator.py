@@ -98,10 +98,10 @@ class ViewOfJob:
 
     Attributes:
         job: 16 bytes.
-        term: of the coordinator that began the view.
-        number: of the view.
-        incarnations: of each host.
-        names: of each host, for messages.
+        term: the term of the coordinator that began the view.
+        number: the number of the view.
+        incarnations: the incarnation of each host.
+        names: the name of each host, for messages.
     """
 
     job: bytes
@@ -127,9 +127,9 @@ class _Packed:
     """One worker's part in the reduce of a small total.
 
     Attributes:
-        reduce: its own.
+        reduce: the worker's part.
         total: read-only.
-        memory: of the total.
+        memory: the memory of the total.
         sends: what the first worker sends the other hosts.
         sums: the sums that it writes there.
         places: where it receives the sums of each other host.
@@ -169,12 +169,12 @@ class NetworkCommunicator:
         """Enter a view; nothing is sent or awaited before the first call.
 
         Args:
-            segment: of this host, for its members in this view.
+            segment: the memory in which the members of this host meet in this view.
             buffers: this worker's, of all views.
             last: this worker's, of all views.
             local: the index of this worker among those of its host.
             hosts: how this host takes part.
-            view: of the job.
+            view: the view, as hosts prove it to each other.
             links: connections to the other hosts, by their indices; empty if the worker has no lane.
             policy: for waits.
             observe: receives reports on waits.
@@ -321,9 +321,11 @@ class NetworkCommunicator:
             sends = memory[first * size : (first + len(hosts.published[hosts.host])) * size]
         else:
             sends = allocate(len(hosts.published[hosts.host]) * size)
-            own = [span for local in range(len(hosts.own)) for span in seen.published[hosts.rank(local)]]
-            operands = {span: packed(layout, places[span]) for span in own}
-            for index, each in enumerate(hosts.host_sums(own)):
+            published_here = [
+                span for local in range(len(hosts.own)) for span in seen.published[hosts.rank(local)]
+            ]
+            operands = {span: packed(layout, places[span]) for span in published_here}
+            for index, each in enumerate(hosts.host_sums(published_here)):
                 sums += stretch_sums(each, operands, packed(layout, sends[index * size : (index + 1) * size]))
         shaped = layout.shaped(layout.views(total))
         return _Packed(reduce, shaped, total, sends.data, tuple(sums), receives)
@@ -336,23 +338,23 @@ class NetworkCommunicator:
             half = self._number % 2
             sizes = ((layout.size, 0)[half], (0, layout.size)[half], placement.size, 0)
         standing, unfit = self._make_room(call, sizes)
-        spans, own = tuple(partials), {}
+        spans, flat_partials = tuple(partials), {}
         planned = None
         if standing is Standing.READY:
             planned = cached(
                 self._sliced, (layout, spans, half), lambda: self._plan_lanes(layout, placement, spans, half)
             )
-            own = {span: flat(leaves) for span, leaves in partials.items()}
-            planned[0].publish(own, self._adder)
+            flat_partials = {span: flat(leaves) for span, leaves in partials.items()}
+            planned[0].publish(flat_partials, self._adder)
             standing = self._meet(call)
         agreed = standing is Standing.READY
         if self._lane is not None and planned is not None and agreed:
-            agreed = self._exchange_lane(self._lane, call, planned[0], own)
+            agreed = self._exchange_lane(self._lane, call, planned[0], flat_partials)
         elif self._first is not None:
             agreed = self._announce(self._first, call, standing)
         elif planned is not None and not self._hosts.others:
             for chunk in planned[0].chunks:
-                chunk.sum(own, self._adder)
+                chunk.sum(flat_partials, self._adder)
         self._end(call, agreed, layout.describe, unfit)
         assert planned is not None
         _, total, memory = planned
@@ -372,14 +374,14 @@ class NetworkCommunicator:
         return reduce, layout.shaped(layout.views(memory)), memory
 
     def _exchange_lane(
-        self, lane: Lane, call: CollectiveCall, reduce: LaneReduce, own: Mapping[Span, Leaves]
+        self, lane: Lane, call: CollectiveCall, reduce: LaneReduce, partials: Mapping[Span, Leaves]
     ) -> bool:
         """Exchange this lane's bytes with the other hosts; return whether all hosts make the same call."""
         self._notice = self._barrier.notice
         header = self._header(call, Standing.READY)
         for host, length in reduce.lengths.items():
             lane.send_to(host, header._replace(length=length))
-            lane.send_buffers(host, reduce.buffers(host, own, self._lane_adders[host]))
+            lane.send_buffers(host, reduce.buffers(host, partials, self._lane_adders[host]))
         headers = lane.headers(call, header)
         if not self._agree(lane, call, headers, header):
             return False
@@ -392,7 +394,7 @@ class NetworkCommunicator:
             for chunk in reduce.chunks:
                 for host, view in chunk.received.items():
                     lane.receive(host, view, wait)
-                chunk.sum(own, self._adder)
+                chunk.sum(partials, self._adder)
                 lane.send_chunk(chunk.out)
             for host, view in reduce.others.items():
                 lane.receive(host, view, wait)
@@ -407,50 +409,55 @@ class NetworkCommunicator:
         kept = self._enter(call)
         if kept is not None:
             return kept.blobs
-        calls, own = self._barrier.arrive_and_collect(call, blob)
+        calls, blobs_here = self._barrier.arrive_and_collect(call, blob)
         standing = Standing.READY if calls is None else Standing.DIFFERING
         agreed = calls is None
-        found: dict[int, list[bytes]] = {}
+        of_hosts: dict[int, list[bytes]] = {}
         if self._first is not None:
-            payload = encode_blobs(own) if agreed and any(own) else []
+            payload = encode_blobs(blobs_here) if agreed and any(blobs_here) else []
             agreed = self._announce(self._first, call, standing, *payload)
             if agreed:
-                found = self._receive_blobs(self._first, call)
+                of_hosts = self._receive_blobs(self._first, call)
         extra = b""
-        if self._first is not None and agreed and not self._is_only_member and any(map(any, found.values())):
-            extra = msgspec.msgpack.encode([found[host] for host in sorted(found)])
+        if (
+            self._first is not None
+            and agreed
+            and not self._is_only_member
+            and any(map(any, of_hosts.values()))
+        ):
+            extra = msgspec.msgpack.encode([of_hosts[host] for host in sorted(of_hosts)])
         extra = self._end(call, agreed, list, "", extra)
-        if self._first is None or not found:
+        if self._first is None or not of_hosts:
             counts = [len(self._hosts.hosts[host]) for host in sorted(self._hosts.others)]
-            given = (
+            of_others = (
                 msgspec.msgpack.decode(extra, type=list[list[bytes]])
                 if extra
                 else [[b""] * each for each in counts]
             )
-            found = dict(zip(sorted(self._hosts.others), given, strict=True))
-        found[self._hosts.host] = own
-        blobs = tuple(each for host in sorted(found) for each in found[host])
+            of_hosts = dict(zip(sorted(self._hosts.others), of_others, strict=True))
+        of_hosts[self._hosts.host] = blobs_here
+        blobs = tuple(each for host in sorted(of_hosts) for each in of_hosts[host])
         self._complete(KeptResult(call, blobs=blobs))
         return blobs
 
     def _receive_blobs(self, lane: Lane, call: CollectiveCall) -> dict[int, list[bytes]]:
         remaining = list(self._hosts.others)
         wait = lane.wait(call, remaining)
-        found = {}
+        of_hosts = {}
         try:
             for host in self._hosts.others:
                 count, length = len(self._hosts.hosts[host]), self._lengths[host]
                 if length:
                     try:
-                        found[host] = decode_blobs(lane.receive_blob(host, length, wait), count)
+                        of_hosts[host] = decode_blobs(lane.receive_blob(host, length, wait), count)
                     except FrameError as error:
                         raise lane.malformed(host, call, error) from error
                 else:
-                    found[host] = [b""] * count
+                    of_hosts[host] = [b""] * count
                 remaining.remove(host)
         finally:
             wait.end()
-        return found
+        return of_hosts
 
     # Parts.
 
@@ -460,8 +467,8 @@ class NetworkCommunicator:
         So if the call is complete on any host, the members of all hosts have their parts, which no host could
         give to another one later.
         """
-        own = np.array([sum(array.nbytes for array in part) for part in parts], np.int64)
-        calls, rows = self._barrier.arrive_and_collect(call, own.tobytes())
+        lengths = np.array([sum(array.nbytes for array in part) for part in parts], np.int64)
+        calls, rows = self._barrier.arrive_and_collect(call, lengths.tobytes())
         standing = Standing.READY if calls is None else Standing.DIFFERING
         agreed, data = calls is None, b""
         if self._first is not None:
@@ -472,7 +479,7 @@ class NetworkCommunicator:
         agreed, data = self._share(call, agreed, data)
         if not agreed:
             self._refuse(call, [], "")
-        table = PartTable.of(np.frombuffer(data, np.int64).reshape(own.size, own.size), self._hosts)
+        table = PartTable.of(np.frombuffer(data, np.int64).reshape(lengths.size, lengths.size), self._hosts)
         standing, unfit = self._make_room_for_parts(call, table)
         memory = self._buffers.shared(Region.OUTSIDE)
         if standing is Standing.READY and not self._is_only_member:
@@ -505,20 +512,20 @@ class NetworkCommunicator:
 
     def _receive_sizes(self, lane: Lane, call: CollectiveCall, rows: Sequence[bytes]) -> bytes:
         remaining = list(self._hosts.others)
-        found = {self._hosts.host: b"".join(rows)}
+        of_hosts = {self._hosts.host: b"".join(rows)}
         wait = lane.wait(call, remaining)
         try:
             for host in self._hosts.others:
                 expected = len(self._hosts.hosts[host]) * len(rows[0])
                 lane.check_length(host, call, self._lengths[host], expected)
-                found[host] = lane.receive_blob(host, expected, wait)
-                sizes = np.frombuffer(found[host], np.int64)
+                of_hosts[host] = lane.receive_blob(host, expected, wait)
+                sizes = np.frombuffer(of_hosts[host], np.int64)
                 if sizes.min() < 0 or sizes.max() > LENGTH_LIMIT:
                     raise lane.malformed(host, call, FrameError("sizes that no part has"))
                 remaining.remove(host)
         finally:
             wait.end()
-        return b"".join(found[host] for host in sorted(found))
+        return b"".join(of_hosts[host] for host in sorted(of_hosts))
 
     def _make_room_for_parts(self, call: CollectiveCall, table: PartTable) -> tuple[Standing, str]:
         if not self._is_only_member:
@@ -584,11 +591,11 @@ class NetworkCommunicator:
         if self._entered:
             return None
         last = self._last
-        own = _Entering(last.number, last.result is not None, self._buffers.extents.encode())
-        entries = [own]
+        entering = _Entering(last.number, last.result is not None, self._buffers.extents.encode())
+        entries = [entering]
         if not self._is_only_member:
             blobs = self._barrier.arrive_and_compare(
-                CollectiveCall("enter", call.what), msgspec.msgpack.encode(own), within=call
+                CollectiveCall("enter", call.what), msgspec.msgpack.encode(entering), within=call
             )
             entries = [msgspec.msgpack.decode(blob, type=_Entering) for blob in blobs]
         numbers = {entry.number for entry in entries if entry.number >= 0}
@@ -626,8 +633,8 @@ class NetworkCommunicator:
 
     def _meet_hosts(self, lane: Lane, call: CollectiveCall, done: int, has_result: bool) -> Entered:
         view, hosts = self._view, self._hosts
-        own = Hello(view.job, view.term, view.number, view.incarnations[hosts.host], done, has_result)
-        return meet_hosts(lane, call, hosts, own, view.incarnations, view.names, self._last)
+        hello = Hello(view.job, view.term, view.number, view.incarnations[hosts.host], done, has_result)
+        return meet_hosts(lane, call, hosts, hello, view.incarnations, view.names, self._last)
 
     def _header(self, call: CollectiveCall, standing: Standing, step: int = 0, length: int = 0) -> Header:
         return Header(Frame.CALL, standing, step, self._notice, self._number + 1, length, describe_call(call))
@@ -652,14 +659,14 @@ class NetworkCommunicator:
         lane: Lane,
         call: CollectiveCall,
         headers: Mapping[int, Header],
-        own: Header,
+        sent: Header,
     ) -> bool:
         """Return whether all hosts make the same call, and can; see `_announce`."""
         if self._hosts.host > 0:
             self._notice = headers[0].notice
         self._lengths = {host: header.length for host, header in headers.items()}
-        if own.standing is Standing.READY and all(
-            header is own or (header.standing is Standing.READY and header.call == own.call)
+        if sent.standing is Standing.READY and all(
+            header is sent or (header.standing is Standing.READY and header.call == sent.call)
             for header in headers.values()
         ):
             return True
@@ -710,8 +717,8 @@ class NetworkCommunicator:
         """Wait for the workers of this host; return whether all agree, and the `extra` of the first one."""
         if self._is_only_member:
             return agreed, extra
-        own = _END.pack(agreed, self._notice) + extra if self._local < self._hosts.lanes else b""
-        blobs = self._barrier.arrive_and_compare(CollectiveCall("end", call.what), own, within=call)
+        end = _END.pack(agreed, self._notice) + extra if self._local < self._hosts.lanes else b""
+        blobs = self._barrier.arrive_and_compare(CollectiveCall("end", call.what), end, within=call)
         ends = [_END.unpack_from(blob) for blob in blobs if blob]
         self._notice = ends[0][1]
         return all(each for each, _ in ends), blobs[0][_END.size :]
@@ -724,8 +731,8 @@ class NetworkCommunicator:
         lane, number = self._lane, self._number + 1
         if lane is not None and lane is not self._first and lane.announced < number:
             self._announce(lane, call, Standing.DIFFERING)
-        own = encode_details([MemberDetails.of(call, leaves, unfit)])
-        blobs = self._barrier.arrive_and_compare(CollectiveCall("details", call.what), own, within=call)
+        details = encode_details([MemberDetails.of(call, leaves, unfit)])
+        blobs = self._barrier.arrive_and_compare(CollectiveCall("details", call.what), details, within=call)
         local = [decode_details(blob)[0] for blob in blobs]
         everybody: list[list[MemberDetails]] = [local]
         if self._first is not None:

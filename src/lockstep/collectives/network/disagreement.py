@@ -26,8 +26,8 @@ def exchange_details(
 
     Args:
         lane: the first one.
-        call: of this worker.
-        number: of the call.
+        call: the call of this worker.
+        number: the number of the call.
         hosts: how this host takes part.
         local: what the members of this host do.
 
@@ -38,21 +38,21 @@ def exchange_details(
     header = Header(Frame.DETAILS, number=number, length=len(data))
     lane.send(header, data)
     headers = lane.headers(call, header)
-    found = {hosts.host: local}
+    details = {hosts.host: local}
     wait = lane.wait(call, hosts.others)
     try:
         for host, header in headers.items():
             try:
                 if header.length > _LIMIT:
                     raise FrameError(f"details of {header.length} bytes")
-                found[host] = decode_details(lane.receive_blob(host, header.length, wait))
-                if len(found[host]) != len(hosts.hosts[host]):
-                    raise FrameError(f"details of {len(found[host])} members")
+                details[host] = decode_details(lane.receive_blob(host, header.length, wait))
+                if len(details[host]) != len(hosts.hosts[host]):
+                    raise FrameError(f"details of {len(details[host])} members")
             except FrameError as error:
                 raise lane.malformed(host, call, error) from error
     finally:
         wait.end()
-    return [found[host] for host in sorted(found)]
+    return [details[host] for host in sorted(details)]
 
 
 def reason(

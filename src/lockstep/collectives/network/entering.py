@@ -25,7 +25,7 @@ class Entered(msgspec.Struct, frozen=True):
     """What the first worker of a host has learned from the other hosts of a view.
 
     Attributes:
-        number: of the last call that members of any host have completed.
+        number: the number of the last call that members of any host have completed.
         result: of that call, if this host lacks it.
     """
 
@@ -37,7 +37,7 @@ def meet_hosts(
     lane: Lane,
     call: CollectiveCall,
     hosts: HostPlan,
-    own: Hello,
+    hello: Hello,
     incarnations: Sequence[int],
     names: Sequence[str],
     last: LastCall,
@@ -48,16 +48,16 @@ def meet_hosts(
         lane: the first one.
         call: the first one of this worker in the view.
         hosts: how this host takes part.
-        own: the hello of this host.
-        incarnations: of each host.
-        names: of each host, for messages.
+        hello: the hello of this host.
+        incarnations: the incarnation of each host.
+        names: the name of each host, for messages.
         last: this worker's.
 
     Raises:
         PeerLostError, PeerStuckError: as `Communicator` states.
         InternalError: the hosts have completed different calls.
     """
-    hellos = _exchange_hellos(lane, call, hosts, own, incarnations)
+    hellos = _exchange_hellos(lane, call, hosts, hello, incarnations)
     newest = max(0, *(each.done for each in hellos.values()))
     behind = [host for host, each in sorted(hellos.items()) if 0 <= each.done < newest]
     givers = [host for host, each in sorted(hellos.items()) if each.done == newest and each.has_result]
@@ -84,12 +84,12 @@ def meet_hosts(
 
 
 def _exchange_hellos(
-    lane: Lane, call: CollectiveCall, hosts: HostPlan, own: Hello, incarnations: Sequence[int]
+    lane: Lane, call: CollectiveCall, hosts: HostPlan, hello: Hello, incarnations: Sequence[int]
 ) -> dict[int, Hello]:
     greeting = Header(Frame.HELLO, length=HELLO_SIZE)
-    lane.send(greeting, own.encode())
+    lane.send(greeting, hello.encode())
     headers = lane.headers(call, greeting)
-    hellos = {hosts.host: own}
+    hellos = {hosts.host: hello}
     wait = lane.wait(call, hosts.others)
     try:
         for host, header in headers.items():
@@ -99,9 +99,9 @@ def _exchange_hellos(
                 hellos[host] = Hello.decode(data)
             except FrameError as error:
                 raise lane.malformed(host, call, error) from error
-            given = hellos[host]
-            if given[:4] != (own.job, own.term, own.view, incarnations[host]):
-                raise lane.malformed(host, call, FrameError(f"view {given.term}.{given.view}"))
+            received = hellos[host]
+            if received[:4] != (hello.job, hello.term, hello.view, incarnations[host]):
+                raise lane.malformed(host, call, FrameError(f"view {received.term}.{received.view}"))
     finally:
         wait.end()
     return hellos

@@ -62,10 +62,10 @@ class Header(NamedTuple):
 
     Attributes:
         frame: what the frame is.
-        standing: of the host that sends it.
+        standing: whether the host that sends it can go on.
         step: which part of the call it belongs to, from 0; in a frame `LEFT` the worker's id.
-        notice: of the host that sends it.
-        number: of the call.
+        notice: the notice that the host has read.
+        number: the number of the call.
         length: bytes that follow.
         call: the description of the call; see `describe_call`.
     """
@@ -115,9 +115,9 @@ class Hello(NamedTuple):
 
     Attributes:
         job: 16 bytes.
-        term: of the coordinator that began the view.
+        term: the term of the coordinator that began the view.
         view: its number.
-        incarnation: of the host that sends it.
+        incarnation: the incarnation of the host that sends it.
         done: the number of the last call that the host's members have completed; -1 if all have just joined.
         has_result: whether they have its result.
     """
@@ -179,8 +179,8 @@ class Result(msgspec.Struct, frozen=True):
     """The result of a call, as it travels to a host that has not completed it.
 
     Attributes:
-        kind: of the call.
-        layout: of the call; see `CollectiveCall`.
+        kind: the kind of the call.
+        layout: the layout of the call; see `CollectiveCall`.
         blobs: the total, in parts, or the blobs of all members.
         error: the text of the error in which the call ended; None if it succeeded.
         differing: the workers of a disagreement; None if the error is that memory is lacking.

@@ -93,8 +93,8 @@ class Lane:
         for outgoing in self._outgoing.values():
             outgoing.send_each((chunk,))
 
-    def headers(self, call: CollectiveCall, own: Header) -> dict[int, Header]:
-        """Receive the headers of the other hosts that answer the `own` one; equal ones are this object.
+    def headers(self, call: CollectiveCall, sent: Header) -> dict[int, Header]:
+        """Receive the headers of the other hosts that answer `sent`; equal ones are this object.
 
         Raises:
             PeerLostError, PeerStuckError: as `Communicator` states.
@@ -105,36 +105,36 @@ class Lane:
         headers = {}
         try:
             for host in self._hosts.others:
-                headers[host] = self._header(host, call, own, wait)
+                headers[host] = self._header(host, call, sent, wait)
                 remaining.remove(host)
         finally:
             self.waited += time.perf_counter() - begun
             wait.end()
         return headers
 
-    def header(self, host: int, call: CollectiveCall, own: Header) -> Header:
+    def header(self, host: int, call: CollectiveCall, sent: Header) -> Header:
         """Receive the header of one other host; see `headers`."""
         wait = self.wait(call, [host])
         try:
-            return self._header(host, call, own, wait)
+            return self._header(host, call, sent, wait)
         finally:
             wait.end()
 
-    def _header(self, host: int, call: CollectiveCall, own: Header, wait: "HostWait") -> Header:
+    def _header(self, host: int, call: CollectiveCall, sent: Header, wait: "HostWait") -> Header:
         data = bytearray(HEADER_SIZE)
         self.receive(host, memoryview(data), wait)
         if data == self._sent:
-            return own
+            return sent
         try:
             header = Header.decode(bytes(data))
             if header.frame is Frame.ABORT:
                 self._end_with(host, header, wait)
             if header.frame is Frame.LEFT:
                 raise PeerLostError(f"worker {header.step} has left while others wait in {call}")
-            if (header.frame, header.number, header.step) != (own.frame, own.number, own.step):
+            if (header.frame, header.number, header.step) != (sent.frame, sent.number, sent.step):
                 raise FrameError(
                     f"{header.frame.name} {header.step} of call {header.number} "
-                    f"instead of {own.frame.name} {own.step} of call {own.number}"
+                    f"instead of {sent.frame.name} {sent.step} of call {sent.number}"
                 )
         except FrameError as error:
             raise self.malformed(host, call, error) from error

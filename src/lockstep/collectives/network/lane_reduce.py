@@ -162,8 +162,8 @@ class LaneReduce:
 
         Args:
             layout: of every partial.
-            hosts: of the view.
-            placement: of the lanes.
+            hosts: the plan of the view.
+            placement: where the lanes are.
             local: the index of the worker.
             given: the spans of its partials.
             memory: the memory of the total, and of the places outside it.

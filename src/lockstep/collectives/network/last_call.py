@@ -85,7 +85,8 @@ class LastCall:
     """The last call that a member has completed.
 
     Attributes:
-        number: of the call in the job, from 1; 0 before the first call; -1 if the member has just joined.
+        number: the number of the call in the job, from 1; 0 before the first call; -1 if the member has just
+            joined.
         result: None if the member has not taken part in that call.
         received: the number of the last all-to-all of which this member has received all parts, and these.
     """

@@ -69,14 +69,14 @@ class Extents(NamedTuple):
 
     def enlarged(self, sizes: Sequence[int]) -> Self:
         """Return extents with room for `sizes`; a region that is large enough stays where it is."""
-        found = list(self)
+        extents = list(self)
         for index, size in enumerate(sizes):
-            if size > found[index].size:
+            if size > extents[index].size:
                 others = sorted(
-                    extent for other, extent in enumerate(found) if other != index and extent.size
+                    extent for other, extent in enumerate(extents) if other != index and extent.size
                 )
-                found[index] = Extent(_gap(others, _pages(size)), _pages(size))
-        return type(self)(*found)
+                extents[index] = Extent(_gap(others, _pages(size)), _pages(size))
+        return type(self)(*extents)
 
 
 _EXTENTS = struct.Struct("<8Q")
@@ -100,7 +100,7 @@ class NetworkBuffers:
     """Memory for reductions, reused across views.
 
     Attributes:
-        extents: of the regions in the shared memory.
+        extents: where the regions lie in the shared memory.
     """
 
     def __init__(self, pool: SharedPool) -> None:

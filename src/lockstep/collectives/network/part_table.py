@@ -19,7 +19,7 @@ class PartTable:
     Attributes:
         sizes: for each sender, for each receiver.
         first: the rank in the view of the first worker of this host.
-        hosts: of the view.
+        hosts: the plan of the view.
         places: for each part, its end in the memory; only of those that this host sends or receives.
         room: bytes of all of them.
     """
@@ -34,15 +34,15 @@ class PartTable:
     def of(cls, sizes: npt.NDArray[np.int64], hosts: HostPlan) -> Self:
         """Return the table of the parts with these sizes, for a host."""
         first = sum(map(len, hosts.hosts[: hosts.host]))
-        own = slice(first, first + len(hosts.own))
+        here = slice(first, first + len(hosts.own))
         concerned = np.zeros_like(sizes)
-        concerned[own] = sizes[own]
+        concerned[here] = sizes[here]
         sent = int(concerned.sum())
         places = np.cumsum(concerned).reshape(sizes.shape)
-        concerned[:, own] = sizes[:, own]
-        concerned[own] = 0
+        concerned[:, here] = sizes[:, here]
+        concerned[here] = 0
         received = np.cumsum(concerned).reshape(sizes.shape) + sent
-        received[own] = places[own]
+        received[here] = places[here]
         return cls(sizes, first, hosts, received, sent + int(concerned.sum()))
 
     def members(self, host: int) -> range:

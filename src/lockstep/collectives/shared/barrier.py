@@ -63,8 +63,8 @@ class Barrier:
         """Take part in the barrier.
 
         Args:
-            segment: of the view.
-            rank: of this member.
+            segment: the memory of the view.
+            rank: the rank of this member.
             workers: ids of all members.
             policy: for waits.
             observe: receives reports on waits.

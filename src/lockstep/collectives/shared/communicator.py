@@ -83,10 +83,10 @@ class SharedCommunicator:
             self._grow(call, needed)
         spans = tuple(partials)
         reduce, total = self._buffers.slice_reduce(layout, self._plan, placement, self._rank, spans)
-        own = {span: flat(leaves) for span, leaves in partials.items()}
-        reduce.publish(own, self._adder)
+        flat_partials = {span: flat(leaves) for span, leaves in partials.items()}
+        reduce.publish(flat_partials, self._adder)
         self._barrier.arrive_and_wait(call)
-        reduce.sum(own, self._adder)
+        reduce.sum(flat_partials, self._adder)
         self._barrier.arrive_and_wait(call)
         return total
 
@@ -114,15 +114,15 @@ class SharedCommunicator:
         check_parts(parts, self._plan.members)
         call = CollectiveCall("all_to_all", what)
         with self._barrier.during(call):
-            own = [sum(array.nbytes for array in part) for part in parts]
-            blobs = self._barrier.arrive_and_compare(call, np.array(own, np.int64).tobytes())
+            lengths = [sum(array.nbytes for array in part) for part in parts]
+            blobs = self._barrier.arrive_and_compare(call, np.array(lengths, np.int64).tobytes())
             sizes = np.array([np.frombuffer(blob, np.int64) for blob in blobs])
             stops = np.cumsum(sizes).reshape(sizes.shape)
             needed = Sizes(0, int(stops[-1, -1]))
             if needed.outside and not self._fits(needed):
                 self._grow(call, needed)
             memory, rank = self._buffers.parts(needed.outside), self._rank
-            for stop, size, part in zip(stops[rank], own, parts, strict=True):
+            for stop, size, part in zip(stops[rank], lengths, parts, strict=True):
                 if part:
                     np.concatenate(part, out=memory[stop - size : stop])
             self._barrier.arrive_and_wait(call)

@@ -94,8 +94,8 @@ class PackedReduce:
 
         Args:
             layout: of every partial.
-            plan: of the view.
-            rank: of this member.
+            plan: the plan of the view.
+            rank: the rank of this member.
             given: the spans of its partials.
             memory: this member's private memory for the total, and the shared memory for packed partials.
         """
@@ -105,17 +105,17 @@ class PackedReduce:
             span: packed(layout, shared[index * layout.size : (index + 1) * layout.size])
             for index, span in enumerate(spans)
         }
-        own = {
+        packed_partials = {
             span: published[span] if span in published else packed(layout, allocate(layout.size))
             for span in given
         }
         local_sums = []
         for span, local_sum in zip(plan.published[rank], plan.local_sums(rank, given), strict=True):
             if local_sum.steps:
-                local_sums += stretch_sums(local_sum, own, published[span])
+                local_sums += stretch_sums(local_sum, packed_partials, published[span])
         everything = stretch_sums(Sum.of(plan.whole, spans), published, packed(layout, total))
         packers = tuple(StretchPacker.of(layout, stretch) for stretch in layout.stretches)
-        return cls(packers, own, tuple(local_sums), tuple(everything))
+        return cls(packers, packed_partials, tuple(local_sums), tuple(everything))
 
     def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
         """Pack this member's partials, flat leaves, and add up those that it publishes as one."""

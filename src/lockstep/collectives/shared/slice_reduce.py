@@ -101,9 +101,9 @@ class SliceReduce:
 
         Args:
             layout: of every partial.
-            plan: of the view.
-            placement: of the slices.
-            rank: of this member.
+            plan: the plan of the view.
+            placement: where the slices are.
+            rank: the rank of this member.
             given: the spans of its partials.
             memory: the memory of the total, and the memory of the places outside it.
         """
@@ -156,12 +156,12 @@ class SliceReduce:
         run_sums(self.total, partials, adder)
 
 
-def run_sums(sums: Sequence[PieceSum], own: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-    """Compute `sums` from given memory and a member's `own` partials, flat leaves."""
+def run_sums(sums: Sequence[PieceSum], partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
+    """Compute `sums` from given memory and a member's own `partials`, flat leaves."""
     for each in sums:
         leaf, start, stop = each.piece
         operands = [
-            own[span][leaf][start:stop] if array is None else array
+            partials[span][leaf][start:stop] if array is None else array
             for span, array in zip(each.sum.operands, each.operands, strict=True)
         ]
         adder.add(each.sum, operands, each.out)

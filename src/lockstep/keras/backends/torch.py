@@ -26,7 +26,6 @@ from lockstep.keras.backends.common import (
     build_by_call,
     has_own,
     refuse_overwriting_gradients,
-    replaced,
     shapes_of,
 )
 from lockstep.keras.backends.contract import EQUAL, VARIABLE, Partial, StepKind, Total, TrainFunctionCall
@@ -64,7 +63,7 @@ from lockstep.keras.private.torch import versions
 from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
-from lockstep.worker.patch_registry import PATCHES
+from lockstep.worker.patch_registry import PATCHES, replaced
 
 
 class TorchBackend:

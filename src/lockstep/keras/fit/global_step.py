@@ -298,8 +298,8 @@ class GlobalStep:
             if not self.job.settings.allow_unlike:
                 facts = state_facts(self.backend.to_numpy, arrays)
                 agree(self.job, what, {**facts, **python_facts(self.model)})
-            elif (given := chiefs_state(self.job, what, self.backend.to_numpy, arrays)) is not None:
-                state = self.program.load(state, given)
+            elif (of_chief := chiefs_state(self.job, what, self.backend.to_numpy, arrays)) is not None:
+                state = self.program.load(state, of_chief)
         if trains and not call.at_end:
             self._snapshots.end_step(
                 lambda whole: self._snapshots.take(whole, self.model, logs, self.program, state)

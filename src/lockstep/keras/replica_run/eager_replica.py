@@ -125,14 +125,14 @@ class VariableChanges:
             replica: the replica that has computed.
             weight: its share in the mean of the replicas' changes; 0 if it had no examples.
         """
-        found = {}
+        contributed = {}
         for i, (kind, variable) in enumerate(self._assigned.values()):
             end = np.asarray(self._backend.to_numpy(stored_value(variable)))
-            found[f"{kind}/{i}/{variable.path}"] = (
+            contributed[f"{kind}/{i}/{variable.path}"] = (
                 variable,
                 self._contribution(kind, variable, end, replica, weight),
             )
-        return found
+        return contributed
 
     def _contribution(self, kind: StateKind, variable: Any, end: Array, replica: int, weight: float) -> Array:
         start = self._starts.get(id(variable))
@@ -232,13 +232,13 @@ class EagerExecution:
         self.nest = nest
         self.outputs[replica] = outputs
 
-    def add_changes(self, found: Mapping[str, tuple[Any, Any]]) -> None:
+    def add_changes(self, contributed: Mapping[str, tuple[Any, Any]]) -> None:
         """Add the variables that a replica has assigned.
 
         Raises:
             ModelError: replicas assign different variables.
         """
-        for name, (variable, _) in found.items():
+        for name, (variable, _) in contributed.items():
             if self.changed.setdefault(name, variable) is not variable:
                 raise ModelError(
                     f"replicas assign different variables of the same name, {variable.path!r}: the function "
@@ -258,77 +258,79 @@ class ReplicaComputation:
         self._backend = backend
         self._replicas = replicas
 
-    def compute(self, this: EagerExecution, earlier: Sequence[Total], replica: int) -> Mapping[str, Any]:
+    def compute(self, execution: EagerExecution, earlier: Sequence[Total], replica: int) -> Mapping[str, Any]:
         """Return a replica's partial in the round that follows the totals `earlier`.
 
         Raises:
             ModelError: the changes that the function makes cannot be combined over replicas.
         """
         while True:
-            if (computed := self._attempt(this, earlier, replica)) is not None:
+            if (computed := self._attempt(execution, earlier, replica)) is not None:
                 return computed
-            this.profile.python.undo()
+            execution.profile.python.undo()
 
-    def _attempt(self, this: EagerExecution, earlier: Sequence[Total], replica: int) -> dict[str, Any] | None:
+    def _attempt(
+        self, execution: EagerExecution, earlier: Sequence[Total], replica: int
+    ) -> dict[str, Any] | None:
         """Return a replica's partial; None if the profile has changed and the replica must compute again."""
-        rounds = this.profile.rounds
-        changes = VariableChanges(self._backend, this.profile.prepared)
-        seed = seed_of_replica(this.seed, replica)
+        rounds = execution.profile.rounds
+        changes = VariableChanges(self._backend, execution.profile.prepared)
+        seed = seed_of_replica(execution.seed, replica)
         with (
             changes.as_replica(replica),
             observed_by(changes),
             self._backend.isolated(seed),
             scaled_losses(self._replicas),
         ):
-            merger, outputs = self._call(this, changes, earlier, replica)
-            if changes.late or (changes.assigned_new and not this.profile.completed):
-                this.profile.prepared += changes.late
-                this.profile.completed = True
+            merger, outputs = self._call(execution, changes, earlier, replica)
+            if changes.late or (changes.assigned_new and not execution.profile.completed):
+                execution.profile.prepared += changes.late
+                execution.profile.completed = True
                 return None
             if outputs is None and not rounds.ends_early(len(earlier)):
                 rounds.add_after(len(earlier))
                 if merger.merge is None or merger.merge.update is not None:
                     return None
-            if merger.merge is not None and len(this.merges) == len(earlier):
-                this.merges.append(merger.merge)
+            if merger.merge is not None and len(execution.merges) == len(earlier):
+                execution.merges.append(merger.merge)
             if outputs is None or not rounds.is_last(len(earlier)):
                 return merger.partial
-            this.profile.completed = True
-            weight = 0.0 if is_empty(this.inputs, replica) else 1.0 / self._replicas
-            found = changes.contributions(replica, weight)
-            this.add_changes(found)
-            computed = merger.partial | {name: change for name, (_, change) in found.items()}
+            execution.profile.completed = True
+            weight = 0.0 if is_empty(execution.inputs, replica) else 1.0 / self._replicas
+            contributed = changes.contributions(replica, weight)
+            execution.add_changes(contributed)
+            computed = merger.partial | {name: change for name, (_, change) in contributed.items()}
             return computed | self._scalars(outputs) if computed or earlier else {}
 
     def _call(
-        self, this: EagerExecution, changes: VariableChanges, earlier: Sequence[Total], replica: int
+        self, execution: EagerExecution, changes: VariableChanges, earlier: Sequence[Total], replica: int
     ) -> tuple[RoundMerger, list[Any] | None]:
         """Call the function; return its merger, and its results if it has run to its end."""
 
         def repeat(index: int) -> None:
-            update = this.merges[index].update
+            update = execution.merges[index].update
             assert update is not None
             with changes.updating(update):
-                self._backend.apply(update, this.merges[index].leaves(earlier[index]))
+                self._backend.apply(update, execution.merges[index].leaves(earlier[index]))
 
         outputs: list[Any] | None = None
         with ExitStack() as stack:
             merger = RoundMerger(
                 len(earlier),
-                this.profile.rounds.ends_early(len(earlier)),
-                this.merges,
-                [self._tensors(*pair) for pair in zip(this.merges, earlier, strict=False)],
+                execution.profile.rounds.ends_early(len(earlier)),
+                execution.merges,
+                [self._tensors(*pair) for pair in zip(execution.merges, earlier, strict=False)],
                 repeat,
                 lambda update: stack.enter_context(changes.hide(update)),
                 replica,
                 self._replicas,
                 self._backend.custom_gradient,
             )
-            args, kwargs = self._arguments_of(this, replica)
+            args, kwargs = self._arguments_of(execution, replica)
             stack.enter_context(computing_as(Replica(replica, merger)))
             try:
                 with suppress(EndOfRound):
-                    nest = this.profile.function(*args, **kwargs)
+                    nest = execution.profile.function(*args, **kwargs)
                     outputs = [self._result(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
             except Exception as error:
                 # Some code rejects an unknown value by its type, without reading it.
@@ -337,11 +339,11 @@ class ReplicaComputation:
                     name in str(error) for name in names
                 )
                 if not changes.hides_variables or not reads:
-                    if is_empty(this.inputs, replica):
+                    if is_empty(execution.inputs, replica):
                         error.add_note(ZERO_ROWS.format(replica=replica, replicas=self._replicas))
                     raise
         if outputs is not None:
-            this.add_result(nest, replica, outputs)
+            execution.add_result(nest, replica, outputs)
         return merger, outputs
 
     def _tensors(self, merge: Merge, total: Total) -> Mapping[str, Any]:
@@ -350,10 +352,10 @@ class ReplicaComputation:
             return total
         return {name: self._backend.to_tensor(array) for name, array in total.items()}
 
-    def _arguments_of(self, this: EagerExecution, replica: int) -> Any:
+    def _arguments_of(self, execution: EagerExecution, replica: int) -> Any:
         leaves: dict[int, Sequence[Any]] = {}
 
-        def own(leaf: Any) -> Any:
+        def value_of(leaf: Any) -> Any:
             if (origin := origin_of(leaf)) is None:
                 return leaf
             source, position = origin
@@ -361,7 +363,7 @@ class ReplicaComputation:
                 leaves[id(source)] = source.of(replica)
             return self._backend.to_tensor(leaves[id(source)][position])
 
-        return keras.tree.map_structure(own, this.arguments)
+        return keras.tree.map_structure(value_of, execution.arguments)
 
     def _result(self, leaf: Any) -> Any:
         """Return a leaf of a function's result as a value that later code cannot change."""

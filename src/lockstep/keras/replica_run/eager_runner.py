@@ -81,19 +81,19 @@ class EagerRunner:
         arguments = tuple(args), dict(kwargs)
         # All workers draw the same number: a process that resumes or joins has restored the random states.
         seed = random.getrandbits(64)
-        this = EagerExecution(self._profile(function), arguments, seed, _sources(arguments))
-        python = this.profile.python
+        execution = EagerExecution(self._profile(function), arguments, seed, _sources(arguments))
+        python = execution.profile.python
         python.begin()
         totals: list[Total] = []
-        while not totals or not this.profile.rounds.is_last(len(totals) - 1):
+        while not totals or not execution.profile.rounds.is_last(len(totals) - 1):
             # The reduce of this round reuses the memory of the last total.
             totals[-1:] = [{key: array.copy() for key, array in total.items()} for total in totals[-1:]]
-            last = EagerRound(self._rounds, f"strategy.run of {name}", self._replica, this, list(totals))
+            last = EagerRound(self._rounds, f"strategy.run of {name}", self._replica, execution, list(totals))
             totals.append(self._rounds.total(last))
-        self._apply(this, totals)
-        returned = self._returned(this, last, totals[-1])
+        self._apply(execution, totals)
+        returned = self._returned(execution, last, totals[-1])
         python.end()
-        self._compare(this, last.what)
+        self._compare(execution, last.what)
         return returned
 
     def reduce(self, op: Op, value: Any, axis: Axis) -> Any:
@@ -102,12 +102,14 @@ class EagerRunner:
         origins = [origin for leaf in leaves if (origin := origin_of(leaf))]
         reduced = iter(self._combiner.reduce_all(op, origins, axis))
 
-        def one(leaf: Any) -> Any:
+        def reduced_leaf(leaf: Any) -> Any:
             if origin_of(leaf):
                 return self._backend.to_tensor(next(reduced))
             return reduced_plain(op, leaf, axis, self._replicas)
 
-        return keras.tree.pack_sequence_as(value, [None if leaf is None else one(leaf) for leaf in leaves])
+        return keras.tree.pack_sequence_as(
+            value, [None if leaf is None else reduced_leaf(leaf) for leaf in leaves]
+        )
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas of each leaf, joined along an axis."""
@@ -137,20 +139,20 @@ class EagerRunner:
     def _profile(self, function: Any) -> FunctionProfile:
         """Return the profile of a function object; two functions with the same code have two profiles."""
         key = (id(getattr(function, "__self__", None)), id(getattr(function, "__func__", function)))
-        found = self._profiles.pop(key, None) or FunctionProfile(
+        profile = self._profiles.pop(key, None) or FunctionProfile(
             function, PythonOfReplicas.of_function(function, self._backend.to_numpy)
         )
-        self._profiles[key] = found
+        self._profiles[key] = profile
         if len(self._profiles) > _MAX_PROFILES:
             self._profiles.popitem(last=False)
-        return found
+        return profile
 
-    def _compare(self, this: EagerExecution, what: str) -> None:
+    def _compare(self, execution: EagerExecution, what: str) -> None:
         """Check, when an optimizer is first used, that all workers have equal weights.
 
         In a loop that Lockstep drives, the loop compares them.
         """
-        updates = [merge.update for merge in this.merges if merge.update]
+        updates = [merge.update for merge in execution.merges if merge.update]
         new = [update for update in updates if update.optimizer not in self._compared]
         if new and not self._job.driven and len(self._job.view.workers) > 1:
             weights = [variable for update in new for variable in update.variables]
@@ -158,22 +160,22 @@ class EagerRunner:
             self._rounds.agree(what, state_facts(self._backend.to_numpy, arrays))
         self._compared.update(update.optimizer for update in new)
 
-    def _apply(self, this: EagerExecution, totals: Sequence[Total]) -> None:
+    def _apply(self, execution: EagerExecution, totals: Sequence[Total]) -> None:
         """Make the updates, and change the variables, from the totals."""
-        for merge, total in zip(this.merges, totals, strict=False):
+        for merge, total in zip(execution.merges, totals, strict=False):
             if merge.update is not None:
                 self._backend.apply(merge.update, merge.leaves(total))
-        for name, variable in this.changed.items():
+        for name, variable in execution.changed.items():
             start = 0 if holds_new_value(name) else self._backend.to_numpy(stored_value(variable))
             variable.assign(np.array(start + totals[-1][name]))
 
-    def _returned(self, this: EagerExecution, last: FunctionRound, total: Total) -> Any:
+    def _returned(self, execution: EagerExecution, last: FunctionRound, total: Total) -> Any:
         """Return the function's result, with a PerReplica for each leaf that is not None."""
         # A replica that this worker only verifies is computed for another one.
         owned = frozenset(self._rounds.owned)
-        outputs = {replica: leaves for replica, leaves in this.outputs.items() if replica in owned}
+        outputs = {replica: leaves for replica, leaves in execution.outputs.items() if replica in owned}
         like = next(iter(outputs.values()))
-        empty = frozenset(replica for replica in self._rounds.owned if is_empty(this.inputs, replica))
+        empty = frozenset(replica for replica in self._rounds.owned if is_empty(execution.inputs, replica))
         columns: list[Mapping[int, Any]] = []
         for i, leaf in enumerate(like):
             column = {r: leaves[i] for r, leaves in outputs.items()}
@@ -184,25 +186,25 @@ class EagerRunner:
         specs = tuple(self._spec(leaf) for leaf in like)
         values = (
             ReturnedValues(specs, tuple(columns), empty)
-            if total or this.merges
-            else ReturnedValues(specs, tuple(columns), empty, last.check(()), self._recomputation(this))
+            if total or execution.merges
+            else ReturnedValues(specs, tuple(columns), empty, last.check(()), self._recomputation(execution))
         )
-        return packed(this.nest, self.per_replica(values, self._store))
+        return packed(execution.nest, self.per_replica(values, self._store))
 
-    def _recomputation(self, this: EagerExecution) -> Callable[[int], Sequence[Any]]:
+    def _recomputation(self, execution: EagerExecution) -> Callable[[int], Sequence[Any]]:
         """Return what computes replicas of a `strategy.run` again, until any variable is assigned."""
-        count, python = assignments.count(), this.profile.python
+        count, python = assignments.count(), execution.profile.python
         changes = python.has_changed
 
         def recompute(replica: int) -> Sequence[Any]:
             nonlocal count
             if assignments.count() != count or changes:
                 refuse_lost_value(replica)
-            if replica not in this.outputs:
+            if replica not in execution.outputs:
                 with python.unchanged():
-                    self._replica.compute(this, (), replica)
+                    self._replica.compute(execution, (), replica)
                 count = assignments.count()
-            return this.outputs[replica]
+            return execution.outputs[replica]
 
         return recompute
 

@@ -86,8 +86,8 @@ def install() -> None:
     optimizers = keras.optimizers
     kinds = [optimizers.Optimizer, optimizers.LossScaleOptimizer]
     # Includes the optimizer that calls `apply` of several others, which has no public name.
-    known = [*kinds, *optimizers.Optimizer.__subclasses__()]
-    for owner in dict.fromkeys(definer(kind, "apply") for kind in known):
+    classes = [*kinds, *optimizers.Optimizer.__subclasses__()]
+    for owner in dict.fromkeys(definer(kind, "apply") for kind in classes):
         PATCHES.replace(__name__, owner, "apply", _merging_apply)
         if "stateless_apply" in vars(owner):
             PATCHES.replace(__name__, owner, "stateless_apply", _separate)
@@ -156,7 +156,7 @@ class RoundMerger(UpdateRecorder):
     Args:
         number: of the round, from 0.
         ends_early: whether the round ends at its own merge even if that is an update.
-        known: the merges of earlier rounds.
+        earlier: the merges of earlier rounds.
         totals: of these merges.
         repeat: makes the update of the earlier round whose number it gets.
         on_update: is called with the round's own update if the function continues after it.
@@ -169,7 +169,7 @@ class RoundMerger(UpdateRecorder):
         self,
         number: int,
         ends_early: bool,
-        known: Sequence[Merge],
+        earlier: Sequence[Merge],
         totals: Sequence[Mapping[str, Any]],
         repeat: Callable[[int], None],
         on_update: Callable[[Update], None],
@@ -177,8 +177,8 @@ class RoundMerger(UpdateRecorder):
         replicas: int,
         custom_gradient: CustomGradient,
     ) -> None:
-        super().__init__(number, ends_early, [merge.update for merge in known], repeat, on_update)
-        self._merges = known
+        super().__init__(number, ends_early, [merge.update for merge in earlier], repeat, on_update)
+        self._merges = earlier
         self._totals = totals
         self._replica = replica
         self._replicas = replicas
@@ -214,11 +214,13 @@ class RoundMerger(UpdateRecorder):
 
     def _joined_slices(self, op: Op, slices: Sequence[Any]) -> list[Any]:
         """Return the sum or mean of lists of slices of TensorFlow: those of all replicas."""
-        values = [one.values if op == "sum" else one.values / self._replicas for one in slices]
-        parts = [part for pair in zip(values, (one.indices for one in slices), strict=True) for part in pair]
+        values = [each.values if op == "sum" else each.values / self._replicas for each in slices]
+        parts = [
+            part for pair in zip(values, (each.indices for each in slices), strict=True) for part in pair
+        ]
         joined = self._gathered(0, [keras.ops.convert_to_tensor(part) for part in parts])
         pairs = zip(joined[::2], joined[1::2], strict=True)
-        return [type(one)(*pair, one.dense_shape) for one, pair in zip(slices, pairs, strict=True)]
+        return [type(each)(*pair, each.dense_shape) for each, pair in zip(slices, pairs, strict=True)]
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Return the joined values if they are known; otherwise end the round."""
@@ -249,8 +251,8 @@ class RoundMerger(UpdateRecorder):
 
         def merge(leaves: Sequence[Any]) -> list[Any]:
             count = len(leaves)
-            own = keras.ops.one_hot(self._replica, self._replicas, dtype="int32")
-            rows = [own * keras.ops.shape(leaf)[axis] for leaf in leaves]
+            is_here = keras.ops.one_hot(self._replica, self._replicas, dtype="int32")
+            rows = [is_here * keras.ops.shape(leaf)[axis] for leaf in leaves]
             names = [f"{GATHERED}{axis}/{i}" for i in range(count)] + [f"{SUMMED}{i}" for i in range(count)]
             totals = self._merged(names, [*leaves, *rows])
             sizes[:] = totals[count:]
@@ -258,7 +260,7 @@ class RoundMerger(UpdateRecorder):
 
         def gradient(upstream: Sequence[Any]) -> list[Any]:
             sums = self._reduced("sum", upstream)
-            return [self._own_slice(one, sizes[i], axis) for one, i in zip(sums, floats, strict=True)]
+            return [self._own_slice(joined, sizes[i], axis) for joined, i in zip(sums, floats, strict=True)]
 
         return self._differentiably(leaves, merge, gradient)
 
@@ -277,12 +279,12 @@ class RoundMerger(UpdateRecorder):
         floats = _floating(leaves)
         results = list(leaves)
 
-        def merge_floats(given: Sequence[Any]) -> list[Any]:
-            results[:] = merge(_with(leaves, floats, given))
+        def merge_floats(differentiable: Sequence[Any]) -> list[Any]:
+            results[:] = merge(_with(leaves, floats, differentiable))
             return [results[i] for i in floats]
 
-        found = self._custom_gradient([leaves[i] for i in floats], merge_floats, gradient)
-        return _with(results, floats, found)
+        merged = self._custom_gradient([leaves[i] for i in floats], merge_floats, gradient)
+        return _with(results, floats, merged)
 
     def _merged(self, names: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
         """Return the result of a merge of an earlier round.

@@ -50,15 +50,19 @@ class ResultCombiner:
 
     def reduce_all(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: Axis) -> list[Array]:
         """Reduce several leaves like `reduce`, with one round at most."""
-        known = [self._known(source, leaf) for source, leaf in leaves]
-        unknown = [origin for origin, one in zip(leaves, known, strict=True) if len(one) < self._replicas]
+        arrays = [self._known(source, leaf) for source, leaf in leaves]
+        unknown = [
+            origin
+            for origin, by_replica in zip(leaves, arrays, strict=True)
+            if len(by_replica) < self._replicas
+        ]
         totals = iter(self._summed(op, unknown, axis))
         reduced = []
-        for (source, leaf), one in zip(leaves, known, strict=True):
-            if len(one) < self._replicas:
+        for (source, leaf), by_replica in zip(leaves, arrays, strict=True):
+            if len(by_replica) < self._replicas:
                 total, count = next(totals), next(totals)
             else:
-                parts = [_sum_and_count(op, one[replica], axis) for replica in range(self._replicas)]
+                parts = [_sum_and_count(op, by_replica[replica], axis) for replica in range(self._replicas)]
                 total, count = (tree_sum([part[j] for part in parts]) for j in (0, 1))
             divisor = self._replicas if axis is None else int(count)
             dtype = dtype_of(op, source.specs[leaf].dtype)
@@ -75,9 +79,9 @@ class ResultCombiner:
         """
         if not source.specs[leaf].shape:
             raise DataError("strategy.gather joins values along an axis; single numbers have none")
-        known = self._known(source, leaf)
-        if len(known) == self._replicas:
-            return np.concatenate([known[replica] for replica in sorted(known)], axis=axis)
+        by_replica = self._known(source, leaf)
+        if len(by_replica) == self._replicas:
+            return np.concatenate([by_replica[replica] for replica in sorted(by_replica)], axis=axis)
         (joined,) = self._rounds.merged(GatherRound(self._rounds, self, source, leaf, axis)).values()
         return joined
 
@@ -93,18 +97,18 @@ class ResultCombiner:
         if isinstance(source, ReturnedValues):
             array: Array = self._to_numpy(source.owned_leaf(leaf, replica))
             return array
-        if replica not in (known := self._known(source, leaf)):
+        if replica not in (by_replica := self._known(source, leaf)):
             refuse_lost_value(replica)
-        return known[replica]
+        return by_replica[replica]
 
     def _known(self, source: Values, leaf: int) -> Mapping[int, Array]:
-        known = {}
+        by_replica = {}
         for replica in range(self._replicas):
             try:
-                known[replica] = self._to_numpy(source.leaf(leaf, replica))
+                by_replica[replica] = self._to_numpy(source.leaf(leaf, replica))
             except DataError:
                 continue
-        return known
+        return by_replica
 
 
 class ReduceRound(FunctionRound):
@@ -215,10 +219,10 @@ def axes_within(axis: int | Sequence[int], shape: Sequence[int | None], what: st
         DataError: it does not have one of them.
     """
     rank = len(shape)
-    axes = (axis,) if isinstance(axis, int) else tuple(index(one) for one in axis)
-    if any(not -rank <= one < rank for one in axes):
+    axes = (axis,) if isinstance(axis, int) else tuple(index(each) for each in axis)
+    if any(not -rank <= each < rank for each in axes):
         raise DataError(f"{what} over axis {axis} of a value of shape {list(shape)}")
-    return tuple(one % rank for one in axes)
+    return tuple(each % rank for each in axes)
 
 
 def _is_exact(dtype: str) -> bool:
@@ -238,5 +242,5 @@ def _sum_and_count(op: Op, value: Array, axis: Axis) -> tuple[Array, Array]:
     if axis is None:
         return value, np.array(1, "int64")
     axes = axes_within(axis, value.shape, "strategy.reduce")
-    count = prod(value.shape[one] for one in axes)
+    count = prod(value.shape[each] for each in axes)
     return np.asarray(value.sum(axis=axes, dtype=value.dtype)), np.array(count, "int64")

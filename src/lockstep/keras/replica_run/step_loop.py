@@ -163,8 +163,8 @@ class StepLoops:
         if len(self._job.view.workers) > 1:
             arrays = loop.named_state(None)
             if self._job.settings.allow_unlike:
-                if given := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
-                    loop.load(None, given)
+                if of_chief := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
+                    loop.load(None, of_chief)
                 arrays = {}
             state = state_facts(self._backend.to_numpy, arrays)
             agree(self._job, what, {**(settings or {}), **state})
@@ -242,17 +242,17 @@ class LoopState:
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the present values of the parts: tensors of the backend, or arrays."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, part in self._parts.items():
             if _has_variables(part):
-                found |= {f"{name}/{path}": one.value for path, one in _variables(part).items()}
+                values |= {f"{name}/{path}": variable.value for path, variable in _variables(part).items()}
             elif isinstance(part, Positioned):
-                found[name] = np.array(part.position, "int64")
+                values[name] = np.array(part.position, "int64")
             elif isinstance(part, np.ndarray):
-                found[name] = part.copy()
+                values[name] = part.copy()
             else:
-                found[name] = np.frombuffer(_encoded(name, part), "uint8")
-        return found
+                values[name] = np.frombuffer(_encoded(name, part), "uint8")
+        return values
 
     def lasting_variables(self) -> Mapping[str, Any]:
         """Return the present values of the parts, of which none is known not to matter."""
@@ -268,10 +268,10 @@ class LoopState:
         Raises:
             CheckpointError: the parts are others; then none is changed.
         """
-        own = self.named_state(None)
+        present = self.named_state(None)
         fixed = {name for name, part in self._parts.items() if isinstance(part, dict | list)}
         refuse_misfits(
-            {name: value for name, value in own.items() if name not in fixed},
+            {name: value for name, value in present.items() if name not in fixed},
             {name: array for name, array in arrays.items() if name not in fixed},
         )
         for name, part in self._parts.items():

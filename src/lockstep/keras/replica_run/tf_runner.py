@@ -140,21 +140,21 @@ class TensorFlowRunner:
             return tf.convert_to_tensor(combine(leaf.source))
         store = leaf.store
 
-        def found(handle: Any) -> Any:
+        def combined(handle: Any) -> Any:
             return combine(ValueStore.numbered(store).find(int(handle)).values)
 
-        tensor = call_python(found, [leaf.handle], dtype)
+        tensor = call_python(combined, [leaf.handle], dtype)
         tensor.set_shape(shape)
         return tensor
 
     def _graph_of(self, function: Callable[..., Any]) -> Any:
         """Return what runs `function` in a graph of its own; built once for the functions used last."""
         key = function if isinstance(function, type(self._graph_of)) else id(function)
-        found = self._graphs.pop(key, None) or (function, self._new_graph(function))
-        self._graphs[key] = found
+        graph = self._graphs.pop(key, None) or (function, self._new_graph(function))
+        self._graphs[key] = graph
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        return found[1]
+        return graph[1]
 
     def _new_graph(self, function: Callable[..., Any]) -> Any:
         converted = as_in_autograph(function)
