@@ -81,15 +81,15 @@ def compare_with_member(job: Job, report: Mapping[str, Any]) -> None:
 def host_report(job: Job) -> HostReport:
     """Return the report of this worker."""
     return HostReport(
-        job.worker,
-        job.context.host or socket.gethostname(),
-        processor_model(),
-        instruction_set(processor_features()),
-        {name: os.environ[name] for name in CHOOSING_VARIABLES if name in os.environ},
-        keras.backend.backend(),
-        computed_bits(),
-        libraries(),
-        own_sources(),
+        worker=job.worker,
+        host=job.context.host or socket.gethostname(),
+        processor=processor_model(),
+        instructions=instruction_set(processor_features()),
+        flags={name: os.environ[name] for name in CHOOSING_VARIABLES if name in os.environ},
+        backend=keras.backend.backend(),
+        bits=computed_bits(),
+        libraries=libraries(),
+        sources=own_sources(),
     )
 
 

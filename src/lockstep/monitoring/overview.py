@@ -193,14 +193,14 @@ def overview(
     paces, why = scores(times), causes(times, uses)
     rows = tuple(
         _row(
-            run,
-            info,
-            taken.get(info.worker),
-            _staleness(run, info, since),
-            loads[info.worker],
-            paces.get(info.worker),
-            why.get(info.worker, ""),
-            status.joining if status is not None else (),
+            run=run,
+            info=info,
+            times=taken.get(info.worker),
+            staleness=_staleness(run, info, since),
+            load=loads[info.worker],
+            score=paces.get(info.worker),
+            cause=why.get(info.worker, ""),
+            joining=status.joining if status is not None else (),
         )
         for info in infos
     )

@@ -207,7 +207,17 @@ class JobKey:
             )
 
         def usage(*, signs: bool, certifies: bool) -> x509.KeyUsage:
-            return x509.KeyUsage(signs, False, False, False, False, certifies, False, False, False)
+            return x509.KeyUsage(
+                digital_signature=signs,
+                content_commitment=False,
+                key_encipherment=False,
+                data_encipherment=False,
+                key_agreement=False,
+                key_cert_sign=certifies,
+                crl_sign=False,
+                encipher_only=False,
+                decipher_only=False,
+            )
 
         root = (
             certify(authority, issuer, 1)

@@ -196,9 +196,27 @@ class NetworkCommunicator:
         self._rank = hosts.rank(local)
         self._lane: Lane | None = None
         policy, clock = policy or WaitPolicy(), clock or SystemClock()
-        self._barrier = Barrier(segment, local, hosts.own, policy, observe, clock, hosts.hosts)
+        self._barrier = Barrier(
+            segment=segment,
+            rank=local,
+            workers=hosts.own,
+            policy=policy,
+            observe=observe,
+            clock=clock,
+            hosts=hosts.hosts,
+        )
         if local < hosts.lanes and hosts.others:
-            self._lane = Lane(local, local, links, hosts, view.names, segment, policy, observe, clock)
+            self._lane = Lane(
+                index=local,
+                local=local,
+                links=links,
+                hosts=hosts,
+                names=view.names,
+                segment=segment,
+                policy=policy,
+                observe=observe,
+                clock=clock,
+            )
         self._first = self._lane if local == 0 else None
         self._entered = False
         self._has_room = False
@@ -493,7 +511,15 @@ class NetworkCommunicator:
             received[table.first] = joined(parts[table.first])
         agreed = standing is Standing.READY
         if self._first is not None:
-            agreed = self._exchange_parts(self._first, call, standing, table, memory, parts, received)
+            agreed = self._exchange_parts(
+                lane=self._first,
+                call=call,
+                standing=standing,
+                table=table,
+                memory=memory,
+                parts=parts,
+                received=received,
+            )
         agreed, _ = self._share(call, agreed)
         if not agreed:
             self._refuse(call, [], unfit)
@@ -634,10 +660,26 @@ class NetworkCommunicator:
     def _meet_hosts(self, lane: Lane, call: CollectiveCall, done: int, has_result: bool) -> Entered:
         view, hosts = self._view, self._hosts
         hello = Hello(view.job, view.term, view.number, view.incarnations[hosts.host], done, has_result)
-        return meet_hosts(lane, call, hosts, hello, view.incarnations, view.names, self._last)
+        return meet_hosts(
+            lane=lane,
+            call=call,
+            hosts=hosts,
+            hello=hello,
+            incarnations=view.incarnations,
+            names=view.names,
+            last=self._last,
+        )
 
     def _header(self, call: CollectiveCall, standing: Standing, step: int = 0, length: int = 0) -> Header:
-        return Header(Frame.CALL, standing, step, self._notice, self._number + 1, length, describe_call(call))
+        return Header(
+            frame=Frame.CALL,
+            standing=standing,
+            step=step,
+            notice=self._notice,
+            number=self._number + 1,
+            length=length,
+            call=describe_call(call),
+        )
 
     def _meet(self, call: CollectiveCall) -> Standing:
         """Wait for the workers of this host."""

@@ -95,7 +95,15 @@ class Header(NamedTuple):
         if magic != _MAGIC or length > LENGTH_LIMIT:
             raise FrameError("a header that is none")
         try:
-            return cls(Frame(frame), Standing(standing), step, notice, number, length, data[_PREFIX.size :])
+            return cls(
+                frame=Frame(frame),
+                standing=Standing(standing),
+                step=step,
+                notice=notice,
+                number=number,
+                length=length,
+                call=data[_PREFIX.size :],
+            )
         except ValueError as error:
             raise FrameError(str(error)) from None
 

@@ -502,16 +502,20 @@ class ModelMethods:
                     return replay_fit(model, given["callbacks"], self._resumable.replay())
                 joins = self._snapshots.join_on_servers(model)
             served = ServedCall(
-                self._job,
-                self._backend,
-                call,
-                model,
-                self._served[model],
-                tables,
-                self._calls.taken,
-                lambda step: setattr(model, "train_function", self._backend.function(model, step, "train")),
-                lambda whole, steps, known: self._snapshots.take_from_servers(whole, model, steps, known),
-                joins,
+                job=self._job,
+                backend=self._backend,
+                call=call,
+                model=model,
+                options=self._served[model],
+                tables=tables,
+                trained=self._calls.taken,
+                install=lambda step: setattr(
+                    model, "train_function", self._backend.function(model, step, "train")
+                ),
+                take=lambda whole, steps, known: self._snapshots.take_from_servers(
+                    whole, model, steps, known
+                ),
+                joins=joins,
             )
             plain_steps = self._plain_steps
             # Functions that were made outside of the call do not fit within it, nor the other way round.
@@ -932,7 +936,15 @@ class ModelMethods:
 
     def _new_step(self, model: Any, kind: StepKind) -> GlobalStep:
         context = self._step_context(model) if kind == "train" else nullcontext
-        return GlobalStep(self._job, self._backend, model, kind, self._calls, self._snapshots, context)
+        return GlobalStep(
+            job=self._job,
+            backend=self._backend,
+            model=model,
+            kind=kind,
+            calls=self._calls,
+            snapshots=self._snapshots,
+            context=context,
+        )
 
     def _introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
         """Measure how replicas combine what a step of a model computes; name each part that is per replica.

@@ -193,7 +193,15 @@ def _cut(dataset: Any) -> _Parts | str:
     batches = _rebuilt(rows.batch(*batching_of(batch)), above)
     buffers = [buffer_of(op) for op in above if isinstance(op, PREFETCH)]
     ahead = max([0, *buffers])
-    return _Parts(rows, maps[::-1], batch_maps[::-1], batches, dataset.options(), ahead, why_joint)
+    return _Parts(
+        rows=rows,
+        maps=maps[::-1],
+        batch_maps=batch_maps[::-1],
+        batches=batches,
+        options=dataset.options(),
+        ahead=ahead,
+        why_joint=why_joint,
+    )
 
 
 def _rebuilt(dataset: Any, operations: Sequence[Any]) -> Any:

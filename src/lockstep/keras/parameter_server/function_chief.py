@@ -239,15 +239,15 @@ class ChiefCalls(FunctionCalls):
         positions, arrays = self._state(number) if shows else ((), [])
         self._job.timer.lap("exchange")
         passed = Passed(
-            number + 1,
-            kind,
-            shows,
-            positions,
-            done,
-            tuple(result for result, _ in results),
-            tuple(remaining),
-            tuple(failures.items()),
-            failure,
+            until=number + 1,
+            kind=kind,
+            state=shows,
+            variables=positions,
+            done=done,
+            results=tuple(result for result, _ in results),
+            steps=tuple(remaining),
+            failures=tuple(failures.items()),
+            failure=failure,
         )
         arrays = [*arrays, *(array for _, own in results for array in own)]
         dispatcher.publish(number, passed, arrays)

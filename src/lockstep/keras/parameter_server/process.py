@@ -168,17 +168,17 @@ class TaskProcess:
         """Return the call as the chief hands out its steps, or computes them."""
         membership = self.job.membership
         return DispatchedCall(
-            self.tasks,
-            self.call.name,
-            max_staleness,
-            self.writer,
-            self.recorded,
-            self.timeout,
-            membership.accept,
-            self.lost,
-            self.workers,
-            self.job.replacements,
-            here,
+            tasks=self.tasks,
+            name=self.call.name,
+            max_staleness=max_staleness,
+            writer=self.writer,
+            recorded=self.recorded,
+            timeout=self.timeout,
+            accept=membership.accept,
+            lost=self.lost,
+            workers=self.workers,
+            replacements=self.job.replacements,
+            here=here,
         )
 
     def lost(self) -> frozenset[int]:
@@ -253,7 +253,14 @@ class TaskProcess:
         lost = (lambda: process in self.lost()) if watched else None
         timeout = self.timeout if timeout is None else timeout
         made = AskingChannel(
-            addresses[process], self.job.process, name, timeout, dial, server, lost, self.job.worker
+            address=addresses[process],
+            process=self.job.process,
+            peer=name,
+            timeout=timeout,
+            dial=dial,
+            server=server,
+            lost=lost,
+            worker=self.job.worker,
         )
         self._asking.append(made)
         return made

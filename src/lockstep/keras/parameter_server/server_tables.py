@@ -576,14 +576,14 @@ class ServerTables:
             return bool(membership.lost_workers((worker,)))
 
         return AskingChannel(
-            address,
-            self._job.process,
-            self._tasks.name(process),
-            self._job.policy.timeout,
-            membership.dial(worker),
-            server,
-            is_lost if self._job.context.over_hosts else None,
-            self._job.worker,
+            address=address,
+            process=self._job.process,
+            peer=self._tasks.name(process),
+            timeout=self._job.policy.timeout,
+            dial=membership.dial(worker),
+            server=server,
+            lost=is_lost if self._job.context.over_hosts else None,
+            worker=self._job.worker,
         )
 
     def _connected(self, table: ServerTable) -> Sequence[AsksServer]:

@@ -316,15 +316,15 @@ class ReplicaComputation:
         outputs: list[Any] | None = None
         with ExitStack() as stack:
             merger = RoundMerger(
-                len(earlier),
-                execution.profile.rounds.ends_early(len(earlier)),
-                execution.merges,
-                [self._tensors(*pair) for pair in zip(execution.merges, earlier, strict=False)],
-                repeat,
-                lambda update: stack.enter_context(changes.hide(update)),
-                replica,
-                self._replicas,
-                self._backend.custom_gradient,
+                number=len(earlier),
+                ends_early=execution.profile.rounds.ends_early(len(earlier)),
+                earlier=execution.merges,
+                totals=[self._tensors(*pair) for pair in zip(execution.merges, earlier, strict=False)],
+                repeat=repeat,
+                on_update=lambda update: stack.enter_context(changes.hide(update)),
+                replica=replica,
+                replicas=self._replicas,
+                custom_gradient=self._backend.custom_gradient,
             )
             args, kwargs = self._arguments_of(execution, replica)
             stack.enter_context(computing_as(Replica(replica, merger)))

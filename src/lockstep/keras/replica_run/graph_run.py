@@ -248,25 +248,33 @@ class GraphRun:
         refuse_assignments(inner.graph, [*updated, *own_changes], trace.operations.earlier)
         variables = [*assigned(inner.graph), *summed_on_read(inner.graph.variables)]
         refuse_other_changes(inner.graph, variables)
-        found = AssignedVariables.of_function(variables, updated, is_merged)
-        self._draws = self._draws or bool(found.counters)
+        assignments = AssignedVariables.of_function(variables, updated, is_merged)
+        self._draws = self._draws or bool(assignments.counters)
         if trace.ended:
-            self._assigned = found
+            self._assigned = assignments
 
-        def compute(replica: Any, earlier: Any, examples: Any, *given: Any) -> Any:
-            return self._computed(inner, found, trace.ended, replica, earlier, examples, *given)
+        def compute(replica: Any, earlier: Any, examples: Any, *tensors: Any) -> Any:
+            # The variables that the function assigns are restored.
+            with assignments.as_replica(replica, sums_so_far=True) as changes:
+                partial, results = inner(replica, earlier, *tensors)
+                partial = dict(partial)
+                if trace.ended:
+                    partial |= changes(tf.where(examples, tf.constant(1.0 / self._replicas, tf.float64), 0))
+                    numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]
+                    partial |= {f"{SCALAR}{i}": leaf for i, leaf in numbers}
+            return partial, [leaf for leaf in results if not spec_of(leaf).is_number]
 
         return traced(compute, False, replica, earlier, tf.TensorSpec((), tf.bool), *specs)
 
     def _trace(self, replica: Any, earlier: list[Partial], specs: list[Any]) -> tuple[Any, RoundTrace]:
         trace = RoundTrace()
 
-        def step(replica: Any, earlier: Any, *given: Any) -> Any:
-            return self._step(trace, replica, earlier, *given)
+        def step(replica: Any, earlier: Any, *tensors: Any) -> Any:
+            return self._step(trace, replica, earlier, *tensors)
 
         return traced(tf_random_ops.stateless(step), False, replica, earlier, *specs), trace
 
-    def _step(self, trace: RoundTrace, replica: Any, earlier: list[Partial], *given: Any) -> Any:
+    def _step(self, trace: RoundTrace, replica: Any, earlier: list[Partial], *tensors: Any) -> Any:
         """Run the function; return (its contribution to the round's merge, its results)."""
         trace.operations = UpdateOperations()
 
@@ -290,17 +298,17 @@ class GraphRun:
 
         number = len(earlier)
         merger = RoundMerger(
-            number,
-            self._count.ends_early(number),
-            self._merges,
-            earlier,
-            repeat,
-            on_update,
-            replica,
-            self._replicas,
-            custom_gradient,
+            number=number,
+            ends_early=self._count.ends_early(number),
+            earlier=self._merges,
+            totals=earlier,
+            repeat=repeat,
+            on_update=on_update,
+            replica=replica,
+            replicas=self._replicas,
+            custom_gradient=custom_gradient,
         )
-        args, kwargs = self._filled(given)
+        args, kwargs = self._filled(tensors)
         results: list[Any] = []
         trace.ended = False
         with (
@@ -313,9 +321,9 @@ class GraphRun:
         trace.update, self._merge = merger.update, merger.merge
         return {name: tf.convert_to_tensor(leaf) for name, leaf in merger.partial.items()}, results
 
-    def _filled(self, given: Sequence[Any]) -> Any:
-        """Return the function's arguments, with `given` instead of each PerReplica and tensor."""
-        own_values, shared = iter(given[: len(self._own)]), iter(given[len(self._own) :])
+    def _filled(self, tensors: Sequence[Any]) -> Any:
+        """Return the function's arguments, with `tensors` instead of each PerReplica and tensor."""
+        own_values, shared = iter(tensors[: len(self._own)]), iter(tensors[len(self._own) :])
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, SymbolicPerReplica):
@@ -338,26 +346,6 @@ class GraphRun:
         tensors = [tensor for leaf in leaves if leaf is not None for tensor in tensors_of_leaf(leaf)]
         self._outputs = [spec_of(tensor) for tensor in tensors]
         return tensors
-
-    def _computed(
-        self,
-        inner: Any,
-        variables: AssignedVariables,
-        ended: bool,
-        replica: Any,
-        earlier: Any,
-        examples: Any,
-        *given: Any,
-    ) -> Any:
-        """Return a replica's partial and results; restore the variables that the function assigns."""
-        with variables.as_replica(replica, sums_so_far=True) as changes:
-            partial, results = inner(replica, earlier, *given)
-            partial = dict(partial)
-            if ended:
-                partial |= changes(tf.where(examples, tf.constant(1.0 / self._replicas, tf.float64), 0))
-                numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]
-                partial |= {f"{SCALAR}{i}": leaf for i, leaf in numbers}
-        return partial, [leaf for leaf in results if not spec_of(leaf).is_number]
 
 
 @dataclass(frozen=True)

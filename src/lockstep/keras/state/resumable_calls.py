@@ -117,17 +117,19 @@ class Resumption:
     def of(cls, contents: Contents, facts: Mapping[str, Any], *, joined: bool = False) -> "Resumption":
         """Return the position in `contents`, whose facts about the training are unpacked."""
         return cls(
-            contents,
-            Journal.unpacked(facts["journal"]),
-            facts["steps"],
-            facts.get("looks", 0),
-            facts.get("passes", 0),
-            facts.get("states", {}),
-            facts.get("call", ""),
-            joined,
-            {position: FunctionLog.unpacked(one) for position, one in facts.get("functions", {}).items()},
-            facts.get("schedules", False),
-            facts.get("turn", ""),
+            contents=contents,
+            journal=Journal.unpacked(facts["journal"]),
+            steps=facts["steps"],
+            samples=facts.get("looks", 0),
+            passes=facts.get("passes", 0),
+            states=facts.get("states", {}),
+            call=facts.get("call", ""),
+            joined=joined,
+            functions={
+                position: FunctionLog.unpacked(one) for position, one in facts.get("functions", {}).items()
+            },
+            schedules=facts.get("schedules", False),
+            key=facts.get("turn", ""),
         )
 
 
