@@ -322,8 +322,12 @@ def test_replicas_get_the_rows_of_plain_iteration(replicas: int, workers: int, s
     assert together(found) == wanted(Batches(), shuffle, replicas)
 
 
+def compares_nothing(reader: ReadingWorker, number: int, step: int) -> None:
+    """No step compares the rows of a replica, which all workers would read."""
+
+
 def test_each_batch_is_made_by_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_division.ReadingWorker, "checks", NO_CHECKS)
+    monkeypatch.setattr(ReadingWorker, "compared_replica", compares_nothing)
     found = members(World(4, (0, 1)), batches=8)
     run(found)
     made = found[0].dataset.made + found[1].dataset.made
@@ -343,21 +347,11 @@ class Opened(Batches):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_threads_may_open_a_file(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReadingWorker, "checks", NO_CHECKS)
+    monkeypatch.setattr(ReadingWorker, "compared_replica", compares_nothing)
     world = World(4, tuple(range(workers)))
     found = [Worker(world, worker, Opened(workers=2), True) for worker in world.view.workers]
     run(found)
     assert together(found) == wanted(Batches(), True, 4)
-
-
-class _NoChecks:
-    replicas = 4
-
-    def replica(self, number: int, step: int) -> None:
-        """No step compares rows."""
-
-
-NO_CHECKS = _NoChecks()
 
 
 def test_cheap_batches_are_made_by_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +388,7 @@ def test_a_worker_may_be_lost_anywhere(
     monkeypatch.setattr(batch_division, "DECIDE_EVERY", 1)
     if threads > 1 and where == "batch":
         return  # Keras's threads make batches, and a worker is lost in its own.
-    monkeypatch.setattr(ReadingWorker, "checks", NO_CHECKS)
+    monkeypatch.setattr(ReadingWorker, "compared_replica", compares_nothing)
     found = members(World(4, (0, 1, 2)), lost=lost, at=(where, nth), workers=threads)
     run(found)
     assert len(found[0].world.view.workers) == 2
