@@ -34,6 +34,9 @@ from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext
 from lockstep.worker.seeding import seed_everything
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from thread_hub import Hub
 
 REPLICAS = 3
