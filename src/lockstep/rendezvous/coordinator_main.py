@@ -107,6 +107,7 @@ def _spec(server: RendezvousServer) -> JobSpec:
     cores = min(process.arrival.cores for process in server.waiting.values() if process.arrival is not None)
     return JobSpec(
         target=first.target,
+        module=first.module,
         workers=replicas,
         replicas=replicas,
         threads=max(1, cores // replicas),
