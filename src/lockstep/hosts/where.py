@@ -85,7 +85,7 @@ class Listen:
         processes: the processes of the job.
         address: HOST:PORT of this host; port 0 means any free one.
         here: the number of processes on this host; 0 if it only coordinates.
-        patience: seconds until the job gives up to wait.
+        patience: seconds after which the job stops waiting.
         retries: whether a name that cannot be resolved yet is tried again.
         task: the name of this process in its cluster, for a note; empty without a cluster.
         engine: the engine that has started this process, and starts the agents; None for none.
@@ -102,12 +102,12 @@ class Listen:
 
 @dataclass(frozen=True)
 class ScheduledTask:
-    """On the hosts of a scheduler, of whose tasks this process is one.
+    """On the hosts of a scheduler; this process is one of its tasks.
 
     Attributes:
         scheduler: the scheduler that has started the task.
         processes: the processes of the job, if the user has chosen.
-        here: those of each task, unless the scheduler starts all tasks together.
+        here: the processes of each task, unless the scheduler starts all tasks together.
     """
 
     scheduler: Scheduler
@@ -117,14 +117,14 @@ class ScheduledTask:
 
 @dataclass(frozen=True)
 class Engine:
-    """On an engine, which finds the hosts.
+    """On hosts that an engine finds.
 
     Attributes:
         address: the address of the engine.
         processes: the processes of the job.
         cpus: the CPUs of each worker.
-        gpus: of each worker.
-        resources: others of each worker, as NAME=AMOUNT.
+        gpus: the GPUs of each worker.
+        resources: other resources of each worker, as NAME=AMOUNT.
         detached: whether the job runs without this command.
     """
 

@@ -46,11 +46,11 @@ class Checkpoints:
     """The checkpoints that a job saves, and the one that it resumes from.
 
     Attributes:
-        folder: of the checkpoints, absolute.
+        folder: the absolute path of the folder of the checkpoints.
         steps: the interval in training steps; None if it is a time.
         seconds: the interval in seconds; None if it is a number of steps.
-        keep: number of checkpoints to keep.
-        resume: the one to resume from; None to start from the beginning.
+        keep: the number of checkpoints to keep.
+        resume: the checkpoint to resume from; None to start from the beginning.
         given: the folder as the user wrote it.
     """
 
@@ -97,9 +97,9 @@ class JobSettings:
     The defaults are those of a process that is not a worker of a job.
 
     Attributes:
-        workers: number of workers with which the job begins.
-        replicas: number of replicas.
-        threads: number of threads that compute one replica; 0 until the cores of all hosts are known.
+        workers: the number of workers with which the job begins.
+        replicas: the number of replicas.
+        threads: the number of threads that compute one replica; 0 until the cores of all hosts are known.
         seed: determines everything random in the job.
         limits: how long the job waits, and how many workers it may lose.
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
@@ -146,12 +146,12 @@ class JobSpec(JobSettings):
     Attributes:
         target: path of the script, or name of the module.
         module: whether `target` is a module.
-        arguments: of the script.
+        arguments: the arguments of the script.
         run_dir: the run folder, as the user wrote it.
         tee: the workers whose output the terminal shows.
         backend: the Keras backend; None to leave it unchanged.
         chosen: the backend and the reason for it, for messages.
-        devices: of each worker; empty to leave them unchanged.
+        devices: the GPUs of each worker; empty to leave them unchanged.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
         plain: whether connections between hosts are not encrypted.
         hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
@@ -179,7 +179,7 @@ class JobSpec(JobSettings):
 
     @property
     def settings(self) -> JobSettings:
-        """What its workers know of it."""
+        """The part of it that its workers get."""
         return JobSettings(**{each.name: getattr(self, each.name) for each in fields(JobSettings)})
 
     def recorded(self) -> dict[str, Any]:
