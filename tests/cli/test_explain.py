@@ -13,7 +13,10 @@ from lockstep import errors
 from lockstep.cli.explain import explanation
 from lockstep.errors import ConfigError
 from lockstep.observability.events import STEP_PARTS
-from lockstep.observability.step_parts import WorkerTimes, advise
+from lockstep.observability.growth import GrowingMap
+from lockstep.observability.host_loads import HostLoads, WorkerLoads
+from lockstep.observability.slowness import advise
+from lockstep.observability.step_parts import CallTimes, WorkerTimes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
 SOURCE = Path(errors.__file__).parent
@@ -80,28 +83,39 @@ def test_a_message_is_found_whatever_its_names_and_numbers(message: str, error: 
 
 def test_every_hint_is_explained() -> None:
     fast, slow = {"compute": 1.0}, {"compute": 9.0}
-    found = {
-        *(
-            advise({0: times(**{part: 5.0}), 1: times(**{part: 5.0})})
-            for part in ("input", "exchange", "update")
-        ),
-        *(advise({0: times(nested=5.0, calls={call: 5.0})}) for call in ("validation", "predict")),
-        advise({0: times(other=5.0)}),
-        advise({0: times(compute=5.0, compiled=4, compiling=3.0)}),
-        advise({0: times(**fast), 1: times(**slow)}),
-        advise({0: times(replicas=20, **fast), 1: times(wait=1.0, **fast)}),
-        advise({0: times(compute=0.01, wait=1.0), 1: times(compute=0.01, wait=1.0)}),
-        advise({0: times(wait=9.0, **fast), 1: times(wait=9.0, **fast)}),
-        advise({0: times(wait=9.0, **fast)}),
-        advise({0: times(replicas=0, wait=9.0), 1: times(wait=9.0, **fast)}),
-    }
-    assert len(found) == 13
+    delayed = HostLoads(2, 1, busy=2.0, workers={0: WorkerLoads(1, cores=0.2, delayed=0.7)})
+    calls = (
+        *({0: times(**{part: 5.0}, **fast)} for part in ("input", "exchange", "update")),
+        *({0: times(nested=5.0, calls={call: 5.0})} for call in ("validation", "predict")),
+        {0: times(other=5.0)},
+        {0: times(compute=5.0, compiled=4, compiling=3.0)},
+        {0: times(**fast), 1: times(**slow)},
+        {0: times(replicas=20, compute=2.0), 1: times(wait=1.0, **fast)},
+        {0: times(compute=0.01, wait=1.0), 1: times(compute=0.01, wait=1.0)},
+        {0: times(examples=20, compute=0.1, update=0.1, wait=0.9)},
+        {0: times(wait=9.0, **fast), 1: times(wait=9.0, **fast)},
+        {0: times(wait=9.0, **fast)},
+        {0: times(replicas=0, wait=9.0), 1: times(wait=9.0, **fast)},
+    )
+    found = {advise(CallTimes("fit 1", workers_of(call))) for call in calls}
+    found.add(advise(CallTimes("fit 1", workers_of({0: times(**fast)}), hosts={"box": delayed})))
+    assert len(found) == 15
+    assert all(len(hints) == 1 for hints in found), found
+    found = {hint for (hint,) in found}
     for hint in found:
         assert explanation(PAGE, hint).startswith("Hints: "), hint
 
 
+def workers_of(call: Mapping[int, WorkerTimes]) -> GrowingMap[WorkerTimes]:
+    workers: GrowingMap[WorkerTimes] = GrowingMap()
+    for worker, sums in call.items():
+        workers = workers.plus(worker, sums)
+    return workers
+
+
 def times(
     replicas: int = 10,
+    examples: int = 640,
     calls: Mapping[str, float] | None = None,
     compiled: int = 0,
     compiling: float = 0.0,
@@ -109,14 +123,21 @@ def times(
 ) -> WorkerTimes:
     """Return the times of 10 steps of a worker."""
     return WorkerTimes(
-        10, 640, replicas, dict.fromkeys(STEP_PARTS, 0.0) | parts, dict(calls or {}), compiled, compiling
+        steps=10,
+        examples=examples,
+        replicas=replicas,
+        parts=dict.fromkeys(STEP_PARTS, 0.0) | parts,
+        calls=dict(calls or {}),
+        compiled=compiled,
+        compiling=compiling,
+        shapes=compiled,
     )
 
 
 def test_the_line_of_a_call_is_explained_by_its_hint() -> None:
     line = (
         "lockstep: fit 1: 1,991 examples/s with 2 workers; input 69 %, compute 7 %, wait 11 %, exchange 2 %, "
-        "update 3 %, other 7 %; reading takes the most time after waiting: cache or prefetch the data, or "
+        "update 3 %, other 7 %; reading takes 69 % of the time: cache or prefetch the data, or "
         "cheapen what is done per example (page input of the documentation)"
     )
     shown = explanation(PAGE, line)

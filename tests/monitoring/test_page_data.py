@@ -302,7 +302,7 @@ def test_two_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
 
 
 def test_the_number_of_series_is_bounded() -> None:
-    load = Columns(*LOAD_COLUMNS).plus(1.0, 1.0, 0.0, 1.0, 0.0)
+    load = Columns(*LOAD_COLUMNS).plus(1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
     workers: GrowingMap[WorkerInfo] = GrowingMap()
     for worker in range(100):
         workers = workers.plus(worker, WorkerInfo(worker, load=load))

@@ -145,3 +145,12 @@ def test_slow_and_ended_workers_look_different() -> None:
         if line.text[:1].isdigit()
     }
     assert (styles["0"], styles["2"], styles["7"]) == ("", "yellow", "dim")
+
+
+def test_a_long_piece_of_advice_is_shown_whole() -> None:
+    advice = ("reading takes 60 % of the time: cache or prefetch the data, or cheapen what is done",)
+    lines = [
+        line for line in TopScreen().lines(replace(VIEW, advice=advice), 50, 40) if line.style == "yellow"
+    ]
+    assert " ".join(line.text for line in lines if line.text in advice[0]) == advice[0]
+    assert all(len(line.text) <= 50 for line in lines)

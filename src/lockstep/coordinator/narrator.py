@@ -13,6 +13,7 @@ from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.console import Console
 from lockstep.observability.run_state import RunState
+from lockstep.observability.slowness import describe
 from lockstep.protocol.host import HostEnded
 from lockstep.protocol.job_spec import BACKEND_NAMES, JobSpec
 from lockstep.protocol.worker import FileOpened, HostMembers
@@ -132,7 +133,7 @@ class Narrator:
     def _hear(self, published: PublishedEvent) -> None:
         before, self.run = self.run.ended_call, self.run.after(published)
         ended = self.run.ended_call
-        if ended is not None and ended is not before and (line := ended.line(self.run.members)):
+        if ended is not None and ended is not before and (line := describe(ended.of(self.run.members))):
             self._console.say(line)
         if isinstance(published.event, run_events.MemoryExhausted):
             self._console.say(

@@ -8,21 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.monitoring.run_folder import steps_trained, task_of
-from lockstep.monitoring.stragglers import WorkerUse, causes
+from lockstep.monitoring.training_times import advice, steps_of, training_times, window, worker_times
 from lockstep.observability.events import STEP_PARTS, GpuLoad
 from lockstep.observability.growth import Columns
-from lockstep.observability.overload import is_delayed, tell_of_overload
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import HostInfo, RunState, WorkerInfo
-from lockstep.observability.step_parts import SHORTEST, WorkerTimes, advise, scores, tell_of_slow
+from lockstep.observability.slowness import slow_workers
+from lockstep.observability.step_parts import WorkerTimes, scores
 from lockstep.observability.step_recorder import serves, trains
 from lockstep.protocol.admin import Status
 from lockstep.system.prose import name_workers
 
-_WINDOW = 10.0
-"""Seconds over which rates are averaged, at least."""
-_INTERVALS = 4 / 1800
-"""The same as a share of the run's age, since measurements become rarer."""
 _ENDED = 3
 """The number of workers that have ended that are shown while others run."""
 _SHOWN = 8
@@ -182,15 +178,14 @@ def overview(
         averages: whether to average over the whole run instead of the last seconds.
     """
     infos = _shown_workers(run)
-    window = max(_WINDOW, (now - run.began) * _INTERVALS)
-    since = 0.0 if averages else now - window
+    since = 0.0 if averages else now - window(run, now)
     taken = {info.worker: _times(run, info, since) for info in infos}
     taken = {worker: sums for worker, sums in taken.items() if sums.steps}
     # Those of servers are updates.
     times = {worker: sums for worker, sums in taken.items() if task_of(run, worker) != "ps"}
-    loads = {info.worker: _mean(info.load, 0.0 if averages else now - window) for info in infos}
-    uses = {info.worker: _use(run, info, loads[info.worker], since) for info in infos if loads[info.worker]}
-    paces, why = scores(times), causes(times, uses)
+    loads = {info.worker: _mean(info.load, since) for info in infos}
+    judged = training_times(run, live=not averages)
+    paces, why = scores(judged.workers), slow_workers(judged)
     rows = tuple(
         _row(
             run=run,
@@ -225,7 +220,7 @@ def overview(
         workers=rows,
         wanted=status.wanted if status else None,
         hosts=hosts,
-        advice=(*_unmeasured(run, times), *_advice(times, rows), *_overload(hosts, rows, uses, why)),
+        advice=advice(run, judged),
         events=tuple(tell(event, run.began) for event in _told(run)),
         silent_since=silent_since,
         compared=run.compared,
@@ -246,39 +241,22 @@ def _shown_workers(run: RunState) -> list[WorkerInfo]:
 
 
 def _times(run: RunState, info: WorkerInfo, since: float) -> WorkerTimes:
-    """Return the times of the training steps of a worker, or of the updates of a server, since then.
-
-    First steps, which compile, do not count.
-    """
-    steps = info.steps
-    if not len(steps):
-        return WorkerTimes()
-    counts, numbers = steps.column("count"), steps.column("number")
-    chosen = _recent(run, info, since) & ~((counts == 1) & (numbers == 1))
-    return WorkerTimes(
-        steps=int(counts[chosen].sum()),
-        examples=int(steps.column("examples")[chosen].sum()),
-        replicas=int((steps.column("replicas") * counts)[chosen].sum()),
-        parts={part: float(steps.column(part)[chosen].sum()) for part in STEP_PARTS},
-        calls=info.nested,
-        compiled=int(steps.column("compiled")[chosen].sum()),
-        compiling=float(steps.column("compiling")[chosen].sum()),
-    )
+    """Return the times of the training steps of a worker, or of the updates of a server, since then."""
+    return worker_times(info, _steps(run, info), since) if len(info.steps) else WorkerTimes()
 
 
-def _recent(run: RunState, info: WorkerInfo, since: float) -> npt.NDArray[np.bool_]:
-    """Return which measurements of a worker since then are of training steps, or of updates."""
-    training = np.array([trains(call.name) or serves(call.name) for call in run.calls], bool)
-    recent: npt.NDArray[np.bool_] = training[info.steps.column("call").astype(int)]
-    recent &= info.steps.column("time") > since
-    return recent
+def _steps(run: RunState, info: WorkerInfo) -> npt.NDArray[np.bool_]:
+    """Return which measurements of a worker are of training steps, or of updates."""
+    calls = [at for at, call in enumerate(run.calls) if trains(call.name) or serves(call.name)]
+    return steps_of(info.steps, calls)
 
 
 def _staleness(run: RunState, info: WorkerInfo, since: float) -> tuple[float, int] | None:
     """Return the mean and the largest staleness of the steps of a worker since then; None for none."""
     if not len(info.steps):
         return None
-    chosen = _recent(run, info, since) & ~np.isnan(info.steps.column("staleness"))
+    chosen = _steps(run, info) & (info.steps.column("time") > since)
+    chosen &= ~np.isnan(info.steps.column("staleness"))
     counts = float(info.steps.column("count")[chosen].sum())
     if not counts:
         return None
@@ -305,18 +283,6 @@ def _gpus(run: RunState, info: WorkerInfo) -> list[GpuLoad]:
     if host is None or info.pid is None:
         return []
     return [gpu for gpu in host.measured.gpus if any(pid == info.pid for pid, _ in gpu.processes)]
-
-
-def _use(run: RunState, info: WorkerInfo, load: Mapping[str, float], since: float) -> WorkerUse:
-    host = _mean(run.hosts[info.host].load, since) if info.host in run.hosts else {}
-    return WorkerUse(
-        cores=load["cores"],
-        delayed=load["delayed"],
-        faults=load["faults"],
-        swapping=host.get("swapping", 0.0),
-        stopped=host.get("throttled", 0.0),
-        throttled=tuple(f"GPU {gpu.index} ({gpu.throttled})" for gpu in _gpus(run, info) if gpu.throttled),
-    )
 
 
 def _row(
@@ -415,40 +381,6 @@ def _metrics(run: RunState) -> dict[str, float]:
                     newest.get(name, (0.0, 0.0)), (_last(columns, "time"), _last(columns, "value"))
                 )
     return {name: value for name, (_, value) in newest.items()}
-
-
-def _unmeasured(run: RunState, times: Mapping[int, WorkerTimes]) -> list[str]:
-    """Return why no steps are measured in a job with one replica that trains."""
-    if run.job.get("replicas") != 1 or times or _training_call(run) is None:
-        return []
-    return [
-        "Keras itself takes the steps of one replica, so they are not measured: with --replicas 2 they are "
-        "(with other bits than those of one replica)"
-    ]
-
-
-def _advice(times: Mapping[int, WorkerTimes], rows: Sequence[WorkerRow]) -> list[str]:
-    """Return which workers are slow, and what else to change, as at the end of a call."""
-    slow = [tell_of_slow(row.worker, row.score or 0.0, row.cause) for row in rows if row.cause]
-    seconds = max((sums.seconds for sums in times.values()), default=0.0)
-    advice = advise(times, names_slow=False) if seconds >= SHORTEST else ""
-    return [*slow, *([advice] if advice else [])]
-
-
-def _overload(
-    hosts: Sequence[HostRow],
-    rows: Sequence[WorkerRow],
-    uses: Mapping[int, WorkerUse],
-    told: Mapping[int, str],
-) -> list[str]:
-    """Return on which hosts workers wait for cores that other processes use, slow workers apart."""
-    lines = []
-    for host in hosts:
-        workers = [row.worker for row in rows if row.host == host.host and not row.ended]
-        waiting_uses = [uses[worker] for worker in workers if worker in uses and worker not in told]
-        delays = [use.delayed for use in waiting_uses if is_delayed(use.cores, use.delayed)]
-        lines.append(tell_of_overload(host.host, host.cores, host.busy, host.used or 0.0, delays))
-    return list(filter(None, lines))
 
 
 def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:

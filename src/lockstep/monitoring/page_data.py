@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.monitoring.run_folder import steps_trained, task_of
+from lockstep.monitoring.training_times import advice, training_times
 from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import RunState, WorkerInfo
+from lockstep.observability.step_parts import shares
 from lockstep.observability.step_recorder import serves, trains
 
 MOST_POINTS = 2000
@@ -106,6 +108,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
     job, finished = run.job, run.finished or {}
     end = run.last if not active or run.finished else None
     failure = next((event for event in run.events if event.event == "failed"), None)
+    times = training_times(run, live=end is None)
     return {
         "state": state(run, active=active),
         "script": _text(job.get("target", "")),
@@ -124,6 +127,8 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "lost": sum(event.event == "lost" for event in run.events),
         "joined": sum(event.event == "joined" for event in run.events),
         "pauses": sum(view.pause or 0.0 for view in run.views),
+        "advice": [_text(line) for line in advice(run, times)],
+        "shares": {part: round(share, 4) for part, share in shares(times.workers.values()).items()},
         "compared": _text(run.compared),
         "message": _text(finished.get("message", "")),
         "model": _text(finished.get("model", "")),

@@ -109,7 +109,7 @@ class TopScreen:
         top = [Line(text, "bold" if at == 0 else "") for at, text in enumerate(heading(view))]
         if view.silent_since is not None:
             top[-1] = Line(top[-1].text, "yellow")
-        below = [Line(text, "yellow") for text in view.advice]
+        below = [line for text in view.advice for line in _wrapped(text, width, "yellow")]
         below += [Line(text, "dim") for text in host_lines(view)]
         last = self.stack or view.events
         below += [Line(""), *(Line(printable(text), "" if self.stack else "dim") for text in last)]
@@ -182,9 +182,9 @@ class TopScreen:
             self.selected = workers[max(0, min(at, len(workers) - 1))]
 
 
-def _wrapped(text: str, width: int) -> list[Line]:
+def _wrapped(text: str, width: int, style: Style = "bold") -> list[Line]:
     lines = textwrap.wrap(printable(text), width, max_lines=_MOST_LINES, placeholder=" …")
-    return [Line(line, "bold") for line in lines]
+    return [Line(line, style) for line in lines]
 
 
 def stack_lines(reply: StackReply) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import STEP_PARTS, LoadMeasured, MetricsRecorded, StepsMeasured
 from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numbering
+from lockstep.observability.host_loads import throttled_gpus
 from lockstep.observability.run_lines import Happening, as_happening
 from lockstep.observability.step_parts import CallTimes
 from lockstep.observability.step_recorder import serves, trains
@@ -58,8 +59,8 @@ STEP_COLUMNS = ("time", "call", *_STEP_SUMS)
 """Of `WorkerInfo.steps`: `call` is the index in `RunState.calls`; the others are those of `StepsMeasured`,
 with NaN for None."""
 
-LOAD_COLUMNS = ("time", "cores", "delayed", "memory", "faults")
-"""Of `WorkerInfo.load`, as in `WorkerLoad`."""
+LOAD_COLUMNS = ("time", "cores", "delayed", "memory", "faults", "throttled")
+"""Of `WorkerInfo.load`, as in `WorkerLoad`; `throttled` is 1 if a GPU of the worker has a lowered clock."""
 
 HOST_COLUMNS = ("time", "busy", "memory_used", "swapping", "throttled")
 """Of `HostInfo.load`, as in `LoadMeasured`."""
@@ -89,6 +90,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
             own with count 1 and number 1.
         load: its measured load, with the columns `LOAD_COLUMNS`.
+        throttled: its GPUs that had a lowered clock last, and why; empty if none ever had.
     """
 
     worker: int
@@ -104,6 +106,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     nested: Mapping[str, float] = {}
     steps: Columns = Columns(*STEP_COLUMNS)
     load: Columns = Columns(*LOAD_COLUMNS)
+    throttled: str = ""
 
 
 class HostInfo(msgspec.Struct, frozen=True):
@@ -387,12 +390,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def _after_load(self, time: float, measured: LoadMeasured) -> "RunState":
         workers, host = self.workers, self.hosts.get(measured.host)
         host = HostInfo(measured) if host is None else replace(host, measured=measured)
+        throttled = self._throttled(measured)
         for load in measured.workers:
             info = workers.find(load.worker) or WorkerInfo(load.worker)
-            rows = info.load
+            rows, gpus = info.load, throttled.get(load.worker, "")
             if self.keeps_history:
-                rows = rows.plus(time, load.cores, load.delayed, load.memory, load.faults)
-            workers = workers.plus(load.worker, replace(info, host=measured.host, load=rows))
+                rows = rows.plus(time, load.cores, load.delayed, load.memory, load.faults, bool(gpus))
+            info = replace(info, host=measured.host, load=rows, throttled=gpus or info.throttled)
+            workers = workers.plus(load.worker, info)
         if self.keeps_history:
             rows = host.load.plus(
                 time, measured.busy, measured.memory_used, measured.swapping, measured.throttled
@@ -406,8 +411,16 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
                 )
             host = replace(host, load=rows, gpu_load=gpu_load)
         hosts = {**self.hosts, measured.host: host}
-        call_times = self.call_times.loaded(measured)
+        call_times = self.call_times.loaded(measured, throttled)
         return replace(self, last=max(self.last, time), workers=workers, hosts=hosts, call_times=call_times)
+
+    def _throttled(self, measured: LoadMeasured) -> dict[int, str]:
+        """Return the GPUs with a lowered clock that workers use, in a measurement of their host."""
+        if not any(gpu.throttled for gpu in measured.gpus):
+            return {}
+        workers = {load.worker for load in measured.workers}
+        pids = {self.workers[worker].pid: worker for worker in workers if worker in self.workers}
+        return throttled_gpus(measured, {pid: worker for pid, worker in pids.items() if pid is not None})
 
     # Events.
 
