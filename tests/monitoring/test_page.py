@@ -20,6 +20,7 @@ import pytest
 from lockstep.monitoring.page_server import PageServer, RunsView
 from lockstep.monitoring.report import build_report, write_report
 from lockstep.monitoring.run_catalog import Catalog
+from lockstep.system.locks import try_lock
 
 from .browser import CHROMIUM, Browser, chromium
 from .made_runs import (
@@ -27,12 +28,14 @@ from .made_runs import (
     EVENTS,
     HOSTILE,
     MEASURED,
+    event,
     job,
     lines,
     make_hostile_run,
     make_long_run,
     make_run,
     metrics,
+    steps,
 )
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -136,7 +139,7 @@ def run(tmp_path: Path) -> Path:
 def check_panels(browser: Browser) -> None:
     text = browser.text("main")
     for shown in (
-        *("finished", "640 examples/s", "ab12", "2 of 2", "val_loss; 1 values are not finite"),
+        *("finished", "640 examples/s", "ab12", "2 of 2", "val_loss; not finite at 60"),
         *("12.3 ms", "321 µs", "worker 1 was killed by SIGKILL", "step 20 of fit 1", "1.5 s"),
         *("saved/step-40", "250 ms", "the needle is here", "GPU 0 of node1", "Cores in use on each host"),
         *("keras", "3.15.1", "seed", "paused", "number: 3; seconds: 0.000321"),
@@ -159,8 +162,11 @@ def test_every_panel_shows_its_data(browser: Browser, run: Path) -> None:
 
 def test_a_run_that_grows_while_it_is_watched(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", EVENTS[:6], [])
+    lock = try_lock(folder / "lock")
+    assert lock is not None
     with watching(browser, tmp_path):
         assert "No data yet." in browser.text("#metrics")
+        assert browser.text("#progress-text") == "compiling"
         with (folder / "measurements.jsonl").open("ab") as file:
             file.write(lines(MEASURED))
         browser.wait("charts.get('metric:loss')?.found[0]?.series[0].x.length === 2")
@@ -177,12 +183,89 @@ def test_a_run_that_grows_while_it_is_watched(browser: Browser, tmp_path: Path) 
         browser.wait("document.querySelector('#log').textContent.includes('a line that came later')")
         with (folder / "events.jsonl").open("ab") as file:
             file.write(lines(END))
+        os.close(lock)
         browser.run("poll()")
-        browser.wait("document.querySelector('#facts').innerText.includes('finished')")
+        browser.wait("document.querySelector('#state').textContent === 'finished'")
         make_run(tmp_path / "two")
         browser.run("poll()")
         browser.wait("document.querySelectorAll('#runs-list li').length === 2")
         assert browser.complaints() == []
+
+
+def test_a_run_that_trains_shows_its_progress_metrics_and_what_slows_it(
+    browser: Browser, tmp_path: Path
+) -> None:
+    begins = event(2.0, "call", worker=0, name="fit 1", initial_epoch=0, epochs=4, steps_per_epoch=30)
+    folder = make_run(tmp_path / "one", [*EVENTS[:5], begins])
+    lock = try_lock(folder / "lock")
+    assert lock is not None
+    with watching(browser, tmp_path):
+        # 40 steps took 4 seconds, and 69 are left.
+        assert browser.text("#progress-text") == "Epoch 3 of 4 · step 51 of 120 · 43 % · 7 s left"
+        assert browser.run("byId('progress-bar').getAttribute('aria-valuenow')") == "43"
+        tiles = " ".join(browser.text("#tiles").split())
+        assert tiles == "loss 0.4 validation not finite accuracy 0.8 validation 0.76"
+        advice = "[...document.querySelectorAll('#advice li')].map((one) => one.textContent)"
+        assert browser.run(advice) == ["Nothing stands out: computing takes 40 % of the time."]
+        for number in (1, 2):
+            with (folder / "measurements.jsonl").open("ab") as file:
+                reading = {"input": 1.5, "compute": 0.5, "wait": 0.0}
+                file.write(
+                    lines(steps(20.0 + number, worker, 50 + 10 * number, **reading) for worker in (0, 1))
+                )
+        browser.run("poll()")
+        browser.wait("byId('advice').textContent.includes('reading')")
+        (said,) = browser.run(advice)
+        assert said.startswith("reading takes 65 % of the time: cache or prefetch the data, or cheapen")
+        assert "input 65 %" in browser.text("#shares-legend")
+    os.close(lock)
+
+
+def test_a_run_that_has_ended_does_not_wait_for_data(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path / "one", [job(replicas=1), *EVENTS[1:6], *END], [])
+    with watching(browser, tmp_path):
+        text = browser.text("main")
+        assert "No data yet." not in text
+        assert "No metrics were recorded" in browser.text("#metrics")
+        assert "Keras itself takes the steps of one replica" in browser.text("#parts")
+        assert browser.run("byId('progress').hidden")
+
+
+def test_checkpoints_that_newer_ones_have_replaced_are_folded(browser: Browser, tmp_path: Path) -> None:
+    written = [
+        event(7.0 + at, "checkpoint", worker=0, path=f"/saved/step-{at}", step=at, seconds=0.25)
+        for at in range(1, 6)
+    ]
+    keeps = event(6.5, "keeps", worker=0, folder="/saved", keep=2)
+    make_run(tmp_path / "one", [*EVENTS[:-1], keeps, *written, *END])
+    with watching(browser, tmp_path):
+        paths = "[...document.querySelectorAll('%s td.long')].map((one) => one.textContent)"
+        assert browser.run(paths % "#checkpoints-table") == ["/saved/step-5", "/saved/step-4"]
+        assert browser.text("#checkpoints-deleted summary") == "3 older, which newer ones have replaced"
+        assert not browser.run("document.querySelector('#checkpoints-deleted table').checkVisibility()")
+        browser.run("document.querySelector('#checkpoints-deleted summary').click()")
+        assert browser.run(paths % "#checkpoints-deleted") == [f"/saved/step-{at}" for at in (3, 2, 1)]
+
+
+def test_a_spike_is_cut_off_with_a_mark_and_can_be_shown(browser: Browser, tmp_path: Path) -> None:
+    measured = [steps(2.0 + at, 0, 10 * at + 1) for at in range(1, 9)]
+    spike = steps(2.5, 0, 5, count=4, compute=40.0)
+    make_run(tmp_path / "one", EVENTS[:6], [spike, *measured])
+    with watching(browser, tmp_path):
+        chart = "charts.get('parts:0')"
+        browser.wait(f"!{chart}.drawing")
+        # The other steps take 100 ms.
+        assert browser.run(f"{chart}.scale.high") < 0.12
+        assert browser.run(f"{chart}.beyond.textContent") == "▲ one point above 100 ms, up to 10.2 s: show"
+        assert browser.run(DRAWN % "parts:0") > 5000
+        browser.run(f"{chart}.beyond.click()")
+        browser.wait(f"{chart}.scale.high > 10")
+        assert browser.run(f"{chart}.beyond.textContent") == "Cut off one point above 100 ms, up to 10.2 s"
+        browser.run(f"{chart}.beyond.click()")
+        browser.wait(f"{chart}.scale.high < 0.12")
+        # Without the spike, there is nothing to cut off.
+        assert browser.run("spikeLimit([1, 2, 3, 4, 5, 6, 7, 8], 0, 3)") is None
+        assert browser.run("spikeLimit([2, 2, 2], 0, 3)") is None
 
 
 def check_hostile(browser: Browser) -> None:
@@ -365,13 +448,100 @@ def test_contrast(browser: Browser, run: Path, scheme: str) -> None:
         browser.scheme("light")
 
 
+BROKEN = """
+(() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    const parent = node.parentElement;
+    if (!parent.checkVisibility() || ['SCRIPT', 'STYLE', 'PRE'].includes(parent.tagName)) continue;
+    for (const word of node.textContent.matchAll(/[A-Za-z]+/g)) {
+      const range = document.createRange();
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      const tops = new Set([...range.getClientRects()].map((one) => Math.round(one.top)));
+      if (tops.size > 1) found.push(word[0]);
+    }
+  }
+  return found;
+})()
+"""
+"""The words of the page that have a line break within."""
+CUT = """
+(async () => {
+  const found = [], draw = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const width = this.measureText(text).width;
+    const left = { left: x, center: x - width / 2, right: x - width }[this.textAlign];
+    const { clientWidth, clientHeight } = this.canvas;
+    if (left < -0.5 || left + width > clientWidth + 0.5 || y > clientHeight) found.push(text);
+    draw.call(this, text, x, y);
+  };
+  for (const chart of charts.values()) chart.draw();
+  CanvasRenderingContext2D.prototype.fillText = draw;
+  for (const link of document.querySelectorAll('#sections a, header p')) {
+    const { left, right } = link.getBoundingClientRect();
+    if (left < 0 || right > innerWidth) found.push(link.textContent);
+  }
+  return found;
+})()
+"""
+"""The texts in charts and in the navigation that are cut off."""
+
+
 @pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_is_wider_than_the_page(browser: Browser, run: Path, width: int) -> None:
-    with watching(browser, run):
+def test_nothing_is_wider_than_the_page_cut_off_or_broken(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    names = {"sparse_categorical_accuracy": 0.25, "validation_of_something_different": 12345678.9}
+    measured = [*MEASURED, *(metrics(9.0, 123_456_789 + at, 3 + at, loss=0.3, **names) for at in (0, 1))]
+    make_run(tmp_path / "train-20261128-201530", [job(strategy="different"), *EVENTS[1:], *END], measured)
+    make_run(tmp_path / "train-20261128-211530")
+    with watching(browser, tmp_path):
         browser.size(width, 900)
         browser.wait(f"innerWidth === {width}")
+        browser.run("document.querySelector('#runs details').open = true")
+        browser.run("byId('comparison-run').value = state.runs.at(-1).id; drawComparison(true)")
+        browser.wait("document.querySelector('#comparison-table thead')")
         assert browser.run("document.documentElement.scrollWidth") == width
         assert browser.run("charts.get('metric:loss').plot.clientWidth") > 250
+        assert browser.run(BROKEN) == []
+        assert browser.run(CUT) == []
+
+
+def test_a_step_is_a_whole_number_wherever_the_cursor_is(browser: Browser, run: Path) -> None:
+    with watching(browser, run):
+        for step in (17.4, 20.5):
+            assert re.match(r"step \d+\n", browser.run(f"charts.get('metric:loss').read({step})"))
+        browser.run("metricSpan.show(20, 22)")
+        browser.run("charts.get('metric:loss').draw()")
+        assert browser.run("onAxis(20.5, 'step')") == "21"
+
+
+def test_validation_and_training_are_both_seen_where_they_are_equal(browser: Browser, tmp_path: Path) -> None:
+    equal = [metrics(at, 10 * at, at, loss=1 / at, val_loss=1 / at) for at in range(1, 6)]
+    make_run(tmp_path / "one", measured=[*MEASURED[:4], *equal])
+    pixels = """
+    (() => {
+      const chart = charts.get('metric:loss');
+      chart.draw();
+      const { width, height } = chart.canvas;
+      const data = chart.canvas.getContext('2d').getImageData(0, 0, width, height).data;
+      return chart.lines().map((line) => {
+        const wanted = line.color.match(/[0-9a-f]{2}/g).map((one) => parseInt(one, 16));
+        let found = 0;
+        for (let at = 0; at < data.length; at += 4) {
+          const near = wanted.every((value, of) => Math.abs(data[at + of] - value) < 12);
+          if (data[at + 3] > 200 && near) found += 1;
+        }
+        return found;
+      });
+    })()
+    """
+    with watching(browser, tmp_path):
+        training, validation = browser.run(pixels)
+        assert min(training, validation) > 100
 
 
 def test_screen_readers_find_everything(browser: Browser, run: Path) -> None:

@@ -66,7 +66,8 @@ def test_a_run_in_parts(data: RunState) -> None:
         (3, 6.0, 0.000321),
     ]
     assert [(one["worker"], one["waits_for"], one["current"]) for one in found["waits"]] == [(0, [1], False)]
-    assert found["checkpoints"] == [{"time": 7.0, "path": "saved/step-40", "step": 40, "seconds": 0.25}]
+    kept = {"time": 7.0, "path": "saved/step-40", "step": 40, "seconds": 0.25, "deleted": False}
+    assert found["checkpoints"] == [kept]
     assert {"section": "versions", "name": "keras", "value": "3.15.1"} in found["configuration"]
     assert {"section": "job", "name": "seed", "value": "7"} in found["configuration"]
     assert len(found["events"]) == len(EVENTS) + len(END)
@@ -86,6 +87,63 @@ def test_states(tmp_path: Path) -> None:
     assert state("b", EVENTS, active=False) == "ended without a last event"
     assert state("c", [*EVENTS, *END], active=True) == "finished"
     assert state("d", [*EVENTS, failed], active=False) == "failed (status 137)"
+
+
+def test_events_have_no_validations_and_one_report_of_a_wait(tmp_path: Path) -> None:
+    def wait(time: float, worker: int, step: int) -> dict[str, Any]:
+        what = f"step {step} of fit 1"
+        return event(time, "wait", worker=worker, what=what, waits_for=[2], seconds=time - 3.0)
+
+    within = [
+        event(time, kind, worker=worker, name=f"validation {number} within fit 1")
+        for number in (1, 2)
+        for time, kind in ((8.0, "call"), (8.1, "call ended"))
+        for worker in (0, 1)
+    ]
+    waits = [wait(4.0, 0, 1), wait(4.0, 1, 1), wait(5.0, 0, 1), wait(5.0, 1, 1), wait(6.0, 0, 9)]
+    found = parts(read(make_run(tmp_path / "run", [*EVENTS[:6], *waits, *within])), active=False)["events"]
+    assert [(one["event"], one["time"], one["worker"]) for one in found[5:]] == [
+        ("call", 2.0, 0),
+        ("wait", 5.0, 0),
+        ("wait", 5.0, 1),
+        ("wait", 6.0, 0),
+    ]
+
+
+def test_checkpoints_say_which_ones_are_deleted(tmp_path: Path) -> None:
+    def deleted(name: str, *events: dict[str, Any], **settings: Any) -> list[bool]:
+        run = read(make_run(tmp_path / name, [job(**settings), *events]))
+        return [one["deleted"] for one in parts(run, active=False)["checkpoints"]]
+
+    def written(*steps: int) -> list[dict[str, Any]]:
+        return [
+            event(step, "checkpoint", worker=0, path=f"/a/{step}", step=step, seconds=0.1) for step in steps
+        ]
+
+    kept = {"folder": "/a", "keep": 2}
+    assert deleted("unknown", *written(1, 2, 3)) == [False] * 3
+    assert deleted("kept", *written(1, 2, 3), checkpoints=kept) == [True, False, False]
+    # Step 2 was written again after a loss.
+    assert deleted("again", *written(1, 2, 2, 3), checkpoints=kept) == [True, True, False, False]
+    full = event(4.0, "checkpoint removed", worker=0, path="/a/2", reason="the disk is full")
+    assert deleted("full", *written(1, 2, 3), full, checkpoints=kept) == [True, True, False]
+    keeps = event(0.5, "keeps", worker=0, folder="/a", keep=1)
+    assert deleted("callback", keeps, *written(1, 2)) == [True, False]
+    assert deleted("hostile", *written(1, 2), checkpoints={"folder": [], "keep": "x"}) == [False, False]
+
+
+def test_the_newest_metrics_and_what_workers_do(tmp_path: Path) -> None:
+    summary = parts(read(make_run(tmp_path / "run")), active=False)["summary"]
+    assert [
+        (one["name"], one["value"], one["validation"], one["validated"]) for one in summary["metrics"]
+    ] == [
+        ("loss", 0.4, None, True),
+        ("accuracy", 0.8, 0.76, True),
+    ]
+    assert summary["phase"] == ""
+    assert summary["shares"]["compute"] == pytest.approx(0.4)
+    running = parts(read(make_run(tmp_path / "running", EVENTS[:5], [])), active=True)["summary"]
+    assert (running["phase"], running["progress"], running["metrics"]) == ("running the script", None, [])
 
 
 def test_a_run_that_has_not_begun_has_parts_and_no_charts() -> None:

@@ -20,6 +20,7 @@ class NumberedCall:
         steps: number of steps of the call so far.
         skipped: number of its steps that another process took and that are not repeated.
         callbacks: the callbacks of the call.
+        extent: `initial_epoch`, `epochs` and `steps_per_epoch` of a `fit`, as far as they are known.
         settings: how the call trains, as recorded in its checkpoints.
         callback_hashes: the hashes of the callbacks' attributes, before and after `on_train_begin`,
             to detect changes.
@@ -42,6 +43,7 @@ class NumberedCall:
     steps: int = 0
     skipped: int = 0
     callbacks: Any = ()
+    extent: tuple[int | None, int | None, int | None] = (None, None, None)
     settings: Mapping[str, str] = field(default_factory=dict)
     callback_hashes: list[Any] = field(default_factory=list)
     model: Any = None

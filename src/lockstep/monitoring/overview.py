@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.training_times import advice, steps_of, training_times, window, worker_times
 from lockstep.observability.events import STEP_PARTS, GpuLoad
@@ -117,6 +118,8 @@ class Overview:
         call: the call in which it trains.
         step: the last training step of that call; None before the first.
         epoch: the epoch in progress, from 1; None if the call has none.
+        epochs: the last epoch that the call asks for; None if it is not known.
+        left: seconds until its last step at the present speed; None if they are not known.
         trained: training steps of all calls.
         metrics: the newest, by name.
         examples_per_second: examples per second; None if the size of batches is not known.
@@ -149,6 +152,8 @@ class Overview:
     wanted: int | None
     hosts: tuple[HostRow, ...]
     events: tuple[str, ...]
+    epochs: int | None = None
+    left: float | None = None
     silent_since: float | None = None
     compared: str = ""
     end: str = ""
@@ -199,7 +204,7 @@ def overview(
         )
         for info in infos
     )
-    call = _training_call(run)
+    doing = progress(run)
     leader = max(times.values(), key=lambda sums: sums.steps, default=None)
     last = max((_last(info.steps, "time") for info in infos if len(info.steps)), default=None)
     names = {row.host for row in rows}
@@ -209,9 +214,11 @@ def overview(
         job=job,
         script=str(run.job.get("target", status.script if status else "")),
         began=run.began or (status.since if status else 0.0),
-        call=run.calls[call].name if call is not None else "",
-        step=_step(run, call),
-        epoch=_epoch(run, call),
+        call=doing.call if doing else "",
+        step=doing.step if doing else None,
+        epoch=doing.epoch if doing else None,
+        epochs=doing.epochs if doing else None,
+        left=doing.left if doing else None,
         trained=steps_trained(run),
         metrics=_metrics(run),
         examples_per_second=leader.examples / leader.seconds if leader and leader.examples else None,
@@ -347,29 +354,6 @@ def _state(run: RunState, info: WorkerInfo, joining: Sequence[int]) -> str:
             return "compiling"
         return _STATES.get(info.call.partition(" ")[0], info.phase)
     return info.phase
-
-
-def _training_call(run: RunState) -> int | None:
-    """Return the index of the last call that trains; None before one."""
-    return max((at for at, call in enumerate(run.calls) if trains(call.name)), default=None)
-
-
-def _step(run: RunState, call: int | None) -> int | None:
-    """Return the number of the last step of a call."""
-    numbers = [
-        info.steps.column("number")[info.steps.column("call") == call] for info in run.workers.values()
-    ]
-    return max((int(column.max()) for column in numbers if len(column)), default=None)
-
-
-def _epoch(run: RunState, call: int | None) -> int | None:
-    """Return the epoch in progress in a `fit`, or the last one if it has ended."""
-    if call is None or not run.calls[call].name.startswith("fit"):
-        return None
-    began = run.calls[call].began
-    recorded = [columns.column("epoch")[columns.column("time") >= began] for columns in run.metrics.values()]
-    last = max((int(column.max()) for column in recorded if len(column)), default=0)
-    return last + (run.calls[call].ended is None and run.finished is None)
 
 
 def _metrics(run: RunState) -> dict[str, float]:

@@ -6,13 +6,15 @@ of points whatever the length of the run. Times within a run are seconds since i
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.training_times import advice, training_times
 from lockstep.observability.events import STEP_PARTS
@@ -30,6 +32,7 @@ MOST_SERIES = 64
 
 _SHOWN_EVENTS = 300
 _SHOWN_WAITS = 100
+_SHOWN_METRICS = 8
 _SHOWN_TEXT = 10_000
 _VALIDATION = "val_"
 _DIGITS = 6
@@ -79,11 +82,8 @@ def parts(run: RunState, *, active: bool) -> dict[str, Any]:
             for view in run.views
         ],
         "waits": _waits(run),
-        "checkpoints": [
-            {"time": _since(run, event.time)} | {name: event.fields.get(name) for name in _CHECKPOINT}
-            for event in run.checkpoints
-        ],
-        "events": [_event(run, event) for event in list(run.events)[-_SHOWN_EVENTS:]],
+        "checkpoints": _checkpoints(run),
+        "events": [_event(run, event) for event in _told(run)],
         "charts": _charts(run),
     }
 
@@ -123,6 +123,9 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "steps": max(steps_trained(run), int(finished.get("steps") or 0)),
         "epochs": max((int(columns.last().get("epoch", 0)) for columns in run.metrics.values()), default=0),
         "call": _text(_current_call(run)),
+        "phase": _phase(run) if end is None else "",
+        "progress": None if (doing := progress(run)) is None else asdict(doing),
+        "metrics": _newest_metrics(run),
         **_rate(run, whole=end is not None),
         "lost": sum(event.event == "lost" for event in run.events),
         "joined": sum(event.event == "joined" for event in run.events),
@@ -207,6 +210,51 @@ def _worker(run: RunState, info: WorkerInfo) -> dict[str, Any]:
     }
 
 
+def _phase(run: RunState) -> str:
+    """Return what the longest-serving worker does, such as `compiling`; empty before it has started."""
+    return next((run.workers[worker].phase for worker in run.members if worker in run.workers), "")
+
+
+def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
+    """Return the newest value of each metric of training, and of validation; None if it is not finite."""
+    names = dict.fromkeys(name.removeprefix(_VALIDATION) for name in run.values)
+    return [
+        {
+            "name": _text(name),
+            "value": _number(run.values.get(name)),
+            "recorded": name in run.values,
+            "validation": _number(run.values.get(_VALIDATION + name)),
+            "validated": _VALIDATION + name in run.values,
+        }
+        for name in sorted(names, key=lambda name: name != "loss")
+    ][:_SHOWN_METRICS]
+
+
+def _checkpoints(run: RunState) -> list[dict[str, Any]]:
+    """Return the checkpoints, the oldest first; `deleted` says which ones newer ones have replaced."""
+    kept: dict[str, Any] = {}
+    removed: set[str] = set()
+    if isinstance(settings := run.job.get("checkpoints"), Mapping):
+        kept[str(settings.get("folder"))] = settings.get("keep")
+    for event in run.events:
+        if event.event == "keeps":
+            kept[str(event.fields.get("folder"))] = event.fields.get("keep")
+        elif event.event == "checkpoint removed":
+            removed.add(str(event.fields.get("path")))
+    newer: dict[str, set[str]] = {}
+    shown = []
+    for event in reversed(run.checkpoints):
+        path = str(event.fields.get("path"))
+        folder = str(Path(path).parent)
+        others, keep = newer.setdefault(folder, set()), kept.get(folder)
+        full = isinstance(keep, int) and 0 < keep <= len(others)
+        fields = {name: event.fields.get(name) for name in _CHECKPOINT}
+        deleted = full or path in removed or path in others
+        shown.append({"time": _since(run, event.time), **fields, "deleted": deleted})
+        others.add(path)
+    return shown[::-1]
+
+
 def _waits(run: RunState) -> list[dict[str, Any]]:
     """Return the newest waits, each with its last report; those in progress are `current`."""
     waits: list[Happening] = []
@@ -230,6 +278,26 @@ def _waits(run: RunState) -> list[dict[str, Any]]:
 
 def _key(event: Happening) -> tuple[Any, ...]:
     return event.worker, event.fields.get("what")
+
+
+def _told(run: RunState) -> list[Happening]:
+    """Return the events that are shown: of the reports of a wait, the last one.
+
+    Calls within calls, such as validations, are not: they are many, and the charts have their time.
+    """
+    shown: list[Happening] = []
+    waits = set()
+    for event in reversed(run.events):
+        if event.event in ("call", "call ended") and " within " in str(event.fields.get("name", "")):
+            continue
+        if event.event == "wait":
+            if (wait := str(_key(event))) in waits:
+                continue
+            waits.add(wait)
+        shown.append(event)
+        if len(shown) == _SHOWN_EVENTS:
+            break
+    return shown[::-1]
 
 
 def _event(run: RunState, event: Happening) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 
 from lockstep.monitoring.overview import HostRow, Overview, WorkerRow
 from lockstep.observability.events import STEP_PARTS, GpuLoad
-from lockstep.system.prose import count, printable
+from lockstep.system.prose import count, printable, short_duration
 
 _GIB = 2**30
 _MIB = 2**20
@@ -69,7 +69,8 @@ def heading(view: Overview) -> list[str]:
         workers = count(len(view.workers), "worker")
     lines = [f"{view.job}  {printable(view.script)}  {workers}  since {since}"]
     if view.call:
-        doing = [view.call + (f" epoch {view.epoch}" if view.epoch else "")]
+        of = f" of {view.epochs}" if view.epochs else ""
+        doing = [view.call + (f" epoch {view.epoch}{of}" if view.epoch else "")]
         doing += [f"step {view.step:,}"] if view.step is not None else []
         doing += [f"{view.trained:,} training steps"]
         if view.examples_per_second is not None:
@@ -77,6 +78,8 @@ def heading(view: Overview) -> list[str]:
         elif view.steps_per_second is not None:
             unit = "functions" if view.call.startswith("functions") else "steps"
             doing.append(f"{view.steps_per_second:,.0f} {unit}/s")
+        if view.left is not None and not (view.end or view.averages):
+            doing.append(f"{short_duration(view.left)} left")
         if view.idle is not None and view.idle >= _IDLE and not (view.end or view.averages):
             doing.append(f"last step {view.idle:.0f} s ago")
         lines.append(", ".join(doing))

@@ -244,9 +244,18 @@ class ImportStarted(_Event, frozen=True, tag="imports"):
 
 
 class CallStarted(_Event, frozen=True, tag="call"):
-    """A distributed call starts, such as `fit 1`."""
+    """A distributed call starts, such as `fit 1`.
+
+    Attributes:
+        name: the call.
+        initial_epoch, epochs: the arguments of a `fit`; None in other calls.
+        steps_per_epoch: number of steps of its epochs, if it is known before they are read; None otherwise.
+    """
 
     name: str
+    initial_epoch: int | None = None
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
 
 
 class FirstStepEnded(_Event, frozen=True, tag="first step"):
@@ -322,9 +331,10 @@ class DownloadAwaited(_Event, frozen=True, tag="waits for download"):
 
 
 class CheckpointsConfigured(_Event, frozen=True, tag="keeps"):
-    """The script starts to save checkpoints in a folder."""
+    """The script starts to save checkpoints in a folder, and keeps the newest `keep` ones."""
 
     folder: str
+    keep: int | None = None
 
 
 class CheckpointWritten(_Event, frozen=True, tag="checkpoint"):

@@ -121,11 +121,17 @@ class HostInfo(msgspec.Struct, frozen=True):
 
 
 class CallInfo(msgspec.Struct, frozen=True):
-    """A distributed call, such as `fit 1`: when it began and ended, in seconds since 1970."""
+    """A distributed call, such as `fit 1`: when it began and ended, in seconds since 1970.
+
+    The other attributes are those of `CallStarted`.
+    """
 
     name: str
     began: float
     ended: float | None = None
+    initial_epoch: int | None = None
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
 
 
 class ViewInfo(msgspec.Struct, frozen=True):
@@ -548,7 +554,13 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         if " within " in name:
             # There may be one in each step.
             name = f"{method} within {name.partition(' within ')[2]}"
-        state = self._with_call(name, happening.time)[0] if self.keeps_history else self
+        state = self
+        if self.keeps_history:
+            state, at = self._with_call(name, happening.time)
+            extent = {key: happening.fields.get(key) for key in _EXTENT}
+            if any(isinstance(value, int) for value in extent.values()):
+                call = msgspec.convert({**msgspec.to_builtins(state.calls[at]), **extent}, CallInfo)
+                state = replace(state, calls=state.calls.replaced(at, call))
         # Only the first step of an outer call is known to compile.
         phase: Phase = "training" if " within " in name or method == "predict" else "compiling"
         return state._with_phase(happening, phase, call=name, preparing=happening)
@@ -604,6 +616,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, totals=replace(self.totals, **changes))
 
 
+_EXTENT = ("initial_epoch", "epochs", "steps_per_epoch")
 _NO_METRICS = Columns(*METRIC_COLUMNS)
 _NO_GPU_LOAD = Columns(*GPU_COLUMNS)
 

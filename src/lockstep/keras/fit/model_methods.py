@@ -430,6 +430,7 @@ class ModelMethods:
             training, validation = self._fit_inputs(given)
             inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
             explain_memory(self._job, sum(data.held for data in inputs))
+            call.extent = _extent(given, training)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
                 call,
@@ -487,6 +488,7 @@ class ModelMethods:
                     x, y, weight, given["validation_split"]
                 )
             training = self._training_input(given, x, y, weight)
+            call.extent = _extent(given, training)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
                 call,
@@ -1067,7 +1069,7 @@ class ModelMethods:
         """
         if self._resumable.catches_up:
             return
-        self._job.events.publish(CallStarted(call.name))
+        self._job.events.publish(CallStarted(call.name, *call.extent))
         meet_servers(self._job, model, call.name)
         several = len(self._job.view.workers) > 1
         found = facts() if several or self._digests.active else {}
@@ -1142,6 +1144,12 @@ def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.Boun
 
 def _setting_facts(model: Any) -> Facts:
     return setting_facts({**settings_of_call(model, (), first=False), **settings_of_model(model)})
+
+
+def _extent(given: Mapping[str, Any], training: GlobalInput) -> tuple[int, int, int | None]:
+    """Return the first epoch of a `fit` from 0, the last one from 1, and the steps of an epoch if known."""
+    steps = given["steps_per_epoch"] or training.known_batches
+    return int(given["initial_epoch"]), int(given["epochs"]), int(steps) if steps else None
 
 
 def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:

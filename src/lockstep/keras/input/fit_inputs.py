@@ -193,6 +193,11 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         return batches
 
     @property
+    def known_batches(self) -> int | None:
+        """Number of batches in a pass, if it is known without reading."""
+        return None if isinstance(self._inner, LateAdapter) else self.num_batches
+
+    @property
     def batch_size(self) -> int | None:
         """Number of examples in a global batch, if known."""
         size: int | None = self._inner.batch_size
@@ -523,8 +528,7 @@ class StreamInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
-        number = None if isinstance(self._inner, LateAdapter) else self.num_batches
-        return super().facts() | {"data": f"{self._kind} of {number or 'some'} batches"}
+        return super().facts() | {"data": f"{self._kind} of {self.known_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.

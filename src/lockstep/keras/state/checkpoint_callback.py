@@ -198,7 +198,7 @@ class ScriptCheckpoints:
         scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.events.publish)
         self._folder = folder
         self._job.checkpoints.keep(scheduler)
-        self._job.events.publish(CheckpointsConfigured(str(folder)))
+        self._job.events.publish(CheckpointsConfigured(str(folder), keep))
         self._save_at_exit(scheduler)
 
     def _resume(self, folder: Path, every: Every, claim: FolderLock) -> None:

@@ -30,14 +30,13 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Fills a table. A column is [title, text of a row, whether it is a number]. */
+/** Fills a table. A column is [title, text of a row, its class]: `number`, `long` for text of any length, or none. */
 function fillTable(table, columns, rows, empty, classOf = () => "") {
-  const head = make("tr", {}, ...columns.map(([title, , number]) =>
-    make("th", { scope: "col", class: number ? "number" : null }, title)));
+  const head = make("tr", {}, ...columns.map(([title, , kind]) => make("th", { scope: "col", class: kind }, title)));
   const body = rows.map((row) => make("tr", { class: classOf(row) || null },
-    ...columns.map(([, text, number]) => make("td", { class: number ? "number" : null }, text(row)))));
+    ...columns.map(([, text, kind]) => make("td", { class: kind }, text(row)))));
   if (rows.length) table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
-  else table.replaceChildren(make("tbody", {}, make("tr", {}, make("td", { class: "muted" }, empty))));
+  else table.replaceChildren(make("tbody", {}, make("tr", {}, make("td", { class: "muted empty" }, empty))));
 }
 
 function fillSelect(select, options) {
@@ -91,7 +90,7 @@ function count(value) {
   return isNumber(value) ? value.toLocaleString("en") : "";
 }
 
-const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "");
+const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "");
 
 /** Returns a value in the unit of a chart. */
 function inUnit(value, unit) {
@@ -101,7 +100,10 @@ function inUnit(value, unit) {
   return figures(value, 4) + (unit ? ` ${unit}` : "");
 }
 
-const onAxis = (value, axis) => (axis === "step" ? count(Math.round(value * 100) / 100) : clock(value));
+/** Returns a place on an axis. A point between two steps stands for both; there is no half of a step. */
+const onAxis = (value, axis) => (axis === "step" ? count(Math.round(value)) : clock(value));
+
+const percent = (share) => `${Math.round(100 * share)} %`;
 
 // ------------------------------------------------------------------------------------------------- sources
 
@@ -245,10 +247,16 @@ class Chart {
     this.loading = false;
     this.shown = false;
     this.drawing = false;
+    this.margin = 62;
+    this.whole = false;
     this.canvas = make("canvas", { "aria-hidden": "true" });
     this.readout = make("div", { class: "readout", "aria-live": "polite" });
     this.plot = make("div", { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "chart",
       "aria-label": spec.title, "aria-describedby": "keys" }, this.canvas, this.readout);
+    this.beyond = make("button", { type: "button", class: "beyond", hidden: true, onclick: () => {
+      this.whole = !this.whole;
+      this.redraw();
+    } });
     this.legend = make("ul", { class: "legend" });
     this.table = make("table");
     this.details = make("details", { ontoggle: () => this.fillTable() }, make("summary", {}, `Data of ${spec.title}`),
@@ -256,7 +264,7 @@ class Chart {
     const tool = (text, label, act) => make("button", { type: "button", "aria-label": `${label}: ${spec.title}`, title: label, onclick: act }, text);
     this.figure = make("figure", { "data-chart": spec.id }, make("figcaption", {}, make("span", {}, spec.title),
       make("span", { class: "tools" }, tool("−", "Zoom out", () => span.zoom(2)), tool("+", "Zoom in", () => span.zoom(0.5)),
-        tool("↔", "Show everything", () => span.show(-Infinity, Infinity)))), this.plot, this.legend, this.details);
+        tool("↔", "Show everything", () => span.show(-Infinity, Infinity)))), this.plot, this.beyond, this.legend, this.details);
     this.listen();
     span.charts.add(this);
     charts.set(spec.id, this);
@@ -387,8 +395,9 @@ class Chart {
       if (this.spec.kind === "stack") swatch.style.background = line.color;
       else swatch.style.borderTopColor = line.color;
       if (line.dashed) swatch.style.borderTopStyle = "dashed";
-      const lost = line.missing ? `; ${count(line.missing)} values are not finite, the first one at ${onAxis(line.first_missing, this.span.axis)}` : "";
-      return make("li", {}, swatch, line.name + lost);
+      const lost = !line.missing ? "" : line.missing === 1 ? `; not finite at ${onAxis(line.first_missing, this.span.axis)}`
+        : `; ${count(line.missing)} values are not finite, the first one at ${onAxis(line.first_missing, this.span.axis)}`;
+      return make("li", {}, swatch, make("span", {}, line.name + lost));
     }));
     const text = this.lines().map((line) => `${line.name} ${inUnit(line.mean.at(-1), this.spec.unit)}`).join(", ");
     this.plot.setAttribute("aria-label", `${this.spec.title}; last values: ${text || "none"}`);
@@ -402,9 +411,9 @@ class Chart {
     for (const line of lines) {
       for (let at = 0; at < line.x.length; at += every) rows.push([line.name, line.x[at], line.mean[at], line.low[at], line.high[at]]);
     }
-    fillTable(this.table, [["Series", (row) => row[0]], [axis === "step" ? "Step" : "Time", (row) => onAxis(row[1], axis), true],
-      ["Mean", (row) => inUnit(row[2], unit), true], ["Lowest", (row) => inUnit(row[3], unit), true],
-      ["Highest", (row) => inUnit(row[4], unit), true]], rows, "No data");
+    fillTable(this.table, [["Series", (row) => row[0]], [axis === "step" ? "Step" : "Time", (row) => onAxis(row[1], axis), "number"],
+      ["Mean", (row) => inUnit(row[2], unit), "number"], ["Lowest", (row) => inUnit(row[3], unit), "number"],
+      ["Highest", (row) => inUnit(row[4], unit), "number"]], rows, "No data");
     if (every > 1) this.table.prepend(make("caption", {}, `${count(rows.length)} of ${count(all)} points; zoom in for others`));
   }
 
@@ -418,7 +427,7 @@ class Chart {
   }
 
   inner() {
-    return { left: 62, top: 8, width: Math.max(10, this.plot.clientWidth - 74), height: Math.max(10, this.plot.clientHeight - 32) };
+    return { left: this.margin, top: 12, width: Math.max(10, this.plot.clientWidth - this.margin - 12), height: Math.max(10, this.plot.clientHeight - 36) };
   }
 
   xAt(pixel) {
@@ -437,7 +446,9 @@ class Chart {
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, height);
     context.font = "12px system-ui, sans-serif";
-    const box = this.inner(), [start, stop] = this.span.range();
+    const [start, stop] = this.span.range();
+    this.measure(context, start, stop);
+    const box = this.inner();
     const toX = (x) => box.left + ((x - start) / (stop - start)) * box.width;
     this.drawAxis(context, box, start, stop, toX);
     this.drawContent(context, box, start, stop, toX);
@@ -445,63 +456,106 @@ class Chart {
   }
 
   drawAxis(context, box, start, stop, toX) {
-    context.fillStyle = palette.muted;
     context.textBaseline = "top";
-    context.textAlign = "center";
+    context.textAlign = "left";
+    context.fillStyle = palette.line;
+    context.fillRect(box.left, box.top + box.height, box.width, 1);
+    let free = -Infinity;
     for (const tick of ticks(start, stop, Math.max(2, box.width / 90))) {
-      const x = toX(tick);
-      context.fillStyle = palette.grid;
-      context.fillRect(Math.round(x), box.top, 1, box.height);
+      if (this.span.axis === "step" && !Number.isInteger(tick)) continue;
+      const x = toX(tick), text = onAxis(tick, this.span.axis), width = context.measureText(text).width;
+      const left = Math.min(Math.max(x - width / 2, 0), this.plot.clientWidth - width);
+      context.fillStyle = palette.line;
+      context.fillRect(Math.round(x), box.top + box.height, 1, 4);
+      if (left < free) continue;
       context.fillStyle = palette.muted;
-      context.fillText(onAxis(tick, this.span.axis), x, box.top + box.height + 6);
+      context.fillText(text, left, box.top + box.height + 7);
+      free = left + width + 6;
     }
   }
 
-  drawContent(context, box, start, stop, toX) {
+  /** Computes the axis of values, with room for its marks. */
+  measure(context, start, stop) {
     const lines = this.lines(), stacked = this.spec.kind === "stack";
     const areas = stacked ? stack(lines) : [];
     const logarithmic = !stacked && this.spec.section === "metrics" && byId("log-axis").checked;
-    let low = stacked ? 0 : Infinity, high = -Infinity;
-    for (const line of lines) {
+    const lows = [], highs = [];
+    for (const line of stacked ? areas.slice(-1) : lines) {
       const [first, last] = within(line.x, start, stop);
       for (let at = first; at < last; at += 1) {
-        if (stacked || line.high[at] === null) continue;
-        if (!logarithmic || line.low[at] > 0) low = Math.min(low, line.low[at]);
-        if (!logarithmic || line.high[at] > 0) high = Math.max(high, line.high[at]);
+        const [low, high] = stacked ? [0, line.upper[at]] : [line.low[at], line.high[at]];
+        if (high === null) continue;
+        if (!logarithmic || low > 0) lows.push(low);
+        if (!logarithmic || high > 0) highs.push(high);
       }
     }
-    if (stacked && areas.length) {
-      const top = areas.at(-1), [first, last] = within(top.x, start, stop);
-      for (let at = first; at < last; at += 1) high = Math.max(high, top.upper[at]);
-    }
+    let low = lows.reduce((one, other) => Math.min(one, other), stacked ? 0 : Infinity);
+    let high = highs.reduce((one, other) => Math.max(one, other), -Infinity);
+    const limit = logarithmic ? null : spikeLimit(highs, low, this.spec.section === "metrics" ? 10 : 3);
+    this.tellBeyond(highs, high, limit);
+    const clips = limit !== null && !this.whole;
+    if (clips) high = limit;
     if (!(low <= high)) [low, high] = logarithmic ? [0.1, 1] : [0, 1];
     if (logarithmic) [low, high] = [Math.log10(low), Math.log10(high)];
     if (low === high) [low, high] = [low - (Math.abs(low) / 10 || 0.5), high + (Math.abs(high) / 10 || 0.5)];
-    if (!stacked) [low, high] = [low - (high - low) * 0.05, high + (high - low) * 0.05];
+    if (!stacked) low -= (high - low) * 0.05;
+    high += (high - low) * 0.05;
+    const marks = logarithmic ? decades(low, high) : ticks(low, high, Math.max(2, this.inner().height / 40));
+    const texts = marksOf(logarithmic ? marks.map((tick) => 10 ** tick) : marks, this.spec.unit);
+    this.margin = Math.ceil(Math.max(28, ...texts.map((text) => context.measureText(text).width))) + 10;
+    this.scale = { lines, areas, logarithmic, low, high, marks, texts, limit: clips ? limit : null };
+  }
+
+  /** Says which values are above the axis, on a button that shows them. */
+  tellBeyond(highs, high, limit) {
+    this.beyond.hidden = limit === null;
+    if (limit === null) return;
+    const above = highs.filter((value) => value > limit).length;
+    const what = `${above === 1 ? "one point" : `${count(above)} points`} above ${inUnit(limit, this.spec.unit)}, up to ${inUnit(high, this.spec.unit)}`;
+    setText(this.beyond, this.whole ? `Cut off ${what}` : `▲ ${what}: show`);
+  }
+
+  drawContent(context, box, start, stop, toX) {
+    const { lines, areas, logarithmic, low, high, marks, texts, limit } = this.scale;
     const place = (value) => box.top + box.height - ((value - low) / (high - low)) * box.height;
     const toY = logarithmic ? (value) => (value > 0 ? place(Math.log10(value)) : box.top + box.height + 1e4) : place;
-    const marks = logarithmic ? decades(low, high) : ticks(low, high, Math.max(2, box.height / 40));
     context.textAlign = "right";
     context.textBaseline = "middle";
-    const texts = marksOf(logarithmic ? marks.map((tick) => 10 ** tick) : marks, this.spec.unit);
     for (const [at, tick] of marks.entries()) {
       const y = place(tick);
       context.fillStyle = palette.grid;
       context.fillRect(box.left, Math.round(y), box.width, 1);
       context.fillStyle = palette.muted;
-      context.fillText(texts[at], box.left - 6, y);
+      context.fillText(texts[at], box.left - 8, y);
     }
     context.save();
     context.beginPath();
-    context.rect(box.left, box.top - 2, box.width, box.height + 4);
+    // Points at the edges are whole.
+    context.rect(box.left - 6, box.top - 2, box.width + 12, box.height + 4);
     context.clip();
     context.lineJoin = "round";
     for (const area of areas) drawArea(context, area, toX, toY, start, stop);
-    if (!stacked) {
+    if (!areas.length) {
       const smooth = this.spec.section === "metrics" && smoothing() > 0;
       for (const line of lines) drawLine(context, line, toX, toY, start, stop, smooth);
     }
     context.restore();
+    if (limit === null) return;
+    for (const line of areas.length ? areas.slice(-1) : lines) {
+      const values = line.upper ?? line.high, [first, last] = within(line.x, start, stop);
+      context.fillStyle = areas.length ? palette.bad : line.color;
+      let free = -Infinity;
+      for (let at = first; at < last; at += 1) {
+        const x = toX(line.x[at]);
+        if (!(values[at] > limit) || x < Math.max(free, box.left) || x > box.left + box.width) continue;
+        context.beginPath();
+        context.moveTo(x - 5, box.top);
+        context.lineTo(x, box.top - 8);
+        context.lineTo(x + 5, box.top);
+        context.fill();
+        free = x + 8;
+      }
+    }
   }
 
   drawCursor(context, box, start, stop, toX) {
@@ -534,6 +588,7 @@ class Timeline extends Chart {
   constructor(span) {
     super({ id: "membership", title: "Workers over time", unit: "", kind: "bars", section: "membership" }, span);
     this.details.remove();
+    this.beyond.remove();
     this.plot.setAttribute("aria-label", "Workers over time; the tables below have the same data");
   }
 
@@ -561,7 +616,7 @@ class Timeline extends Chart {
       .map(([text, color]) => {
         const swatch = make("span", { class: "swatch area" });
         swatch.style.background = palette.read(color);
-        return make("li", {}, swatch, text);
+        return make("li", {}, swatch, make("span", {}, text));
       }));
     this.redraw();
   }
@@ -571,6 +626,11 @@ class Timeline extends Chart {
     return palette.read(one.ended === null ? "series-0" : "series-2");
   }
 
+  measure(context) {
+    const widths = this.rows().map((one) => context.measureText(`worker ${one.worker}`).width);
+    this.margin = Math.ceil(Math.max(28, ...widths)) + 10;
+  }
+
   drawContent(context, box, start, stop, toX) {
     const rows = this.rows(), views = partsOf(state.run).views ?? [], end = this.end();
     context.textBaseline = "middle";
@@ -578,7 +638,7 @@ class Timeline extends Chart {
       const y = box.top + 14 + at * 22;
       context.textAlign = "right";
       context.fillStyle = palette.muted;
-      context.fillText(`worker ${one.worker}`, box.left - 6, y);
+      context.fillText(`worker ${one.worker}`, box.left - 8, y);
       const from = Math.max(toX(one.began ?? 0), box.left), to = Math.min(toX(one.ended ?? end), box.left + box.width);
       context.fillStyle = this.color(one);
       if (to > box.left && from < box.left + box.width) context.fillRect(from, y - 6, Math.max(2, to - from), 12);
@@ -606,6 +666,14 @@ class Timeline extends Chart {
     const living = this.rows().filter((one) => (one.began ?? 0) <= at && (one.ended ?? Infinity) >= at).map((one) => one.worker);
     return `${clock(at)}\nworkers: ${living.slice(0, 20).join(", ") || "none"}`;
   }
+}
+
+/** Returns a limit of values above which a few are so high that they flatten the others; null if there are none. */
+function spikeLimit(values, low, ratio) {
+  const most = Math.min(Math.floor(values.length / 4), Math.max(2, Math.ceil(values.length / 10)));
+  if (!most) return null;
+  const sorted = [...values].sort((one, other) => other - one);
+  return sorted[most] > low && sorted[0] - low > ratio * (sorted[most] - low) ? sorted[most] : null;
 }
 
 /** Returns round numbers between two values. */
@@ -670,7 +738,7 @@ function drawLine(context, line, toX, toY, start, stop, smooth) {
   const [first, last] = within(line.x, start, stop);
   context.strokeStyle = context.fillStyle = line.color;
   context.setLineDash(line.dashed ? [6, 4] : []);
-  context.lineWidth = line.role === "train" ? 1 : 1.75;
+  context.lineWidth = { train: 1, epoch: 2.5 }[line.role] ?? 1.75;
   context.globalAlpha = smooth ? 0.3 : 1;
   // Each point goes from its lowest to its highest value, so that a spike shows at every zoom.
   context.beginPath();
@@ -708,9 +776,12 @@ function drawLine(context, line, toX, toY, start, stop, smooth) {
   if (last - first <= 60) {
     for (let at = first; at < last; at += 1) {
       if (line.low[at] === null) continue;
+      // A ring around a dot: training and validation show both, even if they are equal.
+      const ring = line.role === "validation";
       context.beginPath();
-      context.arc(toX(line.x[at]), toY(smooth ? line.mean[at] : line.low[at]), line.role === "train" ? 1.5 : 2.5, 0, 2 * Math.PI);
-      context.fill();
+      context.arc(toX(line.x[at]), toY(smooth ? line.mean[at] : line.low[at]), ring ? 4.5 : line.role === "train" ? 1.5 : 2.5, 0, 2 * Math.PI);
+      if (ring) context.stroke();
+      else context.fill();
     }
   }
 }
@@ -808,32 +879,83 @@ function drawRuns() {
   const list = byId("runs-list"), focused = document.activeElement?.dataset?.key;
   list.replaceChildren(...rows.map((run) => make("li", {},
     make("button", { type: "button", "aria-current": run.id === state.run ? "true" : null, "data-key": `run ${run.id}`, onclick: () => choose(run.id) },
-      make("span", { class: "name" }, run.id), make("small", {}, [run.state, run.steps ? `${count(run.steps)} steps` : "", date(run.began)].filter(Boolean).join(", "))),
+      make("span", { class: "name" }, make("span", { class: `dot ${moodOf(run.state) ?? ""}`, "aria-hidden": "true" }), run.id), make("small", {}, [run.state, run.steps ? `${count(run.steps)} steps` : "", date(run.began)].filter(Boolean).join(", "))),
     run.id === state.run ? null : make("label", {}, make("input", { type: "checkbox", checked: state.others.has(run.id), "data-key": `with ${run.id}`,
       "aria-label": `Overlay ${run.id}`, onchange: (event) => overlay(run.id, event.target.checked) }), " overlay"))));
   if (focused) [...list.querySelectorAll("[data-key]")].find((node) => node.dataset.key === focused)?.focus();
 }
 
+const moodOf = (text) => (text === "finished" ? "good" : text === "running" ? null : "bad");
+
 function drawSummary(summary) {
-  const facts = [["State", summary.state], ["Steps", count(summary.steps)], ["Epochs", count(summary.epochs)],
+  const ends = summary.progress?.epochs;
+  const facts = [["Steps", count(summary.steps)], ["Epochs", ends > summary.epochs && summary.epochs ? `${count(summary.epochs)} of ${count(ends)}` : count(summary.epochs)],
     [summary.seconds === null ? "Speed now" : "Mean speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} ${summary.rate_unit}` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
     ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
     ["Lost", count(summary.lost)], ["Joined", count(summary.joined)], ["Pauses", duration(summary.pauses)], ["Backend", summary.backend],
-    ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Script", summary.script, true],
-    ["Verdict", summary.compared, true], ["Model", summary.model], ["Digest", summary.digest, true], ["Message", summary.message, true],
+    ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Model", summary.model], ["Script", summary.script, true],
+    ["Verdict", summary.compared, true], ["Digest", summary.digest, true], ["Message", summary.message, true],
     ["Lines that cannot be read", summary.skipped ? count(summary.skipped) : ""]];
-  byId("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value, long]) => {
-    const mood = name !== "State" ? null : value === "finished" ? "good" : value === "running" ? null : "bad";
-    return make("div", { class: long ? "long" : null }, make("dt", {}, name), make("dd", { class: mood }, value));
-  }));
+  byId("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value, long]) =>
+    make("div", { class: long ? "long" : null }, make("dt", {}, name), make("dd", {}, value))));
   const failure = byId("failure");
   failure.hidden = summary.failure === null;
   failure.replaceChildren(...(summary.failure === null ? [] : [
     make("p", { class: "bad" }, `The script failed on worker ${summary.failure.worker}: ${summary.failure.summary}`),
     make("details", {}, make("summary", {}, "Traceback"), make("pre", { tabindex: "0" }, summary.failure.traceback))]));
+  drawProgress(summary);
+  byId("tiles").replaceChildren(...summary.metrics.map((metric) => {
+    const text = (value) => (value === null ? "not finite" : figures(value, 4));
+    return make("div", {}, make("dt", {}, metric.name), make("dd", {},
+      metric.recorded ? make("div", { class: metric.value === null ? "value bad" : "value" }, text(metric.value)) : null,
+      metric.validated ? make("div", { class: metric.recorded ? "validation" : "value" }, `${metric.recorded ? "validation " : ""}${text(metric.validation)}`) : null));
+  }));
+  drawSlowness(summary);
   setText(byId("title"), state.run);
+  byId("state").hidden = false;
+  byId("state").className = `state ${moodOf(summary.state) ?? ""}`;
+  setText(byId("state"), summary.state);
   document.title = `${state.run} (${summary.state}): Lockstep`;
   announce(summary);
+}
+
+/** Shows how far a run is that trains, and how long the rest takes; or what it does before that. */
+function drawProgress(summary) {
+  const { progress, phase } = summary, trains = summary.seconds === null;
+  byId("progress").hidden = !trains || !(progress || phase);
+  if (byId("progress").hidden) return;
+  let share = null, parts = [phase];
+  if (progress && progress.step !== null) {
+    if (progress.steps) share = Math.min(1, progress.step / progress.steps);
+    else if (progress.epochs && progress.epoch) share = Math.min(1, (progress.epoch - 1) / progress.epochs);
+    const of = (total) => (total ? ` of ${count(total)}` : "");
+    parts = [progress.epoch ? `Epoch ${count(progress.epoch)}${of(progress.epochs)}` : "", `step ${count(progress.step)}${of(progress.steps)}`,
+      share === null ? "" : percent(share), isNumber(progress.left) ? `${duration(Math.round(progress.left))} left` : "", phase === "training" ? "" : phase];
+  }
+  const bar = byId("progress-bar");
+  bar.hidden = share === null;
+  bar.setAttribute("aria-valuenow", Math.round(100 * (share ?? 0)));
+  bar.firstElementChild.style.width = `${100 * (share ?? 0)}%`;
+  setText(byId("progress-text"), parts.filter(Boolean).join(" · "));
+}
+
+/** Shows what slows a run, and the shares of the parts of its steps. */
+function drawSlowness(summary) {
+  const shown = Object.entries(summary.shares).filter(([, share]) => share >= 0.005);
+  byId("slowness").hidden = !shown.length && !summary.advice.length;
+  const quiet = make("li", { class: "quiet" }, `Nothing stands out: computing takes ${percent(summary.shares.compute ?? 0)} of the time.`);
+  byId("advice").replaceChildren(...(summary.advice.length ? summary.advice.map((line) => make("li", {}, line)) : [quiet]));
+  byId("shares").replaceChildren(...shown.map(([part, share]) => {
+    const bar = make("span", { title: `${part} ${percent(share)}` });
+    bar.style.background = palette.read(`part-${part}`);
+    bar.style.flexGrow = share;
+    return bar;
+  }));
+  byId("shares-legend").replaceChildren(...shown.map(([part, share]) => {
+    const swatch = make("span", { class: "swatch area" });
+    swatch.style.background = palette.read(`part-${part}`);
+    return make("li", {}, swatch, make("span", {}, `${part} ${percent(share)}`));
+  }));
 }
 
 /** Says what has changed since the last announcement. */
@@ -846,21 +968,28 @@ function announce(summary) {
 }
 
 const TABLES = {
-  workers: (rows) => fillTable(byId("workers-table"), [["Worker", (row) => String(row.worker), true],
+  workers: (rows) => fillTable(byId("workers-table"), [["Worker", (row) => String(row.worker), "number"],
     ...(rows.some((row) => row.task) ? [["Task", (row) => row.task]] : []), ["Phase", (row) => row.phase], ["Host", (row) => row.host],
-    ["Process", (row) => String(row.pid ?? ""), true], ["Step", (row) => count(row.step), true], ["Replicas", (row) => count(row.replicas), true],
-    ["Cores", (row) => (row.cores === null ? "" : figures(row.cores)), true], ["Memory", (row) => bytes(row.memory), true],
-    ["Started", (row) => (row.began === null ? "" : clock(row.began)), true], ["Ended", (row) => (row.ended === null ? "" : clock(row.ended)), true],
-    ["Status", (row) => String(row.status ?? ""), true], ["Reason", (row) => row.reason]], rows, "No worker has started."),
-  views: (rows) => fillTable(byId("views-table"), [["View", (row) => String(row.number), true], ["Time", (row) => clock(row.time), true],
-    ["Pause", (row) => duration(row.pause), true], ["Workers", (row) => row.workers.join(", ")], ["Reason", (row) => row.reason]], rows, "The membership has not changed."),
-  waits: (rows) => fillTable(byId("waits-table"), [["Time", (row) => clock(row.time), true], ["Worker", (row) => String(row.worker), true], ["Waits for", (row) => row.waits_for.join(", ")],
-    ["In", (row) => row.what], ["Duration", (row) => duration(row.seconds), true], ["", (row) => (row.current ? "in progress" : "ended")]], [...rows].reverse(), "No worker has waited for long."),
-  checkpoints: (rows) => fillTable(byId("checkpoints-table"), [["Step", (row) => count(row.step), true], ["Time", (row) => clock(row.time), true],
-    ["Written in", (row) => duration(row.seconds), true], ["Path", (row) => String(row.path ?? "")]], [...rows].reverse(), "No checkpoint has been written."),
-  events: (rows) => fillTable(byId("events-table"), [["Time", (row) => clock(row.time), true], ["Event", (row) => row.event], ["Worker", (row) => String(row.worker ?? ""), true],
-    ["Details", (row) => row.text]], [...rows].reverse(), "No event yet."),
-  configuration: (rows) => fillTable(byId("configuration-table"), [["Of", (row) => row.section], ["Name", (row) => row.name], ["Value", (row) => row.value]], rows, "The run has not started."),
+    ["Process", (row) => String(row.pid ?? ""), "number"], ["Step", (row) => count(row.step), "number"], ["Replicas", (row) => count(row.replicas), "number"],
+    ["Cores", (row) => (row.cores === null ? "" : figures(row.cores)), "number"], ["Memory", (row) => bytes(row.memory), "number"],
+    ["Started", (row) => (row.began === null ? "" : clock(row.began)), "number"], ["Ended", (row) => (row.ended === null ? "" : clock(row.ended)), "number"],
+    ["Status", (row) => String(row.status ?? ""), "number"], ["Reason", (row) => row.reason, "long"]], rows, "No worker has started."),
+  views: (rows) => fillTable(byId("views-table"), [["View", (row) => String(row.number), "number"], ["Time", (row) => clock(row.time), "number"],
+    ["Pause", (row) => duration(row.pause), "number"], ["Workers", (row) => row.workers.join(", ")], ["Reason", (row) => row.reason, "long"]], rows, "The membership has not changed."),
+  waits: (rows) => fillTable(byId("waits-table"), [["Time", (row) => clock(row.time), "number"], ["Worker", (row) => String(row.worker), "number"], ["Waits for", (row) => row.waits_for.join(", ")],
+    ["In", (row) => row.what, "long"], ["Duration", (row) => duration(row.seconds), "number"], ["", (row) => (row.current ? "in progress" : "ended")]], [...rows].reverse(), "No worker has waited for long."),
+  checkpoints: (rows) => {
+    const columns = [["Step", (row) => count(row.step), "number"], ["Time", (row) => clock(row.time), "number"],
+      ["Written in", (row) => duration(row.seconds), "number"], ["Path", (row) => String(row.path ?? ""), "long"]];
+    const newest = [...rows].reverse(), deleted = newest.filter((row) => row.deleted), details = byId("checkpoints-deleted");
+    fillTable(byId("checkpoints-table"), columns, newest.filter((row) => !row.deleted), "No checkpoint has been written.");
+    details.hidden = !deleted.length;
+    setText(details.querySelector("summary"), `${count(deleted.length)} older, which newer ones have replaced`);
+    fillTable(details.querySelector("table"), columns, deleted, "");
+  },
+  events: (rows) => fillTable(byId("events-table"), [["Time", (row) => clock(row.time), "number"], ["Event", (row) => row.event], ["Worker", (row) => String(row.worker ?? ""), "number"],
+    ["Details", (row) => row.text, "long"]], [...rows].reverse(), "No event yet."),
+  configuration: (rows) => fillTable(byId("configuration-table"), [["Of", (row) => row.section], ["Name", (row) => row.name], ["Value", (row) => row.value, "long"]], rows, "The run has not started."),
 };
 
 /** Creates the charts that the runs have, and removes others. */
@@ -885,10 +1014,19 @@ function drawCharts() {
     }
     let empty = place.querySelector(":scope > p");
     if (before[section]) empty?.remove();
-    else if (!empty) place.append(make("p", { class: "muted" }, "No data yet."));
+    else setText(empty ?? place.appendChild(make("p", { class: "muted" })), nothingIn(section));
   }
   if (!charts.has("membership")) byId("membership-charts").append(new Timeline(timeSpan).figure);
   charts.get("membership").load();
+}
+
+/** Says why a section has no chart. */
+function nothingIn(section) {
+  const { summary } = partsOf(state.run);
+  if (!summary || summary.seconds === null) return "No data yet.";
+  if (section === "load") return "No load was measured: the run was too short.";
+  if (section === "metrics") return "No metrics were recorded: the script did not end an epoch of fit.";
+  return summary.replicas === 1 ? "Keras itself takes the steps of one replica, so they are not measured." : "No steps were measured.";
 }
 
 /** Draws the parts of the chosen run that have changed. */
@@ -920,7 +1058,7 @@ async function drawComparison(changed) {
   state.compared = pair;
   const rows = select.value ? await attempt(() => source.compare(state.run, select.value)) ?? [] : [];
   fillTable(byId("comparison-table"), [["", (row) => (row.differs ? "differs" : "equal")], ["Of", (row) => row.section], ["Name", (row) => row.name],
-    [state.run ?? "", (row) => row.a], [select.value || "other run", (row) => row.b]], rows, "Choose a run to compare with.", (row) => (row.differs ? "differs" : ""));
+    [state.run ?? "", (row) => row.a, "long"], [select.value || "other run", (row) => row.b, "long"]], rows, "Choose a run to compare with.", (row) => (row.differs ? "differs" : ""));
 }
 
 // ---------------------------------------------------------------------------------------------------- logs
@@ -1054,7 +1192,7 @@ function start() {
     section.scrollIntoView();
     section.querySelector("h2").setAttribute("tabindex", "-1");
     section.querySelector("h2").focus({ preventScroll: true });
-  } }, section.querySelector("h2").textContent)));
+  } }, section.dataset.nav ?? section.querySelector("h2").textContent)));
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault();
     byId("main").focus();

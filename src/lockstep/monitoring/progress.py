@@ -1,0 +1,110 @@
+"""How far the training of a run is, and how long the rest takes. Pure."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.observability.run_state import CallInfo, RunState, WorkerInfo
+from lockstep.observability.step_recorder import trains
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_MANY = 8
+"""The number of measurements from which only the newer half of the time says how long the rest takes."""
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """How far a run is in its last call that trains.
+
+    Attributes:
+        call: its name.
+        step: the number of the last step in the call; None before the first.
+        steps: the number of its steps, if it ends with its last epoch; None if that is not known.
+        epoch: the epoch in progress, or the last one if the call has ended, from 1; None if it has none.
+        epochs: the last epoch that the call asks for; None if it is not known.
+        left: seconds until its last step at the present speed; None if they are not known, or it has ended.
+    """
+
+    call: str
+    step: int | None
+    steps: int | None
+    epoch: int | None
+    epochs: int | None
+    left: float | None
+
+
+def progress(run: RunState) -> TrainingProgress | None:
+    """Return how far a run is; None before its first call that trains."""
+    index = max((at for at, call in enumerate(run.calls) if trains(call.name)), default=None)
+    if index is None:
+        return None
+    call = run.calls[index]
+    rows = [(info, taken) for info in run.workers.values() if len(taken := _rows(info, index))]
+    leader = max(rows, key=lambda row: row[1]["number"][-1], default=None)
+    step = None if leader is None else int(leader[1]["number"][-1])
+    epoch = _epoch(run, call)
+    steps = _steps(run, call, None if leader is None else leader[1])
+    ends = call.ended is not None or run.finished is not None
+    left = None if ends or leader is None or steps is None else _left(leader[1], steps)
+    return TrainingProgress(call.name, step, steps, epoch, call.epochs, left)
+
+
+def _rows(info: WorkerInfo, call: int) -> "npt.NDArray[np.void]":
+    """Return `time`, `number` and `trained` of the measurements of a worker in a call."""
+    import numpy as np
+
+    chosen = info.steps.column("call") == call if len(info.steps) else np.zeros(0, bool)
+    names = ("time", "number", "trained")
+    rows = np.zeros(int(chosen.sum()), [(name, np.float64) for name in names])
+    for name in names if len(rows) else ():
+        rows[name] = info.steps.column(name)[chosen]
+    return rows
+
+
+def _epoch(run: RunState, call: CallInfo) -> int | None:
+    """Return the epoch in progress in a `fit`, or the last one if it has ended."""
+    if not call.name.startswith("fit"):
+        return None
+    last = max((int(epoch) for epoch, _ in _ended_epochs(run, call)), default=call.initial_epoch or 0)
+    return last + (call.ended is None and run.finished is None)
+
+
+def _ended_epochs(run: RunState, call: CallInfo) -> list[tuple[float, float]]:
+    """Return the epochs of a call that have ended, and the training steps of the job at their ends."""
+    until = math.inf if call.ended is None else call.ended
+    for columns in run.metrics.values():
+        chosen = (columns.column("time") >= call.began) & (columns.column("time") <= until)
+        if chosen.any():
+            return list(zip(columns.column("epoch")[chosen], columns.column("trained")[chosen], strict=True))
+    return []
+
+
+def _steps(run: RunState, call: CallInfo, rows: "npt.NDArray[np.void] | None") -> int | None:
+    """Return the number of steps of a `fit`, from the known or the measured length of its epochs."""
+    if call.epochs is None:
+        return None
+    first = call.initial_epoch or 0
+    length: float | None = call.steps_per_epoch
+    if length is None and rows is not None and (ended := _ended_epochs(run, call)):
+        before = rows["trained"][-1] - rows["number"][-1]
+        epoch, trained = ended[-1]
+        length = (trained - before) / (epoch - first) if epoch > first else None
+    return None if length is None else round((call.epochs - first) * length)
+
+
+def _left(rows: "npt.NDArray[np.void]", steps: int) -> float | None:
+    """Return how long the rest of the steps takes at the speed of the last ones."""
+    # The first row is that of the first step, which compiles.
+    rows = rows[1:]
+    if len(rows) < 2:
+        return None
+    if len(rows) >= _MANY:
+        rows = rows[rows["time"] >= (rows["time"][0] + rows["time"][-1]) / 2]
+    taken = float(rows["number"][-1] - rows["number"][0])
+    if taken <= 0:
+        return None
+    rate = float(rows["time"][-1] - rows["time"][0]) / taken
+    return max(0.0, (steps - float(rows["number"][-1])) * rate)

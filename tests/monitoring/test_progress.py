@@ -1,0 +1,76 @@
+"""How far a run is, and how long the rest takes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.monitoring.progress import TrainingProgress, progress
+from lockstep.monitoring.run_folder import RunFolder
+
+from .recorded import event, job, record, started, steps
+
+
+def seen(folder: Path, *lines: dict[str, Any]) -> TrainingProgress | None:
+    record(folder, job(), started(0), started(1), *lines)
+    run = RunFolder(folder)
+    run.update()
+    return progress(run.state)
+
+
+def begins(**extent: int | None) -> dict[str, Any]:
+    return event(1001.0, "call", worker=0, name="fit 1", **extent)
+
+
+def epoch_end(time: float, epoch: int, trained: int) -> dict[str, Any]:
+    values = {"loss": 0.5}
+    return event(time, "metrics", worker=0, call="fit 1", epoch=epoch, trained=trained, values=values)
+
+
+def test_nothing_is_known_before_the_first_call(tmp_path: Path) -> None:
+    assert seen(tmp_path) is None
+
+
+def test_the_rest_takes_as_long_as_the_last_steps_took(tmp_path: Path) -> None:
+    # Ten steps per second after the first step, which compiles for eight seconds.
+    measured = [steps(0, 1010.0, 1, count=1), *(steps(0, 1010.0 + at, 10 * at) for at in (1, 2, 3))]
+    known = begins(initial_epoch=0, epochs=5, steps_per_epoch=20)
+    found = seen(tmp_path, known, *measured, epoch_end(1012.0, 1, 20))
+    assert found == TrainingProgress("fit 1", 30, 100, 2, 5, pytest.approx(7.0))
+
+
+def test_only_the_newer_half_of_many_measurements_counts(tmp_path: Path) -> None:
+    slow = [steps(0, 1010.0 + at, at) for at in range(1, 9)]
+    fast = [steps(0, 1018.0 + at, 8 + 10 * at) for at in range(1, 11)]
+    found = seen(tmp_path, begins(initial_epoch=0, epochs=1, steps_per_epoch=208), *slow, *fast)
+    assert found is not None
+    assert found.left == pytest.approx(10.0)
+
+
+def test_the_first_epoch_says_how_long_the_others_are(tmp_path: Path) -> None:
+    unknown = begins(initial_epoch=2, epochs=6, steps_per_epoch=None)
+    measured = [steps(0, 1010.0 + at, 10 * at) for at in (1, 2, 3)]
+    before = seen(tmp_path / "before", unknown, *measured)
+    assert before == TrainingProgress("fit 1", 30, None, 3, 6, None)
+    # The third epoch had 25 steps.
+    found = seen(tmp_path / "after", unknown, *measured, epoch_end(1012.5, 3, 25))
+    assert found == TrainingProgress("fit 1", 30, 100, 4, 6, pytest.approx(7.0))
+
+
+def test_a_loop_without_epochs_and_a_call_that_has_ended_have_no_rest(tmp_path: Path) -> None:
+    loop = event(1001.0, "call", worker=0, name="steps 1")
+    taken = [steps(0, 1010.0 + at, 10 * at) | {"call": "steps 1"} for at in (1, 2, 3)]
+    assert seen(tmp_path / "loop", loop, *taken) == TrainingProgress("steps 1", 30, None, None, None, None)
+    known = begins(initial_epoch=0, epochs=5, steps_per_epoch=20)
+    measured = [steps(0, 1010.0 + at, 10 * at) for at in (1, 2, 3)]
+    ended = [epoch_end(1012.0, 1, 20), event(1014.0, "call ended", worker=0, name="fit 1")]
+    assert seen(tmp_path / "ended", known, *measured, *ended) == TrainingProgress(
+        "fit 1", 30, 100, 1, 5, None
+    )
+
+
+@pytest.mark.parametrize("extent", [{"epochs": "x"}, {"epochs": -5, "steps_per_epoch": 10**30}, {}])
+def test_anything_may_stand_in_a_file(tmp_path: Path, extent: dict[str, Any]) -> None:
+    found = seen(tmp_path, begins(**extent), *(steps(0, 1010.0 + at, 10 * at) for at in (1, 2, 3)))
+    assert found is not None
+    assert found.step == 30
