@@ -42,7 +42,7 @@ def begin(lockstep: Any, name: str, *options: str, text: str = STAYS) -> tuple[A
 def test_a_job_is_listed_until_it_ends(lockstep: Any, is_gone: Gone, name: str) -> None:
     running, workers = begin(lockstep, name, "--replicas", "4")
     (line,) = listed(name)
-    assert line.split()[1:5] == ["2", "of", "2", "4"]
+    assert line.split()[1:6] == [str(running.process.pid), "2", "of", "2", "4"]
     assert line.endswith(str(Path(lockstep.folder / name)))
     running.process.send_signal(signal.SIGTERM)
     assert running.end().status == 143

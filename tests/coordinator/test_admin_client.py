@@ -250,9 +250,9 @@ def test_the_table() -> None:
         Status("train-2", "b.py", 2, "/runs/b", 0.0, 16, (0,), (), 1, ""),
     )
     assert table(running, 1192.5) == [
-        "JOB      WORKERS            REPLICAS  SINCE    DOING  FOLDER",
-        "a        2 of 3 +1 joining  4         3m 12s   fit 1  /runs/a",
-        "train-2  1 of 1             16        19m 52s         /runs/b",
+        "JOB      PROCESS  WORKERS            REPLICAS  SINCE    DOING  FOLDER",
+        "a        1        2 of 3 +1 joining  4         3m 12s   fit 1  /runs/a",
+        "train-2  2        1 of 1             16        19m 52s         /runs/b",
     ]
 
 
@@ -270,9 +270,9 @@ def test_list(jobs: Jobs, command: Command) -> None:
     jobs.play("-a")
     listed = command("list")
     assert (listed.status, listed.err) == (0, [])
-    assert [line.split()[:4] for line in listed.out] == [
-        ["JOB", "WORKERS", "REPLICAS", "SINCE"],
-        [f"{jobs.name}-a", "2", "of", "3"],
+    assert [line.split()[:5] for line in listed.out] == [
+        ["JOB", "PROCESS", "WORKERS", "REPLICAS", "SINCE"],
+        [f"{jobs.name}-a", "7", "2", "of", "3"],
     ]
 
 

@@ -282,7 +282,7 @@ def test_a_job_with_parameter_servers_shows_tasks_staleness_and_updates(tmp_path
     assert (view.step, view.trained) == (40, 40)
     assert view.examples_per_second == pytest.approx(64 * 40)
     head, *lines = table(view)
-    assert head.split()[:7] == ["WORKER", "TASK", "STATE", "REPL", "STEPS/S", "SCORE", "STALE"]
+    assert head.split()[:7] == ["WORKER", "PID", "TASK", "STATE", "REPL", "STEPS/S", "SCORE"]
     assert " 0.5   2   " in lines[1]
     assert " 6.8   45  " in lines[3]
     read = list(csv.DictReader(io.StringIO(csv_heading() + as_csv(view))))
@@ -319,6 +319,16 @@ def test_the_head_tells_epoch_metrics_and_silence(tmp_path: Path) -> None:
     assert "no answer of the coordinator since " in text
     assert "(10 s)" in text
     assert "1 of 3 workers" in text
+    assert text.splitlines()[0].endswith("  process 5")
+
+
+def test_processes_that_live_have_ids(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0), started(1), event(1010.0, "exited", worker=1, status=-9))
+    view = seen(tmp_path)
+    assert [line.split()[:2] for line in table(view)] == [["WORKER", "PID"], ["0", "70"], ["1", "ended"]]
+    assert [row["pid"] for row in csv.DictReader(io.StringIO(csv_heading() + as_csv(view)))] == ["70", "71"]
+    over = seen(tmp_path, end="a finished", status=STATUS)
+    assert "process" not in as_text(over).splitlines()[0]
 
 
 def test_events_are_told(tmp_path: Path) -> None:

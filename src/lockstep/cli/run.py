@@ -860,5 +860,13 @@ def _serve_here(spec: JobSpec, command: "StopChannel", exports: Exports) -> int:
     local = LocalHost(output, starter, LinuxDescendants())
     with EventLoop() as loop:
         return run_job(
-            spec, State.begin(spec), paths, command, console=console, loop=loop, local=local, exports=exports
+            spec,
+            State.begin(spec),
+            paths,
+            command,
+            pid=os.getppid(),
+            console=console,
+            loop=loop,
+            local=local,
+            exports=exports,
         )

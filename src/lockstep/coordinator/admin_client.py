@@ -30,7 +30,7 @@ _PAUSE = 0.05
 _SAY_EVERY = 10.0
 _MOST_AT_ONCE = 64
 _UNSEEN = 0
-_COLUMNS = ("JOB", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER")
+_COLUMNS = ("JOB", "PROCESS", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER")
 
 
 class RunningJobs(NamedTuple):
@@ -144,7 +144,10 @@ def _row(status: Status, wall: float) -> tuple[str, ...]:
     if status.joining:
         workers += f" +{len(status.joining)} joining"
     since = short_duration(wall - status.since)
-    return status.job, workers, str(status.replicas), since, status.where, status.run_dir
+    return (
+        *(status.job, str(status.pid), workers, str(status.replicas), since, status.where),
+        status.run_dir,
+    )
 
 
 def job_names() -> list[str]:

@@ -5,6 +5,7 @@ events. `Narrator` tells the user about them, `HostWatch` exchanges signs of lif
 `Requests` answers other terminals.
 """
 
+import os
 import signal
 import socket
 from collections import deque
@@ -108,7 +109,7 @@ class Coordinator:
     Attributes:
         spec: the job.
         paths: the paths of the run, absolute.
-        pid: the process id that other terminals show.
+        pid: process id of the command, which other terminals show.
         agents: the agents of the hosts of the job, also of lost ones; the index of a host never changes.
         command: the channel to the command; it closes when the command ends.
         loop: serves this coordinator.
@@ -244,7 +245,7 @@ class Coordinator:
         """Continue a job whose coordinator was lost; its agents have the instructions of the record."""
         self._view = record.view
         self.console.chief = self.state.view.chief
-        self.events.publish(run_events.CoordinatorStarted(self.term, self.pid))
+        self.events.publish(run_events.CoordinatorStarted(self.term, os.getpid()))
         self._stops_taken, self._stopped = record.stops, record.stops > 0
         self._outcome = record.outcome
         self._drop_output()

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TypeVar
 
 import msgspec
+import psutil
 
 from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
@@ -214,7 +215,8 @@ class CoordinatorProcess:
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,
-                pid=os.getppid(),
+                # The keeper is a child of the command.
+                pid=psutil.Process(os.getppid()).ppid(),
                 agents=agents,
                 command=command,
                 loop=self.loop,

@@ -1,6 +1,5 @@
 """Coordinator and agent of one job in one process, served by one event loop."""
 
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -104,6 +103,7 @@ def run_job(
     paths: RunPaths,
     command: StopChannel,
     *,
+    pid: int,
     console: Console,
     loop: EventLoop,
     local: LocalHost,
@@ -116,6 +116,7 @@ def run_job(
         state: the state of supervision at the start.
         paths: the paths of the run, absolute.
         command: the channel over which the job is stopped; the job ends when its other end closes.
+        pid: process id of the command.
         console: shows notes, and the output of workers.
         loop: serves everything.
         local: the host of this process.
@@ -134,7 +135,7 @@ def run_job(
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,
-                pid=os.getpid(),
+                pid=pid,
                 agents=[HostAgent(to_agent, local.name, local.peer)],
                 command=command,
                 loop=loop,

@@ -64,6 +64,7 @@ class WorkerRow:
         gpu_temperature: the highest of them, in degrees Celsius.
         cause: why it is slow; empty if it is not.
         ended: whether its process has ended.
+        pid: the id of its process on its host; None before it has started.
     """
 
     worker: int
@@ -86,6 +87,7 @@ class WorkerRow:
     gpu_temperature: int | None = None
     cause: str = ""
     ended: bool = False
+    pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Overview:
         end: how the run ended, in one line; empty while it runs.
         averages: whether rates are those of the whole run.
         advice: what slows the training, one line each; empty if nothing does notably.
+        pid: the process id of the command; None if the coordinator has not answered.
     """
 
     time: float
@@ -159,6 +162,7 @@ class Overview:
     end: str = ""
     averages: bool = False
     advice: tuple[str, ...] = ()
+    pid: int | None = None
 
 
 def overview(
@@ -233,6 +237,7 @@ def overview(
         compared=run.compared,
         end=end,
         averages=averages,
+        pid=status.pid if status else None,
     )
 
 
@@ -326,6 +331,7 @@ def _row(
         gpu_temperature=_highest([gpu.temperature for gpu in gpus]),
         cause=cause,
         ended=info.ended is not None,
+        pid=info.pid,
     )
 
 

@@ -35,6 +35,7 @@ def _part(name: str) -> Callable[[WorkerRow], str]:
 _COLUMNS = (
     _Column("WORKER", lambda row: str(row.worker)),
     _Column("HOST", lambda row: row.host, 2),
+    _Column("PID", lambda row: "" if row.pid is None or row.ended else str(row.pid), 2),
     _Column("TASK", lambda row: row.task, 2),
     _Column("STATE", lambda row: row.state),
     _Column("REPL", lambda row: _number(row.replicas), 4),
@@ -67,7 +68,8 @@ def heading(view: Overview) -> list[str]:
     workers = count(living, "worker") if not wanted else f"{living}{wanted} workers"
     if view.end or view.averages:
         workers = count(len(view.workers), "worker")
-    lines = [f"{view.job}  {printable(view.script)}  {workers}  since {since}"]
+    process = "" if view.pid is None or view.end else f"  process {view.pid}"
+    lines = [f"{view.job}  {printable(view.script)}  {workers}  since {since}{process}"]
     if view.call:
         of = f" of {view.epochs}" if view.epochs else ""
         doing = [view.call + (f" epoch {view.epoch}{of}" if view.epoch else "")]
@@ -191,6 +193,7 @@ _CSV = (
     *("time", "job", "call", "epoch", "step", "worker", "host", "state", "replicas", "steps_per_second"),
     *("score", *STEP_PARTS, "cores", "delayed", "memory", "faults", "gpus", "gpu_memory"),
     *("gpu_utilization", "gpu_temperature", "cause", "task", "staleness", "largest_staleness"),
+    "pid",
 )
 _OF_VIEW = ("time", "job", "call", "epoch", "step")
 

@@ -57,7 +57,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     Attributes:
         job: its name.
         script: the script or module that it runs.
-        pid: process id of its coordinator and agent.
+        pid: process id of its command, which takes signals.
         run_dir: its run folder.
         since: when it started, in seconds since 1970.
         replicas: number of replicas.

@@ -95,7 +95,7 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     output, processes = LocalOutput(terminals, paths), ExternalProcesses(server.workers)
     local = LocalHost(output, starter, processes, server)
     with EventLoop() as loop:
-        run_job(spec, state, paths, command, console=terminals, loop=loop, local=local)
+        run_job(spec, state, paths, command, pid=os.getpid(), console=terminals, loop=loop, local=local)
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:
