@@ -37,6 +37,7 @@ VALUES = {
     "--tee": "all",
     "--tensorboard": "t",
     "--metrics-port": "0",
+    "--notify": "exec:cat",
     "--timeout": "5",
     "--max-restarts": "1",
     "--restart-job": "1",

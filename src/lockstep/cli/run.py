@@ -16,6 +16,7 @@ import click
 
 from lockstep.cli.completion import complete_script
 from lockstep.cli.job_restarts import folder_of_job, start_again
+from lockstep.cli.notifier import JobIdentity, Notifier, Receiver, notifier_beside, parse_receiver
 from lockstep.cli.page import page_beside
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.errors import ConfigError, UnfitError
@@ -261,6 +262,13 @@ def _of_schedulers(command: Command) -> Command:
     help="Serve figures of the job as OpenMetrics at http://127.0.0.1:PORT/metrics. 0 means any free port.",
 )
 @click.option(
+    "--notify",
+    metavar="RECEIVER",
+    help="Tell RECEIVER, in JSON, how the job ended, and when a lost worker is not replaced, a metric is NaN "
+    "or the training stalls. exec:COMMAND reads a message from stdin. env:NAME and file:PATH contain a URL, "
+    "to which it is sent with POST.",
+)
+@click.option(
     "--timeout",
     type=_Seconds(min=0, max=_TIMES, min_open=True),
     default=600.0,
@@ -419,6 +427,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         case _:
             place = where
     engine = place.engine if isinstance(place, Listen) else None
+    receiver = parse_receiver(options["notify"]) if options["notify"] is not None else None
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
     folder, board = options["checkpoint"], options["tensorboard"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
@@ -461,23 +470,27 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     def serve(command: "StopChannel") -> int:
         match place:
             case Here():
-                return _serve_here(spec, command, exports)
+                return _serve_here(spec, command, shown)
             case Hosts():
                 from lockstep.hosts.job_on_hosts import run_over_ssh
 
-                return run_over_ssh(spec, resumed, command, exports)
+                return run_over_ssh(spec, resumed, command, shown)
             case Listen():
                 from lockstep.hosts.listening_job import run_listening
 
-                return run_listening(spec, place, resumed, command, exports)
+                return run_listening(spec, place, resumed, command, shown)
 
     with contextlib.ExitStack() as beside:
+        notifier = beside.enter_context(_notifier(receiver, spec))
+        shown = replace(exports, notifier=None if notifier is None else notifier.descriptor)
         if options["ui"]:
             beside.enter_context(page_beside(spec.run_dir))
         if spec.replicas > 1 and not (spec.parameter_servers or spec.checks or spec.digests):
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.limits.grace, None if engine is None else engine.LIFELINE)
+        if notifier is not None:
+            notifier.end(status)
     leave_folder(spec.run_dir)
     start_again(options["restart_job"], status, spec.run_dir, time.monotonic() - begun)
     if created:
@@ -489,6 +502,14 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with contextlib.suppress(OSError):
             board.rmdir()
     sys.exit(status)
+
+
+def _notifier(receiver: Receiver | None, spec: JobSpec) -> contextlib.AbstractContextManager[Notifier | None]:
+    """Deliver messages about a job to a receiver, if the user has named one."""
+    if receiver is None:
+        return contextlib.nullcontext()
+    folder = spec.run_dir.absolute()
+    return notifier_beside(receiver, JobIdentity(folder.name, spec.target, str(folder), socket.gethostname()))
 
 
 def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[None]:

@@ -43,6 +43,7 @@ from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import die_with, keep_priority
 from lockstep.system.prose import count
+from lockstep.system.standard_streams import close_other_descriptors
 
 Calls = Literal["off", "first", "every-fit"]
 """The calls of a script to compare: none, the first of each kind for each compiled model, or every one."""
@@ -151,7 +152,8 @@ def _become_witness(
         die_with(parent)
         # Ctrl-C in a terminal is for the command.
         os.setsid()
-        _close_descriptors()
+        # Among them are locks of the command.
+        close_other_descriptors()
         _witness(paths, words, program, calls)
     except BaseException as error:
         with contextlib.suppress(BaseException):
@@ -160,15 +162,6 @@ def _become_witness(
         # The command waits for its other children; a child that has ended would be in the way.
         while True:
             signal.pause()
-
-
-def _close_descriptors() -> None:
-    """Close all descriptors but the standard ones: among them are locks of the command."""
-    # Not os.closerange: the limit on descriptors may be infinite.
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its own descriptor is among them
-        if int(name) > 2:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
 
 
 def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls) -> None:

@@ -26,7 +26,7 @@ from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.protocol.admin import StackReply, Status, StopChannel, StopRequest
+from lockstep.protocol.admin import ScaleRequest, StackReply, Status, StopChannel, StopRequest
 from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.host import (
     AllReported,
@@ -36,6 +36,7 @@ from lockstep.protocol.host import (
     ExitReport,
     HostEnded,
     HostReport,
+    HostRetires,
     Instruction,
     KeepAlive,
     KeepRecord,
@@ -343,6 +344,10 @@ class Coordinator:
             self.events.publish(run_events.DecisionMade(decision.reason, actions))
         for host in sorted(decision.state.lost_hosts - self.state.lost_hosts):
             self._give_up(host)
+        wanted = decision.state.size.wanted
+        asked = isinstance(event, HostRetires | ScaleRequest)
+        if wanted < self.state.size.wanted and self.state.active and not asked:
+            self.events.publish(run_events.WorkerNotReplaced(wanted, decision.reason))
         self._changed = self._changed or decision.state != self.state
         self.state = decision.state
         if self.state.elastic and not was_elastic:

@@ -21,6 +21,7 @@ import psutil
 from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
+from lockstep.coordinator.notifications import notified
 from lockstep.errors import LockstepError, UnfitError, with_code
 from lockstep.observability.bus import Bus, PublishedEvent, Subscriber
 from lockstep.observability.console import Console
@@ -210,8 +211,12 @@ class CoordinatorProcess:
         user, command = LocalChannel.pair()
         events = Bus(clock, complain=console.say)
         events.subscribe(_taken_into(ReceivedOrders(paths.orders)), OrderRecorded)
-        described = JobDescription(spec.labels, len(record.state.view.workers))
-        with recorded(events, paths, console.say), exported(events, _exports(first), described, note):
+        members, exports = record.state.view.workers, _exports(first)
+        with (
+            recorded(events, paths, console.say),
+            exported(events, exports, JobDescription(spec.labels, len(members)), note),
+            notified(events, exports.notifier, paths, spec.replicas, members),
+        ):
             coordinator = Coordinator(
                 spec=spec,
                 paths=paths,
@@ -291,11 +296,11 @@ def _listener(requests: Attachment | None) -> socket.socket | None:
 
 
 def _exports(first: Coordinate) -> Exports:
-    folder, listener = first.tensorboard, first.metrics
-    return Exports(
-        None if folder is None else Path(folder),
-        None if listener is None or listener.is_missing else listener.take(),
-    )
+    def taken(descriptor: Attachment | None) -> int | None:
+        return None if descriptor is None or descriptor.is_missing else descriptor.take()
+
+    folder = None if first.tensorboard is None else Path(first.tensorboard)
+    return Exports(folder, taken(first.metrics), taken(first.notifier))
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:

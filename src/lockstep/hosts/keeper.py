@@ -181,6 +181,7 @@ class Keeper:
         kept, record = msgspec.structs.replace(self.kept, record=b""), Attachment.holding(self.kept.record)
         name = None if self._requests is None else Attachment.copy_of(self._requests.fileno())
         folder, listener = self.exports.tensorboard, self.exports.metrics
+        notifier = self.exports.notifier
         self._tell(
             Coordinate(
                 kept=kept,
@@ -192,6 +193,7 @@ class Keeper:
                 requests=name,
                 tensorboard=None if folder is None else str(folder),
                 metrics=None if listener is None else Attachment.copy_of(listener),
+                notifier=None if notifier is None else Attachment.copy_of(notifier),
             )
         )
         for host in range(len(self.hosts)):

@@ -13,6 +13,7 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
+from lockstep.coordinator.notifications import notified
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
@@ -128,8 +129,12 @@ def run_job(
     """
     clock = SystemClock()
     events = Bus(clock, complain=console.say)
-    described = JobDescription(spec.labels, len(state.view.workers))
-    with recorded(events, paths, console.say), exported(events, exports, described, note):
+    members = state.view.workers
+    with (
+        recorded(events, paths, console.say),
+        exported(events, exports, JobDescription(spec.labels, len(members)), note),
+        notified(events, exports.notifier, paths, spec.replicas, members),
+    ):
         to_agent, to_coordinator = LocalChannel.pair()
         with closing(start_agent(local, spec, to_coordinator, loop)):
             coordinator = Coordinator(

@@ -95,6 +95,13 @@ class WorkerLost(_Event, frozen=True, tag="lost"):
     reason: str
 
 
+class WorkerNotReplaced(_Event, frozen=True, tag="not replaced"):
+    """A worker was lost and no other one takes its place: from now on, the job wants `wanted` workers."""
+
+    wanted: int
+    reason: str
+
+
 class ScriptFailed(_Event, frozen=True, tag="failed"):
     """The script raised on a worker: the error in one line, and the traceback as Python prints it."""
 
@@ -817,6 +824,7 @@ CoordinatorEvent = (
     | WorkerJoined
     | WorkerLeft
     | WorkerLost
+    | WorkerNotReplaced
     | ScriptFailed
     | ScriptEnded
     | WorkerExited

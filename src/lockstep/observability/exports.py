@@ -37,10 +37,12 @@ class Exports:
     Attributes:
         tensorboard: the folder of TensorBoard's files, absolute; None for none.
         metrics: descriptor of the socket where `/metrics` listens; None for none.
+        notifier: descriptor of the socket to the notifier; None for none.
     """
 
     tensorboard: Path | None = None
     metrics: int | None = None
+    notifier: int | None = None
 
 
 NO_EXPORTS = Exports()

@@ -23,6 +23,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
         requests: a socket that has the name of the job, where other terminals connect; None if there is none.
         tensorboard: see `Exports`.
         metrics: the socket of `Exports`; None for none.
+        notifier: that to the notifier; None for none.
     """
 
     kept: KeepRecord
@@ -34,6 +35,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
     requests: Attachment | None
     tensorboard: str | None
     metrics: Attachment | None
+    notifier: Attachment | None
 
 
 class HostChannel(msgspec.Struct, frozen=True, tag="host"):

@@ -251,6 +251,11 @@ def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.envir
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
+def variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return a variable that the user has named; None if it is not set."""
+    return environ.get(name)
+
+
 def key_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the path of the key of the job; None if it is not set."""
     return Path(path) if (path := environ.get(KEY_FILE)) else None

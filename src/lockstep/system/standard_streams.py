@@ -19,6 +19,15 @@ def fill_standard_descriptors() -> None:
     os.close(descriptor)
 
 
+def close_other_descriptors(*kept: int) -> None:
+    """Close all descriptors but those of the standard streams and those to keep."""
+    # Not os.closerange: the limit on descriptors may be infinite.
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its own descriptor is among them
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
 def write_whole_lines() -> None:
     """Write each line of stdout and stderr at once when it is complete, or when the program flushes it.
 
