@@ -69,8 +69,13 @@ class Running:
 
     def agent(self) -> int:
         """The process id of the agent, which is the command's only child."""
+        (child,) = self.children()
+        return child
+
+    def children(self) -> list[int]:
+        """The process ids of the command's children, the oldest first."""
         pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def gone(pidfds: list[int], within: float) -> bool:

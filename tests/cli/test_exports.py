@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import urllib.request
 from collections.abc import Callable
@@ -201,3 +202,55 @@ def test_metrics_are_refused_where_an_engine_chooses_the_machine(lockstep: Any) 
         "lockstep: ConfigError: --metrics-port cannot be combined with --on: it serves on this machine "
         "alone, and the engine chooses where the coordinator runs\n"
     )
+
+
+def test_a_receiver_hears_of_nan_and_of_the_end(lockstep: Any) -> None:
+    script = lockstep.script(
+        PUBLISHES + "publish(3, loss=None, accuracy=0.5)\nbarrier()\nraise ValueError('no')\n"
+    )
+    done = lockstep.run("-n", "2", "--notify", "exec:cat >> told; echo >> told", script, run="a/run")
+    assert done.status == 1
+    told = [json.loads(line) for line in (lockstep.folder / "told").read_text().splitlines()]
+    assert [(one["what"], one["status"], one["steps"]) for one in told] == [
+        ("nan", None, 3),
+        ("failed", 1, 3),
+    ]
+    assert all(one["metrics"] == {"loss": None, "accuracy": 0.5} for one in told)
+    assert {(one["job"], one["script"], one["run_dir"]) for one in told} == {
+        ("run", "script.py", str(lockstep.folder / "a" / "run"))
+    }
+    assert told[1]["text"].startswith("run: ended with status 1: ")
+
+
+@pytest.mark.parametrize(
+    "killed",
+    ["both", *(pytest.param(one, marks=pytest.mark.ci) for one in ("command", "job"))],
+)
+def test_a_receiver_hears_of_a_job_that_was_killed(lockstep: Any, killed: str) -> None:
+    os.mkfifo(lockstep.folder / "told")
+    script = lockstep.script("announce('worker'); stay()")
+    running = lockstep.start("-n", "2", "--notify", "exec:cat > told", script)
+    workers = running.announced(2)["worker"]
+    # The notifier was started before.
+    _, agent = running.children()
+    job = os.pidfd_open(agent)
+    # Stopped, neither of them can say what has become of the other.
+    for process in (running.process.pid, agent) if killed == "both" else ():
+        os.kill(process, signal.SIGSTOP)
+    if killed != "job":
+        running.process.kill()
+    if killed != "command":
+        signal.pidfd_send_signal(job, signal.SIGKILL)
+    message = json.loads((lockstep.folder / "told").read_text())
+    assert message["what"] == "failed"
+    assert (
+        message["text"]
+        == {
+            "command": "run: ended with status 137: the command was killed",
+            "job": "run: ended with status 137; its process did not say why",
+            "both": "run: all processes of the job were killed",
+        }[killed]
+    )
+    for process in (*workers, job):
+        os.close(process)
+    running.end()
