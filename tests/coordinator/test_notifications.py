@@ -97,7 +97,7 @@ def test_a_metric_that_is_not_finite_is_told_once() -> None:
 def test_a_loss_without_replacement_is_told() -> None:
     (message,) = told()(1.0, WorkerNotReplaced(1, "worker 3 was killed; lost workers are not replaced"))
     assert isinstance(message, Notification)
-    assert (message.what, message.workers) == ("not_replaced", 2)
+    assert (message.what, message.workers) == ("not_replaced", 1)
     assert message.text == "train-1: worker 3 was killed; lost workers are not replaced"
 
 

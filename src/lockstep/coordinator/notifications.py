@@ -87,8 +87,10 @@ class Notifications:
             case CallEnded(name) if " within " not in name:
                 self._progressed = None
                 return self._expect(None, time)
-            case WorkerNotReplaced(reason=reason):
-                return [self._notification("not_replaced", reason)]
+            case WorkerNotReplaced(wanted, reason):
+                # The view without it follows.
+                told = self._notification("not_replaced", reason)
+                return [msgspec.structs.replace(told, workers=wanted)]
             case JobFinished() as finished:
                 return [self._end(finished)]
         return []
