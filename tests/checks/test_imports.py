@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         *("topology", "version", "worker"),
     },
     # It only reads what runs have recorded.
-    "diff": {"checkpoint", "errors", "observability", "system"},
+    "diff": {"checkpoint", "errors", "observability", "parameter_server", "system"},
     "local_job": {
         *("agent", "collectives", "coordinator", "errors", "observability", "protocol", "supervisor"),
         *("system", "transport"),

@@ -9,6 +9,9 @@ import pytest
 from lockstep.cli.run import run
 from lockstep.diff.recording import Recording
 from lockstep.diff.repetition import repeat
+from lockstep.errors import ConfigError
+from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordKind
+from lockstep.system.paths import RunPaths
 
 JOB: dict[str, Any] = {
     "target": "train.py",
@@ -25,6 +28,10 @@ JOB: dict[str, Any] = {
 PROGRAM: dict[str, Any] = {"flags": {}, "sources": {}}
 
 
+def recording_of(folder: Path, **job: Any) -> Recording:
+    return Recording(folder / "old", JOB | {"directory": str(folder)} | job, PROGRAM)
+
+
 def options_of_repetition(folder: Path, monkeypatch: pytest.MonkeyPatch, **job: Any) -> dict[str, Any]:
     """Return the options with which `lockstep run` repeats a run, as it reads them."""
     started: list[list[str]] = []
@@ -34,7 +41,7 @@ def options_of_repetition(folder: Path, monkeypatch: pytest.MonkeyPatch, **job: 
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(subprocess, "run", start)
-    recording = Recording(folder / "old", JOB | {"directory": str(folder)} | job, PROGRAM)
+    recording = recording_of(folder, **job)
     assert repeat(recording, folder / "new") == 0
     ((_, *command),) = started
     assert command[:4] == ["-P", "-m", "lockstep", "run"]
@@ -58,3 +65,43 @@ def test_servers_replay_a_run_without_workers_in_the_place_of_lost_ones(
     """The worker that repeats what a lost one did also repeats what its replacement did."""
     found = options_of_repetition(tmp_path, monkeypatch, workers=7, replicas=6, parameter_servers=2)
     assert {"workers": 3, "servers": 2, "max_restarts": 0}.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("calls", "written", "missing"),
+    [
+        (
+            {"fit 1": False},
+            {},
+            "fit 1 is missing in order/chief (the chief), order/ps-0 (parameter server 0);",
+        ),
+        ({"fit 1": False}, {"ps-0": [1]}, "fit 1 is missing in order/chief (the chief);"),
+        (
+            {"fit 1": True, "evaluate 1": True, "fit 2": False},
+            {"chief": [1, 3], "ps-0": [1]},
+            "fit 2 is missing in order/ps-0 (parameter server 0);",
+        ),
+        ({"functions 1": False}, {}, "functions 1 is missing in order/chief (the chief), order/ps-0"),
+    ],
+)
+def test_a_run_without_whole_orders_is_refused_before_a_process_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: dict[str, bool],
+    written: dict[str, list[int]],
+    missing: str,
+) -> None:
+    recording = recording_of(tmp_path, workers=3, replicas=3, parameter_servers=1)
+    recording.calls = calls
+    recording.folder.mkdir()
+    for name, numbers in written.items():
+        writer = OrderWriter(OrderFile(RunPaths(recording.folder).orders / name).write)
+        for number in numbers:
+            writer.add(RecordKind.CALL, 0, number)
+            writer.end()
+        writer.close()
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(ConfigError) as error:
+        repeat(recording, tmp_path / "new")
+    assert f"old cannot be repeated: the end of {missing}" in str(error.value)
+    assert "\n" not in str(error.value)

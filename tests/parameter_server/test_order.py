@@ -17,6 +17,7 @@ from lockstep.parameter_server.order import (
     Record,
     RecordedOrder,
     RecordKind,
+    incomplete_orders,
     read_order,
 )
 
@@ -77,7 +78,7 @@ def test_each_call_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, calls: dict[int, list[Record]]
 ) -> None:
     path = tmp_path_factory.mktemp("order") / "order.0"
-    write(path, dict(calls))
+    write(path, dict(sorted(calls.items())))
     for call, order in calls.items():
         assert read_order(path, call) == order
 
@@ -103,10 +104,10 @@ def test_a_call_without_its_end_is_refused_and_a_later_writer_continues(tmp_path
     order = in_turn([1, 2, 1, 1])
     write(path, {1: order})
     path.write_bytes(path.read_bytes()[:-lost])
-    assert "only the beginning of the order of fit 1" in refused(path)
+    assert "only the beginning of the order of call 1" in refused(path)
     write(path, {2: order})
     assert read_order(path, 2) == order
-    assert "only the beginning of the order of fit 1" in refused(path)
+    assert "only the beginning of the order of call 1" in refused(path)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_call_of_which_a_part_is_lost_is_refused_and_the_next_one_is_read(tmp_
         for number, part in enumerate(parts):
             if (call, number) != (1, 2):
                 received.take("chief", number, part)
-    assert "only the beginning of the order of fit 1" in refused(tmp_path / "chief")
+    assert "only the beginning of the order of call 1" in refused(tmp_path / "chief")
     assert read_order(tmp_path / "chief", 2) == in_turn([1, 2])
 
 
@@ -194,6 +195,42 @@ def test_a_call_of_which_a_part_is_lost_is_refused_and_the_next_one_is_read(tmp_
 def test_only_orders_of_tasks_are_received(tmp_path: Path, name: str) -> None:
     ReceivedOrders(tmp_path / "order").take(name, 0, b"")
     assert list(tmp_path.iterdir()) == []
+
+
+def begin(path: Path, call: int) -> None:
+    writer = OrderWriter(OrderFile(path).write)
+    writer.add(RecordKind.CALL, 0, call)
+    writer.close()
+
+
+def test_orders_of_a_whole_run_are_complete(tmp_path: Path) -> None:
+    assert incomplete_orders(tmp_path / "order", 2) == (0, [])
+    for name in ("chief", "ps-0", "ps-1"):
+        write(tmp_path / name, {1: in_turn([1]), 4: []})
+    assert incomplete_orders(tmp_path, 2) == (0, [])
+    assert incomplete_orders(tmp_path, 2, [4]) == (0, [])
+
+
+def test_the_first_call_without_its_whole_order_is_found(tmp_path: Path) -> None:
+    for name in ("chief", "ps-0", "ps-1"):
+        write(tmp_path / name, {1: in_turn([1, 2])})
+    begin(tmp_path / "chief", 3)
+    write(tmp_path / "ps-1", {3: in_turn([1])})
+    begin(tmp_path / "ps-1", 4)
+    assert incomplete_orders(tmp_path, 2) == (3, ["chief", "ps-0"])
+    assert incomplete_orders(tmp_path, 2, [2]) == (2, ["chief", "ps-0", "ps-1"])
+    (tmp_path / "ps-0").unlink()
+    assert incomplete_orders(tmp_path, 2) == (1, ["ps-0"])
+
+
+def test_calls_of_an_earlier_run_in_the_folder_do_not_count(tmp_path: Path) -> None:
+    for name in ("chief", "ps-0"):
+        write(tmp_path / name, {1: in_turn([1]), 2: in_turn([2])})
+        begin(tmp_path / name, 3)
+        write(tmp_path / name, {1: in_turn([1, 1])})
+    assert incomplete_orders(tmp_path, 1) == (0, [])
+    assert read_order(tmp_path / "chief", 1) == in_turn([1, 1])
+    assert refused(tmp_path / "chief", 2).endswith("has no order of call 2")
 
 
 def test_a_writer_without_a_file_writes_nothing(tmp_path: Path) -> None:
@@ -225,7 +262,7 @@ def test_a_file_of_another_kind_or_version_is_refused(tmp_path: Path, data: byte
 def test_a_call_that_was_not_recorded_is_refused(tmp_path: Path, calls: tuple[int, ...]) -> None:
     path = tmp_path / "order.0"
     write(path, {call: in_turn([1]) for call in calls})
-    assert refused(path, 2).endswith("has no order of fit 2")
+    assert refused(path, 2).endswith("has no order of call 2")
 
 
 def test_without_an_order_arrivals_are_processed_at_once_and_recorded() -> None:

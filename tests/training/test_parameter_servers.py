@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.diff.recording import read_recording
+from lockstep.diff.repetition import repeat as repeat_run
+from lockstep.errors import ConfigError
 from lockstep.monitoring.run_folder import RunFolder, steps_trained
 from lockstep.monitoring.trace import trace_of
 
@@ -217,6 +220,9 @@ def test_a_job_that_cannot_continue_says_why(launch: Launch, kind: str, status: 
     run = launch("-n 1 --ps 1", "serving.py", kind)
     assert run.status == status, run.stderr
     assert shown in run.stderr
+    if kind == "lost-chief":
+        with pytest.raises(ConfigError, match=r"the end of fit 1 is missing in order/chief \(the chief\)"):
+            repeat_run(read_recording(run.folder), run.folder / "again")
 
 
 @pytest.mark.slow

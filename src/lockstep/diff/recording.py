@@ -76,6 +76,7 @@ class Recording:
         settings: for each call that has recorded them, the settings.
         steps: the recorded steps by key.
         finished: the fields of the event `finished`; empty if the run has not ended.
+        calls: the script's calls in order, by name, and whether each has ended.
         lost: number of events of workers that are missing in the log.
     """
 
@@ -85,6 +86,7 @@ class Recording:
     settings: dict[str, Mapping[str, str]] = field(default_factory=dict)
     steps: dict[Key, RecordedHashes] = field(default_factory=dict)
     finished: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, bool] = field(default_factory=dict)
     lost: int = 0
 
     @property
@@ -148,7 +150,7 @@ def read_recording(folder: Path) -> Recording:
         last.steps = steps | last.steps
         last.settings = earlier.settings | last.settings
     _join_loops(last)
-    last.finished = _finished(paths.events)
+    _take_events(last, paths.events)
     return last
 
 
@@ -223,9 +225,14 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _finished(events: Path) -> Mapping[str, Any]:
-    """Return the fields of `finished` of the last run in an event log; empty if it has not ended."""
-    state = RunState(keeps_history=False)
+def _take_events(recording: Recording, events: Path) -> None:
+    """Add what the event log tells of the last run in it: its end, and the calls of its script."""
+    state, calls = RunState(keeps_history=False), dict[str, bool]()
     for event in happenings(_read(events)) if events.is_file() else ():
         state = state.after(event)
-    return state.finished or {}
+        name = str(event.fields.get("name"))
+        if event.event == "job":
+            calls.clear()
+        elif event.event in ("call", "call ended") and " within " not in name:
+            calls[name] = calls.get(name, False) or event.event == "call ended"
+    recording.finished, recording.calls = state.finished or {}, calls

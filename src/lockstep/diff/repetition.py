@@ -12,13 +12,17 @@ from lockstep.checkpoint.store import Entry, Store
 from lockstep.diff.comparison import Comparison
 from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
+from lockstep.parameter_server.order import incomplete_orders
 from lockstep.system.child_process import command_of
 from lockstep.system.environment import repeating
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
+from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import RUNS, fresh_folder
 
 _TAIL = 20
+_ORDERED = ("fit", "functions")
+"""The methods whose calls have orders of arrival in a job with parameter servers."""
 
 
 def rerun_both(
@@ -102,7 +106,9 @@ def repeat(
             f"{recording.folder} has no parameter servers, so its bits do not depend on the number of "
             f"workers: repeat it in one process with lockstep run -n 1 --replicas {recording.replicas}"
         )
-    _refuse_changed(recording)
+    if recording.has_servers:
+        _refuse_incomplete(recording)
+    _note_changed(recording)
     words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *options)
     if recording.has_servers:
         words += ["--order", str(recording.folder.absolute())]
@@ -131,7 +137,28 @@ def _options(job: Mapping[str, Any]) -> list[str]:
     return words + (["-m"] if job["module"] else [])
 
 
-def _refuse_changed(recording: Recording) -> None:
+def _refuse_incomplete(recording: Recording) -> None:
+    """Raise ConfigError if an order that the new run would follow is not whole."""
+    orders, calls = RunPaths(recording.folder).orders, list(recording.calls)
+    # The run may have ended before a process has begun its order of the last call.
+    is_within = bool(calls) and not recording.calls[calls[-1]] and not recording.succeeded
+    ordered = [len(calls)] if is_within and calls[-1].split()[0] in _ORDERED else []
+    number, lacking = incomplete_orders(orders, recording.job["parameter_servers"], ordered)
+    if lacking:
+        name = calls[number - 1] if number <= len(calls) else f"call {number}"
+        files = ", ".join(f"{orders.name}/{one} ({_process(one)})" for one in lacking)
+        raise ConfigError(
+            f"{recording.folder} cannot be repeated: the end of {name} is missing in {files}; the run ended "
+            "within that call, or could not write there"
+        )
+
+
+def _process(order: str) -> str:
+    """Name the process of an order."""
+    return "the chief" if order == "chief" else f"parameter server {order.removeprefix('ps-')}"
+
+
+def _note_changed(recording: Recording) -> None:
     """Say which source files of the program have changed since the run, if any."""
     script = recording.job.get("script")
     if not script:

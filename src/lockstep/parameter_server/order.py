@@ -8,7 +8,7 @@ id of a worker, and a step. A file begins with a mark, and each call of `fit`, o
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -175,11 +175,43 @@ class OrderWriter:
 
 
 def read_order(path: Path, call: int) -> list[Record]:
-    """Read the order of one call of `fit`.
+    """Read the order of one call of `fit`, or of functions.
 
     Raises:
         ConfigError: the file is missing, damaged or of another version, or does not have the whole call.
     """
+    calls = _read_calls(path)
+    if call not in calls:
+        raise ConfigError(f"{path} has no order of call {call}")
+    if not _is_complete(order := calls[call]):
+        raise ConfigError(f"{path} has only the beginning of the order of call {call}: it did not end")
+    return _without_repeated(order[:-1])
+
+
+def incomplete_orders(folder: Path, servers: int, calls: Iterable[int] = ()) -> tuple[int, list[str]]:
+    """Return the first call without its whole order, and the names of the orders that lack its end.
+
+    Args:
+        folder: of the orders; it may be missing.
+        servers: the number of parameter servers, each of which has an order.
+        calls: numbers of calls that have an order, besides those in the files.
+
+    Returns:
+        0 and no names if all orders are complete.
+
+    Raises:
+        ConfigError: a file is damaged or of another version.
+    """
+    names = ["chief", *(f"ps-{server}" for server in range(servers))]
+    orders = {name: _read_calls(folder / name) if (folder / name).exists() else {} for name in names}
+    for number in sorted({*calls, *(number for known in orders.values() for number in known)}):
+        if lacking := [name for name in names if not _is_complete(orders[name].get(number, ()))]:
+            return number, lacking
+    return 0, []
+
+
+def _read_calls(path: Path) -> dict[int, list[Record]]:
+    """Read the orders of the calls of the last run in a file."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -188,16 +220,20 @@ def read_order(path: Path, call: int) -> list[Record]:
         raise ConfigError(f"{path} is not an order of arrivals that this version of Lockstep can read")
     body = memoryview(data)[len(_MARK) :]
     body = body[: len(body) // _RECORD.size * _RECORD.size]
+    calls: dict[int, list[Record]] = {}
     try:
-        calls = dict(_calls(_records(body)))
+        for number, order in _calls(_records(body)):
+            if calls and number < max(calls):
+                # An earlier run in the folder, which may have made more calls.
+                calls.clear()
+            calls[number] = order
     except ValueError as error:
         raise ConfigError(f"the recorded order {path} is damaged: {error}") from None
-    if call not in calls:
-        raise ConfigError(f"{path} has no order of fit {call}")
-    order = calls[call]
-    if not order or order.pop().kind is not RecordKind.END:
-        raise ConfigError(f"{path} has only the beginning of the order of fit {call}: that fit did not end")
-    return _without_repeated(order)
+    return calls
+
+
+def _is_complete(order: Sequence[Record]) -> bool:
+    return bool(order) and order[-1].kind is RecordKind.END
 
 
 def _packed(record: Record) -> bytes:

@@ -160,6 +160,8 @@ class TaskProcess:
             file = OrderFile(RunPaths(folder).orders / name)
             writer = OrderWriter(self._publisher(name) if self.job.context.over_hosts else file.write)
         writer.add(RecordKind.CALL, 0, self.call.number)
+        # At once: a killed process leaves a trace of the call.
+        writer.close()
         if followed is not None:
             recorded = RecordedOrder(read_order(RunPaths(followed).orders / name, self.call.number))
         return writer, recorded
