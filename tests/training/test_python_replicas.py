@@ -112,8 +112,71 @@ def test_contents_of_containers_have_to_be_equal() -> None:
         layer.seen.append(float(rows))
         return 0.0
 
-    (first, second) = next(take(new_model(), step, [3, 2]))
-    assert first != second
+    taken = take(new_model(), step, [3, 2])
+    next(taken)
+    with pytest.raises(ModelError, match=r"the step reads layer 'small/only'\.seen, and replicas have left"):
+        next(taken)
+
+
+def keep(layer: Any, rows: int) -> float:
+    """Keep values in containers and arrays as layers keep activations, each set anew before it is read."""
+    layer.outputs, layer.skips = [np.full(rows, 1.0)], []
+    layer.outputs.append(layer.outputs[-1] + 1)
+    layer.skips.append((rows, {"sum": layer.outputs[-1].sum()}))
+    layer.seen[:] = [layer.outputs[-1], None]
+    layer.held.__dict__.setdefault("named", {})["only"] = layer.outputs[0]
+    layer.held.__dict__.setdefault("filled", np.zeros(1))[:] = rows
+    return 2.0 * len(layer.outputs) + len(layer.skips)
+
+
+def test_containers_that_are_only_written_may_differ() -> None:
+    model = new_model()
+    forms = list(take(model, keep, [3, 2], 5))
+    assert forms == [["", ""]] * 5
+    layer = model.layers[0]
+    assert [one.tolist() for one in layer.outputs] == [[1.0, 1.0], [2.0, 2.0]]
+    assert (list(layer.skips), layer.held.filled.tolist()) == ([(2, {"sum": 4.0})], [2.0])
+    # They are no state for another process, either.
+    assert python_facts(model) == {}
+    assert [name for _, name, _, _ in saved_python(model)] == []
+
+
+def test_a_container_whose_length_or_first_value_counts_is_state() -> None:
+    def longer(layer: Any, rows: int) -> float:
+        layer.outputs = [rows] * (1 + len(getattr(layer, "outputs", ())))
+        return float(len(layer.outputs))
+
+    def first(layer: Any, rows: int) -> float:
+        begins = layer.last is None
+        layer.last = rows
+        return float(begins)
+
+    for step, name in ((longer, "outputs"), (first, "last")):
+        taken = take(new_model(), step, [3, 2])
+        next(taken)
+        with pytest.raises(
+            ModelError, match=rf"the step reads layer 'small/only'\.{name}, and replicas have"
+        ):
+            next(taken)
+
+
+def test_objects_that_steps_have_replaced_are_forgotten() -> None:
+    def step(layer: Any, rows: int) -> float:
+        layer.seen = [layer.steps]
+        layer.steps += 1
+        return keep(layer, rows) + layer.steps
+
+    model = new_model()
+    python = PythonOfReplicas.of_model(model, np.asarray, trains=True)
+    sizes = []
+    for _ in range(300):
+        python.begin()
+        python.compute(
+            lambda rows: {"loss": np.float64(step(model.layers[0], rows))}, 0, 2, "step", first_round=True
+        )
+        python.end()
+        sizes.append(len(python._graph.nodes))
+    assert max(sizes) < 100
 
 
 def test_state_out_of_reach_is_refused_where_it_changes_bits() -> None:

@@ -130,8 +130,8 @@ def test_equal_changes_have_equal_texts() -> None:
         root.steps, root.rate, root.same = 1, 0.25, int("1")
         root.seen += seen
         changes = graph.restore()
-        assert {name for _, name in changes.leaves} == {"steps", "rate"}
-        return changes.texts([key for key in changes.leaves if key[1] == "rate"])
+        assert {name for _, name in changes.values} == {"steps", "rate", ""}
+        return changes.texts([key for key in changes.values if key[1] == "rate"])
 
     assert texts([8]) == ["root.seen = list(8)", "root.steps = 1"]
     assert texts([8]) != texts([7])

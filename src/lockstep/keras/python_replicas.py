@@ -1,9 +1,10 @@
 """Python attributes that steps change, where Python runs in each step: R replicas change them once.
 
 Each replica begins with the values before the step, and the values after it are those that every replica
-leaves. They are part of the round's form, which all replicas must have in common. A plain value that a step
-only writes, such as the last loss, is not state: it may differ. Whether a step reads it is measured: a
-replica computes again with another value in its place.
+leaves. They are part of the round's form, which all replicas must have in common. What a step only writes,
+such as the last loss or a list of activations, is not state: it may differ, and is that of one of the
+replicas afterwards. Whether a step reads it is measured: a replica computes again with other values in its
+place, and with what was there before the first step.
 
 Reach ends at global variables, variables of enclosing functions and the clock. So in the first two steps of
 a program, replica 0 is computed twice, and once with fewer examples. State out of reach is refused by name
@@ -78,11 +79,13 @@ class PythonOfReplicas:
         self._steps = 0
         self._changes = Changes(self._graph, {}, {})
         self._outputs: set[Key] = set()
+        self._ignored: set[Key] = set()
         self._state: set[Key] = set()
         self._new: set[Key] = set()
         self._due: list[Key] = []
         self._divided: set[Key] = set()
-        self._by_replica: dict[int, Changes] = {}
+        self._before: dict[Key, Any] = {}
+        self._left: dict[int, dict[Key, str]] = {}
         self._began: list[str] = []
 
     @classmethod
@@ -99,14 +102,15 @@ class PythonOfReplicas:
 
     def begin(self) -> None:
         """Begin a step: what the program has changed since the last one is known."""
-        for place in self._graph.refresh().places():
+        for place in self._graph.refresh().places(without=self._outputs):
             self._places.setdefault(place, False)
+        self._ignore_outputs()
         self._steps += 1
         # A worker that joins knows from the members what is state: it must not announce it again.
         self._state.update(key for key in (*self._due, *self._new) if self._is_told(key))
         self._due = [key for key in (*self._due, *sorted(self._new)) if key not in self._state]
         self._new.clear()
-        self._by_replica.clear()
+        self._left.clear()
         self._began.clear()
 
     def compute(
@@ -126,24 +130,24 @@ class PythonOfReplicas:
                 way that depends on the number of its examples.
         """
         tested = self._due[:_TESTS] if first_round else []
-        others = {key: self._disturbed(run, rows, key) for key in tested}
+        tried = {key: self._with_other_values(run, rows, key) for key in tested}
         twice = replica == 0 and self._steps <= _TRIED_STEPS and first_round and self._repeats()
         before = self._again(run, rows) if twice else None
         partial, changes = self._once(run, rows)
-        self._changes = self._by_replica[replica] = changes
+        self._changes = changes
         if before is not None and (differing := self._differing(before, (partial, changes))):
             raise ModelError(
                 f"{what}: computed twice from the same state and examples, replica 0 gives different bits "
                 f"({', '.join(differing[:3])}): {_ADVICE}"
             )
-        for key, other in others.items():
-            written = other is not None and not self._differing(other, (partial, changes))
-            (self._outputs if written else self._state).add(key)
+        for key, others in tried.items():
             self._due.remove(key)
-            if not written:
+            if others and not any(self._differing(other, (partial, changes)) for other in others):
+                self._outputs.add(key)
+            else:
+                self._state.add(key)
                 self._begin_with(key, what)
-        self._state.update(key for key in changes.leaves if self._is_told(key))
-        self._new.update(key for key in changes.leaves if key not in self._state and key not in self._untold)
+        self._note_new(replica, changes)
         if twice and self._steps == _TRIED_STEPS and rows > 1 and self._texts(changes):
             self._refuse_counts(run, rows, changes, what)
         return partial
@@ -160,7 +164,8 @@ class PythonOfReplicas:
     def end(self) -> None:
         """End a step: make the changes of its replicas once."""
         for key in self._new:
-            values = {text_of(changes.value(key)) for changes in self._by_replica.values()}
+            before = text_of(self._graph.known_value(key))
+            values = {texts.get(key, before) for texts in self._left.values()}
             self._divided.update([key] if len(values) > 1 else ())
         self._graph.adopt(self._changes)
         for place in self._changes.places(without=self._untold):
@@ -197,8 +202,10 @@ class PythonOfReplicas:
 
     def _is_told(self, key: Key) -> bool:
         """Whether a step, perhaps of another process, has told replicas the value of an attribute."""
-        position, name = key
-        return self._places.get((self._graph.nodes[position].path, name), False)
+        return self._places.get(self._place(key), False)
+
+    def _place(self, key: Key) -> tuple[str, str]:
+        return self._graph.nodes[key[0]].path, key[1]
 
     @property
     def _untold(self) -> set[Key]:
@@ -219,18 +226,43 @@ class PythonOfReplicas:
         with without_summaries():
             return self._once(run, rows)
 
-    def _disturbed(
+    def _note_new(self, replica: int, changes: Changes) -> None:
+        """Note where a replica has left another value, of which it is not known yet if it is state."""
+        values = changes.values
+        self._state.update(key for key in values if self._is_told(key))
+        for key in values:
+            if key not in self._state and key not in self._untold:
+                self._new.add(key)
+                self._before[key] = changes.value_before(key)
+        self._left[replica] = {key: text_of(changes.value(key)) for key in self._new}
+
+    def _ignore_outputs(self) -> None:
+        """Forget the objects that only outputs refer to: each step leaves others."""
+        for key in self._outputs - self._ignored:
+            if key[0] in self._graph.nodes:
+                self._graph.ignore(key)
+                self._places.pop(self._place(key), None)
+        self._ignored = set(self._outputs)
+        for keys in (self._outputs, self._ignored, self._state, self._new, self._divided):
+            keys.intersection_update([key for key in keys if key[0] in self._graph.nodes])
+        self._due = [key for key in self._due if key[0] in self._graph.nodes]
+
+    def _with_other_values(
         self, run: Callable[[int], Partial], rows: int, key: Key
-    ) -> tuple[Partial, Changes] | None:
-        """Compute with another value of an attribute; None if that is not possible."""
-        value = disturbed(self._graph.known_value(key))
-        if value is None:
-            return None
-        try:
-            with self._graph.with_value(key, value):
-                return self._again(run, rows)
-        except Exception:
-            return None
+    ) -> list[tuple[Partial, Changes]]:
+        """Compute with other values at a place; return nothing if that is not possible."""
+        value, before = self._graph.known_value(key), self._before.pop(key)
+        other = disturbed(value)
+        if other is None:
+            return []
+        found = []
+        for one in (other, before):
+            try:
+                with self._graph.with_value(key, one):
+                    found.append(self._again(run, rows))
+            except Exception:
+                return []
+        return found
 
     def _differing(self, one: tuple[Partial, Changes], other: tuple[Partial, Changes]) -> list[str]:
         """Return the names of the arrays and changes that differ."""

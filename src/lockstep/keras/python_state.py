@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import itertools
 import random
 import site
 import struct
@@ -47,7 +48,11 @@ _LIBRARIES = tuple(
 )
 _PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
 _LEAVES = (bool, int, float, complex, str, bytes)
-_ABSENT: Any = object()
+_GROWTH = 4
+"""A graph with so many times more nodes than could be reached is searched for those that cannot be."""
+_DEEP = 20
+"""Containers within containers whose contents are shown."""
+ABSENT: Any = object()
 
 Contents = Any
 Key = tuple[int, str]
@@ -120,7 +125,7 @@ class _Holder(_Changeable):
         for name in [name for name in self.attributes if name not in contents and name not in self.ignored]:
             del self.attributes[name]
         for name, value in contents.items():
-            if self.attributes.get(name, _ABSENT) is not value:
+            if self.attributes.get(name, ABSENT) is not value:
                 self.attributes[name] = value
 
     def differs(self) -> bool:
@@ -312,12 +317,16 @@ class Changes:
         return bool(self.contents)
 
     @property
-    def leaves(self) -> list[Key]:
-        """The attributes that have another plain value, array or tensor."""
+    def values(self) -> list[Key]:
+        """The places that have another value: an array or tensor, a plain value, or a container of values."""
         return [
             (position, name)
             for position, name, new in self._attributes()
-            if new is not _ABSENT and (new is None or is_value(new))
+            if new is not ABSENT and _is_of_values(new)
+        ] + [
+            (position, "")
+            for position, new in self.contents.items()
+            if not isinstance(self._graph.nodes[position], _Holder | _Generator) and _is_of_values(new)
         ]
 
     def _attributes(self) -> Iterator[tuple[int, str, Any]]:
@@ -326,15 +335,20 @@ class Changes:
                 before = self.before[position]
                 for name in sorted({**before, **after}):
                     if not _is_symbolic(after.get(name)) and not _same(
-                        before.get(name, _ABSENT), after.get(name, _ABSENT)
+                        before.get(name, ABSENT), after.get(name, ABSENT)
                     ):
-                        yield position, name, after.get(name, _ABSENT)
+                        yield position, name, after.get(name, ABSENT)
 
     def value(self, key: Key) -> Any:
-        """Return the new value of an attribute; the known one if it has not changed."""
+        """Return the new value at a place; the known one if it has not changed."""
         position, name = key
         contents = self.contents[position] if position in self.contents else self._graph.nodes[position].known
-        return contents.get(name)
+        return contents.get(name) if name else contents
+
+    def value_before(self, key: Key) -> Any:
+        """Return the value at a place before the changes; `ABSENT` if there was none."""
+        position, name = key
+        return self.before[position].get(name, ABSENT) if name else self.before[position]
 
     def places(self, without: Iterable[Key] = ()) -> list[tuple[str, str]]:
         """Return the path of each node that has changed, with each attribute of a holder, or with ""."""
@@ -347,14 +361,14 @@ class Changes:
         return found + [
             (nodes[position].path, "")
             for position in self.contents
-            if not isinstance(nodes[position], _Holder)
+            if not isinstance(nodes[position], _Holder) and (position, "") not in known
         ]
 
     def texts(self, without: Iterable[Key] = ()) -> list[str]:
         """Return one text for each change, equal for equal values in all processes, sorted.
 
         Args:
-            without: attributes to leave out.
+            without: places to leave out.
         """
         known, found = frozenset(without), []
         for position, name, new in self._attributes():
@@ -362,7 +376,7 @@ class Changes:
                 found.append(f"{self._graph.nodes[position].path}.{name} = {_text(new)}")
         for position, after in self.contents.items():
             node = self._graph.nodes[position]
-            if not isinstance(node, _Holder):
+            if not isinstance(node, _Holder) and (position, "") not in known:
                 found.append(f"{node.path} = {_text(after)}")
         return sorted(found)
 
@@ -374,34 +388,39 @@ class ObjectGraph:
         roots: with their names for messages.
 
     Attributes:
-        nodes: in the order in which they were found.
+        nodes: by their positions, in the order in which they were found.
         variables: the variables of TensorFlow that are not Keras's, by their paths. They are not nodes: the
             backend combines what replicas assign to them, as for variables of Keras.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self.nodes: list[_Changeable] = []
+        self.nodes: dict[int, _Changeable] = {}
         self.variables: dict[str, Any] = {}
+        self._roots = list(roots)
         self._seen: set[int] = set()
-        self._kept: list[Any] = []
-        self._walk(list(roots))
+        self._ignored: set[str] = set()
+        self._positions = itertools.count()
+        self._walk(list(self._roots))
+        self._reached = len(self.nodes)
 
     def refresh(self) -> Changes:
         """Take the present contents as the known ones; return what has differed."""
         changes = self.changes()
         for position, contents in changes.contents.items():
             self.nodes[position].known = contents
-        for position, node in enumerate(self.nodes):
+        for position, node in list(self.nodes.items()):
             if isinstance(node, _Holder) and node.grown:
                 node.grown = False
-                self._walk(list(node.children()))
+                self._walk_from(node)
             elif position in changes.contents:
-                self._walk(list(node.children()))
+                self._walk_from(node)
+        if len(self.nodes) > _GROWTH * self._reached:
+            self._forget_unreached()
         return changes
 
     def changes(self) -> Changes:
         """Return what differs from the known contents."""
-        found = [position for position, node in enumerate(self.nodes) if node.differs()]
+        found = [position for position, node in self.nodes.items() if node.differs()]
         after = {position: self.nodes[position].read() for position in found}
         return Changes(self, after, {position: self.nodes[position].known for position in found})
 
@@ -424,11 +443,22 @@ class ObjectGraph:
             node.write(contents)
             node.known = contents
         for position in changes.contents:
-            self._walk(list(self.nodes[position].children()))
+            self._walk_from(self.nodes[position])
+
+    def ignore(self, key: Key) -> None:
+        """Leave out what the value at a place refers to: nothing reads it before it is replaced."""
+        name = self.name_of(key)
+        self._ignored.add(name)
+        for position, node in list(self.nodes.items()):
+            if node.path.startswith((f"{name}.", f"{name}[")) or (node.path == name and key[1]):
+                self._forget(position)
+        # It may also be elsewhere.
+        for node in list(self.nodes.values()):
+            self._walk_from(node)
 
     def stop_watching(self) -> None:
         """Compare large arrays, which have not changed since they were found, no longer."""
-        for node in self.nodes:
+        for node in self.nodes.values():
             if isinstance(node, _Array) and node.value.nbytes > _LARGE:
                 node.watched = node.watched and node.differs()
                 if not node.watched:
@@ -437,26 +467,30 @@ class ObjectGraph:
 
     @contextmanager
     def with_value(self, key: Key, value: Any) -> Iterator[None]:
-        """Within the block, an attribute has another value."""
-        attributes = vars(self.nodes[key[0]].value)
-        before = attributes[key[1]]
-        attributes[key[1]] = value
+        """Within the block, a place has another value than the known one, or, if it is `ABSENT`, none."""
+        node, name = self.nodes[key[0]], key[1]
+        if name:
+            others = {one: content for one, content in node.known.items() if one != name}
+            value = others if value is ABSENT else {**others, name: value}
+        node.write(value)
         try:
             yield
         finally:
-            attributes[key[1]] = before
+            node.write(node.known)
 
     def name_of(self, key: Key) -> str:
-        """Name an attribute for messages."""
-        return f"{self.nodes[key[0]].path}.{key[1]}"
+        """Name a place for messages."""
+        path = self.nodes[key[0]].path
+        return f"{path}.{key[1]}" if key[1] else path
 
     def known_value(self, key: Key) -> Any:
-        """Return the known value of an attribute; None if it has none."""
-        return self.nodes[key[0]].known.get(key[1])
+        """Return the known value at a place; None if it has none."""
+        known = self.nodes[key[0]].known
+        return known.get(key[1]) if key[1] else known
 
     def values_at(self, places: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
         """Return the known values at some of `Changes.places`, without those that do not exist any more."""
-        nodes = {node.path: node for node in self.nodes}
+        nodes = {node.path: node for node in self.nodes.values()}
         found = {}
         for path, name in places:
             if path in nodes and (not name or name in nodes[path].known):
@@ -465,19 +499,34 @@ class ObjectGraph:
 
     def set_at(self, path: str, name: str, value: Any) -> bool:
         """Set a value of `values_at`; return whether its node exists."""
-        node = next((node for node in self.nodes if node.path == path), None)
+        node = next((node for node in self.nodes.values() if node.path == path), None)
         if node is None:
             return False
         node.write({**node.known, name: value} if name else value)
         self.refresh()
         return True
 
+    def _forget_unreached(self) -> None:
+        """Leave out the nodes that can be reached no longer, such as lists that steps have replaced."""
+        reached = {id(node.value) for node in ObjectGraph(self._roots).nodes.values()}
+        for position, node in list(self.nodes.items()):
+            if id(node.value) not in reached:
+                self._forget(position)
+        self._reached = len(self.nodes)
+
+    def _forget(self, position: int) -> None:
+        self._seen.discard(id(self.nodes.pop(position).value))
+
+    def _walk_from(self, node: _Changeable) -> None:
+        if node.path not in self._ignored:
+            self._walk(list(node.children()))
+
     def _walk(self, waiting: list[tuple[str, Any]]) -> None:
         """Add the nodes among objects, and those that they refer to."""
         waiting.reverse()
         while waiting:
             path, value = waiting.pop()
-            if type(value) in _LEAVES or value is None or id(value) in self._seen:
+            if type(value) in _LEAVES or value is None or id(value) in self._seen or path in self._ignored:
                 continue
             if isinstance(value, tuple):
                 if len(value) <= _MANY:
@@ -490,7 +539,7 @@ class ObjectGraph:
                 node = kind(path, value)
                 # The node keeps the object, so that its id remains unique.
                 self._seen.add(id(value))
-                self.nodes.append(node)
+                self.nodes[next(self._positions)] = node
                 waiting.extend(reversed(list(node.children())))
 
 
@@ -533,7 +582,7 @@ def graph_of_function(function: Any) -> ObjectGraph:
     roots = [] if owner is None or _kind_of(owner) is not _Holder else [(type(owner).__name__, owner)]
     roots += named_objects([function, *(one for _, one in roots)])
     known = ObjectGraph(roots)
-    held = [node.value for node in known.nodes if isinstance(node.value, keras.layers.Layer)]
+    held = [node.value for node in known.nodes.values() if isinstance(node.value, keras.layers.Layer)]
     layers = {id(layer): layer for one in held for layer in layers_of(one)}
     metrics = [metric for layer in layers.values() for metric in flat_metrics(getattr(layer, "metrics", ()))]
     roots += [(f"layer {layer.path or layer.name!r}", layer) for layer in layers.values()]
@@ -662,8 +711,30 @@ def is_value(value: Any) -> bool:
     return type(value) in _LEAVES or isinstance(value, np.ndarray | np.generic) or _is_tensor(value)
 
 
+def _is_of_values(value: Any, depth: int = 0) -> bool:
+    """Whether a value is plain, an array or a tensor, or consists of such values only."""
+    if value is None or is_value(value):
+        return True
+    if depth > _DEEP or not isinstance(value, dict | list | tuple | deque | set) or len(value) > _MANY:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return all(_is_of_values(one, depth + 1) for one in items)
+
+
 def disturbed(value: Any) -> Any:
-    """Return another value of the same type, dtype and shape; None if there is none."""
+    """Return another value of the same type, dtype and shape; None if there is none.
+
+    In a container, all values are others that can be.
+    """
+    if isinstance(value, dict):
+        others = disturbed(list(value.values()))
+        return None if others is None else dict(zip(value, others, strict=True))
+    if isinstance(value, list | tuple | deque | set):
+        pairs = [(one, disturbed(one)) for one in value]
+        if all(other is None for _, other in pairs):
+            return None
+        kind = next(kind for kind in (list, tuple, deque, set) if isinstance(value, kind))
+        return kind(one if other is None else other for one, other in pairs)
     if type(value) is bool:
         return not value
     if type(value) in (int, float, complex):
@@ -794,7 +865,7 @@ _SHOWN = 60
 
 def _text(value: Any, depth: int = 0) -> str:
     """Return a text that shows a value, and is equal only for equal values as far as it can tell."""
-    if value is _ABSENT:
+    if value is ABSENT:
         return "nothing"
     if value is None or type(value) in _LEAVES:
         text = repr(value)
@@ -804,7 +875,7 @@ def _text(value: Any, depth: int = 0) -> str:
         if array.ndim == 0:
             return f"{array.dtype} {array.item()!r}"
         return f"{array.dtype}{list(array.shape)} #{_hash(np.ascontiguousarray(array).tobytes())}"
-    if depth > 20:
+    if depth > _DEEP:
         return type(value).__name__
     # Not the names of the classes by which Keras and TensorFlow replace containers.
     if isinstance(value, Mapping):

@@ -5,6 +5,7 @@ A step or function takes one or more rounds (see `lockstep.keras.backends.multi_
 partials of all workers along the plan of a view.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,10 @@ Result = TypeVar("Result")
 
 SCALAR = "output/"
 """The prefix of names of single numbers. They are not summed: every worker gets those of all replicas."""
+
+_SHOWN, _LONGEST = 3, 60
+"""The parts that a message shows, and the most characters of each."""
+_VALUE = re.compile(r" = | was ")
 
 GATHERED = "gather/"
 """The prefix of names of arrays that are not summed but joined; the axis and a number follow."""
@@ -196,7 +201,7 @@ class Round(ABC):
                 ]
                 self._refuse(sorted(changed))
         if len(self._forms) > 1:
-            self._refuse(sorted(self._forms))
+            self._refuse(differing_parts(self._forms))
         return self.layout
 
     def _computed(self, replica: int) -> Partial:
@@ -206,9 +211,12 @@ class Round(ABC):
         return partial
 
     def _refuse(self, differing: Sequence[str]) -> NoReturn:
+        shown = ", ".join(
+            part if len(part) <= _LONGEST else f"{part[:_LONGEST]}..." for part in differing[:_SHOWN]
+        )
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise ModelError(
-            f"{self.what}: replicas compute different things in one step ({', '.join(differing)}): "
-            f"{self.advice}"
+            f"{self.what}: replicas compute different things in one step ({shown}{more}): {self.advice}"
         )
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
@@ -310,10 +318,17 @@ class Round(ABC):
             return
         shown = msgspec.msgpack.encode([self.layout.names, sorted(self._forms)])
         of_all = [msgspec.msgpack.decode(blob, type=list[list[str]]) for blob in communicator.gather(shown)]
-        for texts in zip(*of_all, strict=True):
+        for texts, named in zip(zip(*of_all, strict=True), (sorted, differing_parts), strict=True):
             sets = [set(of_worker) for of_worker in texts]
             if differing := sets[0].union(*sets[1:]) - sets[0].intersection(*sets[1:]):
-                self._refuse(sorted(differing))
+                self._refuse(named(differing))
+
+
+def differing_parts(forms: Iterable[str]) -> list[str]:
+    """Return the parts that not all of several forms have, without values such as those of attributes."""
+    parts = [frozenset(form.split("; ")) for form in forms]
+    differing = frozenset[str]().union(*parts).difference(frozenset.intersection(*parts))
+    return sorted({_VALUE.split(part)[0] for part in differing if part})
 
 
 class ExchangeCall(Protocol):

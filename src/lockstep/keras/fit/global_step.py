@@ -44,10 +44,9 @@ from lockstep.topology import View
 from lockstep.worker.job import Job
 
 _ADVICE = (
-    "a condition in the step must have the same outcome on all replicas: it may depend on the optimizer's "
-    "iterations, on weights and on what a callback has set, but not on a replica's examples or its random "
-    "numbers; and a step must leave equal values in Python attributes on all replicas: keep what depends on "
-    "the examples in a metric or in a variable of a layer (add_weight), or return it from train_step as a log"
+    "all replicas must take the same path and leave equal values in Python attributes. A condition may "
+    "depend on weights and callbacks, not on examples: keep what does in a metric or a variable of a layer "
+    "(add_weight), or return it from train_step as a log"
 )
 
 _CHECKED_STEPS = 3
