@@ -3,8 +3,9 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from lockstep.diff.recording import read_recording
 from lockstep.diff.repetition import repeat as repeat_run
 from lockstep.errors import ConfigError
+from lockstep.keras.parameter_server.chief_process import ChiefProcess
 from lockstep.monitoring.run_folder import RunFolder, steps_trained
 from lockstep.monitoring.trace import trace_of
 
@@ -22,6 +24,37 @@ ALONE = "--max-restarts 0"
 
 def results(lines: list[str]) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("result ")) for line in lines if line.startswith("result "))
+
+
+@pytest.mark.parametrize(
+    ("known", "steps", "taken"),
+    [(3, None, 3), (None, None, 3), (None, 2, 2), (2, None, 2), (3, 5, 3), (5, None, 3)],
+)
+def test_the_chief_reads_no_batch_beyond_those_that_keras_knows(
+    known: int | None, steps: int | None, taken: int
+) -> None:
+    """A sampler that is asked for more draws another order from the loader's own generator."""
+    read: list[Any] = []
+
+    def batches() -> Iterator[int]:
+        for number in range(3):
+            read.append(number)
+            yield number
+        read.append("end")
+
+    chief: Any = SimpleNamespace(_steps_per_epoch=steps, _counted=None, _last=False)
+    for epoch in range(2):
+        read.clear()
+        passed = ChiefProcess.one_ahead(chief, batches(), known)
+        lasts = []
+        for _ in range(taken):
+            assert next(passed) == len(lasts)
+            lasts.append(chief._last)
+        assert lasts == [False] * (taken - 1) + [True]
+        # Keras asks for one more as well if there are fewer than it knows, or it does not know yet.
+        ends = steps is None and (known == 5 or (known is None and not epoch))
+        assert read == [*range(taken), *(["end"] if ends else [])]
+        assert not ends or next(passed, None) is None
 
 
 @pytest.mark.slow

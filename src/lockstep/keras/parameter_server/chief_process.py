@@ -69,6 +69,7 @@ class ChiefProcess(FitProcess):
     def __init__(self, served: ServedCall) -> None:
         super().__init__(served, "chief")
         self._steps = 0
+        self._counted: int | None = None
         self._program = self.program()
         self._known: tuple[list[Array], list[Array]] | None = None
         self._slots: tuple[Slot, ...] = ()
@@ -102,7 +103,7 @@ class ChiefProcess(FitProcess):
         self._known, self._known_others = self._values(None), self._others(None)
         self._first_others, self._random = self._known_others, random_states()
         batches = training.batches
-        training.batches = lambda: self.one_ahead(batches())
+        training.batches = lambda: self.one_ahead(batches(), training.num_batches)
         with self.job.apart():
             self._servers = self.reach_servers()
             self._dispatcher.silent = self._servers.silent
@@ -194,16 +195,22 @@ class ChiefProcess(FitProcess):
             model.metrics_variables,
         )
 
-    def one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, and note whether each is the last one of its epoch, for which the next one is read.
+    def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
+        """Yield the batches of a pass, and note whether each is the last one of its epoch.
 
-        Where the number of steps is given, nothing is read beyond it.
+        To see that, the next one is read, but none beyond the number of batches that Keras knows: workers
+        read no further either, and a sampler that is asked for more draws the order of another pass.
+
+        Args:
+            batches: of the pass.
+            count: their number, if it is known.
         """
+        known, steps = count or self._counted, self._steps_per_epoch
         read = 0
         batch = next(batches, None)
         while batch is not None:
             read += 1
-            if self._steps_per_epoch and read % self._steps_per_epoch == 0:
+            if read == known or (steps and read % steps == 0):
                 self._last = True
                 yield batch
                 batch = next(batches, None)
@@ -212,6 +219,8 @@ class ChiefProcess(FitProcess):
                 self._last = ahead is None
                 yield batch
                 batch = ahead
+        # Keras counts the batches of the first pass if it does not know their number.
+        self._counted = read
 
     def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Return (logs, state) of the next completed step."""

@@ -75,9 +75,9 @@ class OneProcess(ChiefProcess):
             self._orders.close()
         super().close()
 
-    def one_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
         """Yield batches; those that steps need earlier are read before."""
-        yield from super().one_ahead(self._ahead.through(batches))
+        yield from super().one_ahead(self._ahead.through(batches), count)
 
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
         """Return what a worker asks a server for: of tables, the rows that its batch looks up."""
