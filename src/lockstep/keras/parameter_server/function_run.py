@@ -27,6 +27,7 @@ from lockstep.keras.parameter_server.served_variables import (
     slots_of,
 )
 from lockstep.keras.parameter_server.server_tables import (
+    NO_ROWS_ON_JAX,
     ServerTable,
     look_up_for,
     looking_up_for,
@@ -464,8 +465,7 @@ class FunctionRunner:
         tables = [table for one in update.variables if (table := server_table(one)) is not None]
         if tables and keras.backend.backend() == "jax":
             raise ModelError(
-                f"a scheduled function trains layer {tables[0].name!r}, a ServerEmbedding, which is for "
-                "functions on TensorFlow and PyTorch only: train it in fit, or use keras.layers.Embedding"
+                f"a scheduled function trains layer {tables[0].name!r}, a ServerEmbedding, {NO_ROWS_ON_JAX}"
             )
         if tables and (hindrance := lazy_hindrance(optimizer, update.variables)):
             raise ModelError(

@@ -13,6 +13,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.parameter_server.server_tables import (
+    NO_ROWS_ON_JAX,
     ServerTable,
     server_table,
     stand_for,
@@ -168,8 +169,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             from lockstep.keras.parameter_server.torch_functions import rows_looked_up
         else:
             raise ModelError(
-                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, which is for functions "
-                "on TensorFlow and PyTorch only: train it in fit, or use keras.layers.Embedding"
+                f"a scheduled function calls layer {self.path!r}, a ServerEmbedding, {NO_ROWS_ON_JAX}"
             )
         table.note_lookup(self._embeddings)
         shape = self.input_dim, self.output_dim

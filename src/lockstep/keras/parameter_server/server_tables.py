@@ -42,6 +42,12 @@ from lockstep.worker.job import Job
 Array = npt.NDArray[Any]
 AnswerRows = Callable[[ReadRows | WriteRows, Sequence[Array]], tuple[Answer, Sequence[Array]]]
 
+NO_ROWS_ON_JAX = (
+    "of whose rows jax.grad returns no gradient: train it in fit, run the job on TensorFlow or PyTorch, or "
+    "use keras.layers.Embedding, whose whole table each function reads"
+)
+"""Why functions on JAX train no tables that only servers have, and what to do."""
+
 _BLOCK = 1 << 16
 """Rows that a new standby copies at a time."""
 
