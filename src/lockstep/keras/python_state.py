@@ -8,7 +8,6 @@ Comparing and restoring it around each replica takes a third of a millisecond a 
 """
 
 import argparse
-import copy
 import functools
 import importlib.util
 import inspect
@@ -37,6 +36,7 @@ from lockstep.keras.private.common import (
     layers_of,
     modules_of,
 )
+from lockstep.keras.randomness import generator_state, set_generator_state
 from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _MANY = 1000
@@ -281,21 +281,10 @@ class _Generator(_Changeable):
         return _text(self.read()) != _text(self.known)
 
     def read(self) -> Any:
-        value = self.value
-        if isinstance(value, random.Random):
-            return value.getstate()
-        if isinstance(value, np.random.Generator):
-            return copy.deepcopy(value.bit_generator.state)
-        return value.get_state()
+        return generator_state(self.value)
 
     def write(self, contents: Any) -> None:
-        value = self.value
-        if isinstance(value, random.Random):
-            value.setstate(contents)
-        elif isinstance(value, np.random.Generator):
-            value.bit_generator.state = contents
-        else:
-            value.set_state(contents)
+        set_generator_state(self.value, contents)
 
 
 class Changes:

@@ -1,6 +1,7 @@
 """The random states from which a script may draw, and random numbers that do not affect them."""
 
 import _random
+import copy
 import ctypes
 import random
 import struct
@@ -371,6 +372,29 @@ def imported_frameworks() -> list[str]:
     return [name for name in _FRAMEWORKS if name in sys.modules]
 
 
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of Python, NumPy or PyTorch, of types that a checkpoint can hold."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.get_state().numpy().copy()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Restore a result of `generator_state`."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.set_state(sys.modules["torch"].from_numpy(np.array(state)))
+
+
 def random_states() -> dict[str, Any]:
     """Return the states of Python and NumPy, and of Keras, TensorFlow and PyTorch if they are in use."""
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
@@ -420,11 +444,19 @@ def same_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def changed_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the states in `now` that differ from those in `before`, or are new."""
     return frozenset(
-        name for name, state in now.items() if name not in before or not _same(before[name], state)
+        name for name, state in now.items() if name not in before or not same_state(before[name], state)
     )
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are equal."""
+    if one is other:
+        return True
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_state(part, other[key]) for key, part in one.items())
     if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+        return len(one) == len(other) and all(map(same_state, one, other))
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    torch = sys.modules.get("torch")
+    return bool(one.equal(other) if torch is not None and isinstance(one, torch.Tensor) else one == other)

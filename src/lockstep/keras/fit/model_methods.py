@@ -56,6 +56,7 @@ from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.fit.witness import Witness
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
+from lockstep.keras.input.held_state import generators_held
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
 from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.input.visits import order_seed
@@ -510,6 +511,7 @@ class ModelMethods:
                 model=model,
                 options=self._served[model],
                 tables=tables,
+                generators=generators_held(("x", given["x"])),
                 trained=self._calls.taken,
                 install=lambda step: setattr(
                     model, "train_function", self._backend.function(model, step, "train")

@@ -56,6 +56,16 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
     return None
 
 
+def generators_held(*roots: tuple[str, Any]) -> list[Any]:
+    """Return the generators of Python, NumPy and PyTorch that some objects hold, each once.
+
+    They have the same order in all processes that run the same script.
+    """
+    kinds: list[type] = [random.Random, np.random.Generator, np.random.RandomState]
+    kinds += [torch.Generator] if (torch := sys.modules.get("torch")) is not None else []
+    return [one for _, one in _objects(roots) if isinstance(one, tuple(kinds)) and _is_generator(one)]
+
+
 def held_variable(*roots: tuple[str, Any]) -> str | None:
     """Return the path of a model or a variable that one of some objects holds; None if none is found."""
     for path, found in _objects(roots):

@@ -13,12 +13,13 @@ from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall, same_bits
+from lockstep.keras.parameter_server.reading_states import ReadingStates
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
 from lockstep.keras.private.common import embedding_table, given_rate
-from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.keras.randomness import random_states
 from lockstep.keras.state.snapshots import KnownOnServers
 from lockstep.system.notes import note
 from lockstep.system.prose import count
@@ -64,7 +65,13 @@ class CompletedSteps(Protocol):
 
 
 class ChiefProcess(FitProcess):
-    """Runs callbacks and evaluations, and lets workers compute the steps."""
+    """Runs callbacks and evaluations, and lets workers compute the steps.
+
+    Attributes:
+        reading: the random states from which the input draws.
+    """
+
+    reading: ReadingStates
 
     def __init__(self, served: ServedCall) -> None:
         super().__init__(served, "chief")
@@ -102,8 +109,9 @@ class ChiefProcess(FitProcess):
         self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
         self._known, self._known_others = self._values(None), self._others(None)
         self._first_others, self._random = self._known_others, random_states()
+        self.reading = ReadingStates(self.served.generators)
         batches = training.batches
-        training.batches = lambda: self.one_ahead(batches(), training.num_batches)
+        training.batches = lambda: self.one_ahead(self.reading.read(batches), training.num_batches)
         with self.job.apart():
             self._servers = self.reach_servers()
             self._dispatcher.silent = self._servers.silent
@@ -111,6 +119,7 @@ class ChiefProcess(FitProcess):
             reading = None if self.tables is None else self.tables.within(self._servers.channels)
             with reading or nullcontext():
                 keras_fit([*callbacks, _ChiefEnd(self)])
+            self.reading.resume()
             # Workers may have been assigned steps beyond the last one: these are part of the order, too.
             self._dispatcher.drain()
             self._dispatcher.finish()
@@ -280,7 +289,8 @@ class ChiefProcess(FitProcess):
             for pair in zip(group, known, strict=True)
         ]
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
-        known = KnownOnServers([*values, *others], self._random, self.facts(self._addresses))
+        facts = self.facts(self._addresses) | {"generators": self.reading.begun}
+        known = KnownOnServers([*values, *others], self._random, facts)
         return self.served.take(whole, self._steps, known)
 
     def _compare_batches(self) -> None:
@@ -399,15 +409,10 @@ class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, chief: ChiefProcess) -> None:
         super().__init__()
         self._chief = chief
-        self._states: dict[str, Any] = {}
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Note the random states: workers do not validate, and draw the next order from theirs."""
-        self._states = random_states()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Continue with the random states from before the validation."""
-        set_random_states(self._states)
+        """Continue with the input's random states."""
+        self._chief.reading.resume()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Prepare to open the epoch."""

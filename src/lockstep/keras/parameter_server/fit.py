@@ -30,7 +30,12 @@ from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
-from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.keras.randomness import (
+    generator_state,
+    random_states,
+    set_generator_state,
+    set_random_states,
+)
 from lockstep.keras.state.callback_states import callback_states, listeners, set_callback_states
 from lockstep.keras.variables import assign, step_state
 from lockstep.keras.worker_exchange import Packed, gather, pack, unpack
@@ -109,7 +114,14 @@ def _shared(
             state.append((pack(name, value if numbers is None else value[numbers]), _packed_rows(numbers)))
         of_callbacks = callback_states(listeners(call.callbacks, model), call.callback_hashes)
         # It has drawn what plain Keras draws in `fit`, such as the orders of the examples.
-        kept, arrays = values.pack({"callbacks": of_callbacks, "random": random_states()}, "chief")
+        kept, arrays = values.pack(
+            {
+                "callbacks": of_callbacks,
+                "random": random_states(),
+                "generators": [generator_state(one) for one in served.generators],
+            },
+            "chief",
+        )
         packed = [pack(name, array) for name, array in arrays.items()]
         blob = msgspec.msgpack.encode((state, kept, packed, call.steps, bool(model.stop_training)))
     what = f"the end of {call.name}"
@@ -134,6 +146,8 @@ def _shared(
         chiefs = values.unpack(kept, dict(map(unpack, packed)))
         set_callback_states(listeners(callbacks, model), chiefs["callbacks"])
         set_random_states(chiefs["random"])
+        for one, generator in zip(served.generators, chiefs["generators"], strict=True):
+            set_generator_state(one, generator)
     return model.history
 
 

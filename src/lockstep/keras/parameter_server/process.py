@@ -66,6 +66,7 @@ class ServedCall:
         model: built, equal in all processes.
         options: of the strategy.
         tables: of which workers read rows.
+        generators: of random numbers, which the input holds.
         trained: number of training steps of the job before the call.
         install: makes Keras's loop call a step.
         take: returns the state for a worker that joins, or only the position; given the number of completed
@@ -79,6 +80,7 @@ class ServedCall:
     model: Any
     options: ServerOptions
     tables: EmbeddingTables
+    generators: Sequence[Any]
     trained: int
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
     take: Callable[[bool, int, KnownOnServers], Contents]

@@ -12,6 +12,7 @@ from lockstep.errors import PeerLostError
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.worker_step import WorkerStep
+from lockstep.keras.randomness import set_generator_state
 from lockstep.protocol.parameter_server import (
     Assigned,
     Begin,
@@ -54,6 +55,8 @@ class WorkerProcess(FitProcess):
             PeerLostError: the chief or a server has ended.
         """
         joins = self.served.joins
+        for one, state in zip(self.served.generators, (joins or {}).get("generators", ()), strict=False):
+            set_generator_state(one, state)
         addresses = self.addresses() if joins is None else self.take_place(joins)
         with self.job.apart():
             try:

@@ -1,0 +1,82 @@
+"""The random states from which the chief reads the input of a `fit`: those that the workers have.
+
+Workers run no callbacks and validate nothing. So what these draw on the chief must not change what it reads:
+where they have drawn from a state, the input continues from its own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.keras.randomness import (
+    current_states,
+    generator_state,
+    restore_states,
+    same_state,
+    set_generator_state,
+)
+
+_DRAWN = ("python", "numpy", "torch")
+"""The states from which inputs draw, by their names in `current_states`."""
+
+
+class ReadingStates:
+    """The states from which an input draws.
+
+    Args:
+        generators: that the input holds.
+    """
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._generators = generators
+        self._begun = self._own = self._now()
+
+    @property
+    def begun(self) -> list[Any]:
+        """The states of the generators at the beginning."""
+        return [self._begun[i] for i in range(len(self._generators))]
+
+    def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a pass; yield its batches."""
+        with self._drawn():
+            batches = begin()
+        return self._each(batches)
+
+    def resume(self) -> None:
+        """Let the program continue from the input's states, where the input has drawn."""
+        drawn = {key: own for key, own in self._own.items() if not same_state(own, self._begun.get(key))}
+        self._set(drawn)
+
+    def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self._drawn():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def _drawn(self) -> Iterator[None]:
+        now = self._now()
+        others = {key: state for key, state in now.items() if not same_state(state, self._own.get(key))}
+        self._set({key: self._own[key] for key in others if key in self._own})
+        try:
+            yield
+        finally:
+            self._own = self._now()
+            self._set(others)
+
+    def _now(self) -> dict[Any, Any]:
+        states = current_states()
+        known = {name: states[name] for name in _DRAWN if name in states}
+        return {**known, **{i: generator_state(one) for i, one in enumerate(self._generators)}}
+
+    def _set(self, states: Mapping[Any, Any]) -> None:
+        if not states:
+            return
+        named = {name: states[name] for name in _DRAWN if name in states}
+        if named:
+            restore_states(current_states() | named)
+        for i, one in enumerate(self._generators):
+            if i in states:
+                set_generator_state(one, states[i])
