@@ -804,9 +804,11 @@ def _is_module(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor with numbers that is not a variable."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return not isinstance(value, torch.nn.Parameter)
+        # Keras calls models with meta tensors to find shapes.
+        return not isinstance(value, torch.nn.Parameter) and not value.is_meta
     if isinstance(value, keras.Variable | keras.KerasTensor) or _is_symbolic(value):
         return False
     return bool(keras.ops.is_tensor(value))

@@ -318,10 +318,11 @@ class Round(ABC):
             return
         shown = msgspec.msgpack.encode([self.layout.names, sorted(self._forms)])
         of_all = [msgspec.msgpack.decode(blob, type=list[list[str]]) for blob in communicator.gather(shown)]
-        for texts, named in zip(zip(*of_all, strict=True), (sorted, differing_parts), strict=True):
-            sets = [set(of_worker) for of_worker in texts]
-            if differing := sets[0].union(*sets[1:]) - sets[0].intersection(*sets[1:]):
-                self._refuse(named(differing))
+        names, forms = ([set(of_worker[k]) for of_worker in of_all] for k in (0, 1))
+        if differing := set().union(*names) - names[0].intersection(*names):
+            self._refuse(sorted(differing))
+        if differing := set().union(*forms) - forms[0].intersection(*forms):
+            self._refuse(differing_parts(differing))
 
 
 def differing_parts(forms: Iterable[str]) -> list[str]:
