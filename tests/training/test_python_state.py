@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.keras.python_state import ObjectGraph, disturbed, graph_of
+from lockstep.keras.python_state import ObjectGraph, disturbed, encoded, graph_of, text_of
 
 _PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
 _VALUES = st.recursive(
@@ -135,6 +135,15 @@ def test_equal_changes_have_equal_texts() -> None:
 
     assert texts([8]) == ["root.seen = list(8)", "root.steps = 1"]
     assert texts([8]) != texts([7])
+
+
+def test_a_tensor_without_numbers_is_shown_and_not_saved() -> None:
+    """Keras calls models with such tensors to find shapes."""
+    torch = pytest.importorskip("torch")
+    kept = [torch.empty(2, device="meta")]
+    assert text_of(kept) == "list(Tensor)"
+    with pytest.raises(TypeError, match="a Tensor cannot be saved"):
+        encoded(kept)
 
 
 def test_what_keras_keeps_itself_is_no_state_of_the_program() -> None:

@@ -41,6 +41,8 @@ from lockstep.keras.python_state import (
 
 _TRIED_STEPS = 2
 """The first steps of a program in which replica 0 is computed twice."""
+_LONGEST = 40
+"""The most characters of a value in a message."""
 _TESTS = 8
 """The most attributes that a step tests."""
 
@@ -136,9 +138,10 @@ class PythonOfReplicas:
         partial, changes = self._once(run, rows)
         self._changes = changes
         if before is not None and (differing := self._differing(before, (partial, changes))):
+            names = list(dict.fromkeys(name.partition(" = ")[0] for name in differing))
             raise ModelError(
                 f"{what}: computed twice from the same state and examples, replica 0 gives different bits "
-                f"({', '.join(differing[:3])}): {_ADVICE}"
+                f"({', '.join(names[:3])}): {_ADVICE}"
             )
         for key, others in tried.items():
             self._due.remove(key)
@@ -286,8 +289,10 @@ class PythonOfReplicas:
         except Exception:
             return
         if differing := sorted(set(self._texts(changes)) - set(self._texts(fewer))):
+            name, _, value = differing[0].partition(" = ")
+            shown = f" = {value}" if len(value) <= _LONGEST else ""
             raise ModelError(
-                f"{what}: the step leaves {differing[0]} after {rows} examples of a replica, and another "
+                f"{what}: the step leaves {name}{shown} after {rows} examples of a replica, and another "
                 f"value after fewer: it depends on the examples, which replicas divide; {_REMEDY}"
             )
 
