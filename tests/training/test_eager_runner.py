@@ -461,7 +461,7 @@ def test_replicas_change_python_attributes_once(strategy: lockstep.Strategy, bat
 
 def test_replicas_leave_equal_values_in_python(strategy: lockstep.Strategy, batch: Any) -> None:
     loop = Counting()
-    with pytest.raises(ModelError, match=r"Counting\.seen = list\(22\.0\)") as caught:
+    with pytest.raises(ModelError, match=r"\(Counting\.seen\)") as caught:
         strategy.run(loop.count_rows, args=(batch,))
     assert "leave equal values in Python attributes" in str(caught.value)
     assert loop.seen == []

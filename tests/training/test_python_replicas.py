@@ -112,10 +112,8 @@ def test_contents_of_containers_have_to_be_equal() -> None:
         layer.seen.append(float(rows))
         return 0.0
 
-    taken = take(new_model(), step, [3, 2])
-    next(taken)
-    with pytest.raises(ModelError, match=r"the step reads layer 'small/only'\.seen, and replicas have left"):
-        next(taken)
+    (first, second) = next(take(new_model(), step, [3, 2]))
+    assert first != second
 
 
 def keep(layer: Any, rows: int) -> float:

@@ -150,7 +150,7 @@ class PythonOfReplicas:
             else:
                 self._state.add(key)
                 self._begin_with(key, what)
-        self._note_new(replica, changes)
+        self._note_new(run, replica, rows, (partial, changes))
         if twice and self._steps == _TRIED_STEPS and rows > 1 and self._texts(changes):
             self._refuse_counts(run, rows, changes, what)
         return partial
@@ -229,15 +229,35 @@ class PythonOfReplicas:
         with without_summaries():
             return self._once(run, rows)
 
-    def _note_new(self, replica: int, changes: Changes) -> None:
+    def _note_new(
+        self, run: Callable[[int], Partial], replica: int, rows: int, found: tuple[Partial, Changes]
+    ) -> None:
         """Note where a replica has left another value, of which it is not known yet if it is state."""
+        changes = found[1]
         values = changes.values
         self._state.update(key for key in values if self._is_told(key))
         for key in values:
-            if key not in self._state and key not in self._untold:
-                self._new.add(key)
-                self._before[key] = changes.value_before(key)
+            if key in self._state or key in self._untold:
+                continue
+            before = changes.value_before(key)
+            if isinstance(before, list) and self._adds_to(run, rows, key, before, found):
+                self._state.add(key)
+                continue
+            self._new.add(key)
+            self._before[key] = before
         self._left[replica] = {key: text_of(changes.value(key)) for key in self._new}
+
+    def _adds_to(
+        self,
+        run: Callable[[int], Partial],
+        rows: int,
+        key: Key,
+        before: list[Any],
+        found: tuple[Partial, Changes],
+    ) -> bool:
+        """Whether a step leaves another list if there was one more element in it before."""
+        longer = self._computed_with(run, rows, key, [*before, before[-1] if before else 0.0])
+        return longer is None or bool(self._differing(longer, found))
 
     def _ignore_outputs(self) -> None:
         """Forget the objects that only outputs refer to: each step leaves others."""
@@ -254,18 +274,21 @@ class PythonOfReplicas:
         self, run: Callable[[int], Partial], rows: int, key: Key
     ) -> list[tuple[Partial, Changes]]:
         """Compute with other values at a place; return nothing if that is not possible."""
-        value, before = self._graph.known_value(key), self._before.pop(key)
-        other = disturbed(value)
+        other, before = disturbed(self._graph.known_value(key)), self._before.pop(key)
         if other is None:
             return []
-        found = []
-        for one in (other, before):
-            try:
-                with self._graph.with_value(key, one):
-                    found.append(self._again(run, rows))
-            except Exception:
-                return []
-        return found
+        found = [self._computed_with(run, rows, key, one) for one in (other, before)]
+        return [] if None in found else [one for one in found if one is not None]
+
+    def _computed_with(
+        self, run: Callable[[int], Partial], rows: int, key: Key, value: Any
+    ) -> tuple[Partial, Changes] | None:
+        """Compute with another value at a place; None if the step raises an exception then."""
+        try:
+            with self._graph.with_value(key, value):
+                return self._again(run, rows)
+        except Exception:
+            return None
 
     def _differing(self, one: tuple[Partial, Changes], other: tuple[Partial, Changes]) -> list[str]:
         """Return the names of the arrays and changes that differ."""
