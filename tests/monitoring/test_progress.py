@@ -74,3 +74,11 @@ def test_anything_may_stand_in_a_file(tmp_path: Path, extent: dict[str, Any]) ->
     found = seen(tmp_path, begins(**extent), *(steps(0, 1010.0 + at, 10 * at) for at in (1, 2, 3)))
     assert found is not None
     assert found.step == 30
+
+
+def test_without_measured_steps_the_rest_follows_from_the_epochs(tmp_path: Path) -> None:
+    known = begins(initial_epoch=0, epochs=9, steps_per_epoch=20)
+    ended = [epoch_end(1010.0 + 5 * at, at, 20 * at) for at in (1, 2, 3)]
+    assert seen(tmp_path / "one", known, ended[0]) == TrainingProgress("fit 1", None, 180, 2, 9, None)
+    found = seen(tmp_path / "three", known, *ended)
+    assert found == TrainingProgress("fit 1", None, 180, 4, 9, pytest.approx(30.0))

@@ -12,6 +12,21 @@ from lockstep.monitoring.trace import trace_of
 from lockstep.observability.events import STEP_PARTS
 
 
+def extents(folder: Path) -> list[tuple[Any, ...]]:
+    """Return the calls of `fit` of worker 0, with their epochs and the steps of an epoch."""
+    names = ("name", "initial_epoch", "epochs", "steps_per_epoch")
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    calls = [event for event in events if event["event"] == "call" and event["worker"] == 0]
+    return [tuple(call[name] for name in names) for call in calls if call["name"].startswith("fit")]
+
+
+@pytest.mark.ci
+def test_a_training_with_one_replica_says_how_long_it_is(launch: Callable[..., Any]) -> None:
+    done = launch("-n 1", "measured.py")
+    assert done.status == 0, done.stderr
+    assert extents(done.folder) == [("fit 1", 0, 3, 4), ("fit 2", 0, 1, 5)]
+
+
 @pytest.mark.ci
 def test_a_training_is_shown_as_its_run_folder_has_it(
     launch: Callable[..., Any],
@@ -21,6 +36,7 @@ def test_a_training_is_shown_as_its_run_folder_has_it(
 ) -> None:
     done = launch(f"-n 2 --tensorboard {tmp_path}/board", "measured.py", backend=thorough_backend)
     assert done.status == 0, done.stderr
+    assert extents(done.folder) == [("fit 1", 0, 3, 4), ("fit 2", 0, 1, 5)]
     measured = [json.loads(line) for line in (done.folder / "measurements.jsonl").read_text().splitlines()]
     epochs = [line for line in measured if line["event"] == "metrics" and line["epoch"]]
     assert [(line["call"], line["epoch"], line["trained"]) for line in epochs] == [

@@ -209,7 +209,7 @@ def overview(
         for info in infos
     )
     doing = progress(run)
-    leader = max(times.values(), key=lambda sums: sums.steps, default=None)
+    leader = max(times.values(), key=lambda sums: (sums.steps, sums.seconds), default=None)
     last = max((_last(info.steps, "time") for info in infos if len(info.steps)), default=None)
     names = {row.host for row in rows}
     hosts = tuple(_host(host, rows) for name, host in run.hosts.items() if name in names)

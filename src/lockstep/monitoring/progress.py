@@ -47,8 +47,9 @@ def progress(run: RunState) -> TrainingProgress | None:
     step = None if leader is None else int(leader[1]["number"][-1])
     epoch = _epoch(run, call)
     steps = _steps(run, call, None if leader is None else leader[1])
-    ends = call.ended is not None or run.finished is not None
-    left = None if ends or leader is None or steps is None else _left(leader[1], steps)
+    left = None
+    if call.ended is None and run.finished is None:
+        left = _left_in_epochs(run, call) if leader is None else _left(leader[1], steps)
     return TrainingProgress(call.name, step, steps, epoch, call.epochs, left)
 
 
@@ -68,17 +69,17 @@ def _epoch(run: RunState, call: CallInfo) -> int | None:
     """Return the epoch in progress in a `fit`, or the last one if it has ended."""
     if not call.name.startswith("fit"):
         return None
-    last = max((int(epoch) for epoch, _ in _ended_epochs(run, call)), default=call.initial_epoch or 0)
+    last = max((int(epoch) for epoch, _, _ in _ended_epochs(run, call)), default=call.initial_epoch or 0)
     return last + (call.ended is None and run.finished is None)
 
 
-def _ended_epochs(run: RunState, call: CallInfo) -> list[tuple[float, float]]:
-    """Return the epochs of a call that have ended, and the training steps of the job at their ends."""
-    until = math.inf if call.ended is None else call.ended
+def _ended_epochs(run: RunState, call: CallInfo) -> list[tuple[float, float, float]]:
+    """Return the epochs of a call that have ended, the training steps of the job at their ends, and when."""
+    until, names = math.inf if call.ended is None else call.ended, ("epoch", "trained", "time")
     for columns in run.metrics.values():
         chosen = (columns.column("time") >= call.began) & (columns.column("time") <= until)
         if chosen.any():
-            return list(zip(columns.column("epoch")[chosen], columns.column("trained")[chosen], strict=True))
+            return list(zip(*(columns.column(name)[chosen] for name in names), strict=True))
     return []
 
 
@@ -90,16 +91,25 @@ def _steps(run: RunState, call: CallInfo, rows: "npt.NDArray[np.void] | None") -
     length: float | None = call.steps_per_epoch
     if length is None and rows is not None and (ended := _ended_epochs(run, call)):
         before = rows["trained"][-1] - rows["number"][-1]
-        epoch, trained = ended[-1]
+        epoch, trained, _ = ended[-1]
         length = (trained - before) / (epoch - first) if epoch > first else None
     return None if length is None else round((call.epochs - first) * length)
 
 
-def _left(rows: "npt.NDArray[np.void]", steps: int) -> float | None:
+def _left_in_epochs(run: RunState, call: CallInfo) -> float | None:
+    """Return how long the rest of the epochs takes, if steps are not measured; the first epoch compiles."""
+    ended = _ended_epochs(run, call)
+    if call.epochs is None or len(ended) < 2:
+        return None
+    (first, _, since), (last, _, until) = ended[0], ended[-1]
+    return max(0.0, (call.epochs - last) * (until - since) / (last - first)) if last > first else None
+
+
+def _left(rows: "npt.NDArray[np.void]", steps: int | None) -> float | None:
     """Return how long the rest of the steps takes at the speed of the last ones."""
     # The first row is that of the first step, which compiles.
     rows = rows[1:]
-    if len(rows) < 2:
+    if steps is None or len(rows) < 2:
         return None
     if len(rows) >= _MANY:
         rows = rows[rows["time"] >= (rows["time"][0] + rows["time"][-1]) / 2]

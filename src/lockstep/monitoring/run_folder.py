@@ -31,9 +31,11 @@ def task_of(state: RunState, worker: int) -> str:
 
 
 def steps_trained(state: RunState) -> int:
-    """Return the number of training steps so far, as measured; with parameter servers, by the chief."""
+    """Return the number of training steps so far, as measured by the chief or another worker."""
     taking = [info for info in state.workers.values() if task_of(state, info.worker) in ("", "chief")]
-    return max((int(info.steps.last().get("trained", 0)) for info in taking), default=0)
+    measured = max((int(info.steps.last().get("trained", 0)) for info in taking), default=0)
+    # The steps of one replica are not measured, but its metrics are.
+    return measured or state.trained or 0
 
 
 class RunFolder:

@@ -561,8 +561,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             if any(isinstance(value, int) for value in extent.values()):
                 call = msgspec.convert({**msgspec.to_builtins(state.calls[at]), **extent}, CallInfo)
                 state = replace(state, calls=state.calls.replaced(at, call))
-        # Only the first step of an outer call is known to compile.
-        phase: Phase = "training" if " within " in name or method == "predict" else "compiling"
+        # Only the first step of an outer call is known to compile. Those of one replica are not measured.
+        measured = " within " not in name and method != "predict" and self.job.get("replicas") != 1
+        phase: Phase = "compiling" if measured else "training"
         return state._with_phase(happening, phase, call=name, preparing=happening)
 
     def _call_ended(self, happening: Happening) -> "RunState":

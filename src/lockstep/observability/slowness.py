@@ -259,7 +259,7 @@ def _overload(name: str, host: HostLoads, slow: Mapping[int, str]) -> _Cause | N
         f"{name}: other processes use {others:.1f} of {host.cores} cores: each second, the threads of a "
         f"worker together wait up to {most:.2g} s for a core"
     )
-    return _Cause(most / (most + used / len(host.workers)), text)
+    return _Cause(min(1.0, most), text)
 
 
 # Parts of steps.

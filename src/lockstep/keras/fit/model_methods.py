@@ -905,8 +905,11 @@ class ModelMethods:
         settings: Callable[[], Facts] = dict,
     ) -> None:
         """Build what needs the first batch, and refuse what replicas cannot compute; see `_compare`."""
-        if self._has_one_replica and not (self._resumable.behind or self._models.awaits(model)):
-            return
+        if self._has_one_replica:
+            if len(self._calls.stack) == 2 and not self._resumable.catches_up:
+                self._job.events.publish(CallStarted(call.name, *call.extent))
+            if not (self._resumable.behind or self._models.awaits(model)):
+                return
         self._models.build(model, kind, lambda: self._noted(model, self._sample(data, model, kind)))
         if self._has_one_replica:
             return

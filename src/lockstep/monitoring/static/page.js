@@ -925,11 +925,11 @@ function drawProgress(summary) {
   byId("progress").hidden = !trains || !(progress || phase);
   if (byId("progress").hidden) return;
   let share = null, parts = [phase];
-  if (progress && progress.step !== null) {
-    if (progress.steps) share = Math.min(1, progress.step / progress.steps);
+  if (progress && (progress.step !== null || progress.epoch > 1)) {
+    if (progress.steps && progress.step !== null) share = Math.min(1, progress.step / progress.steps);
     else if (progress.epochs && progress.epoch) share = Math.min(1, (progress.epoch - 1) / progress.epochs);
     const of = (total) => (total ? ` of ${count(total)}` : "");
-    parts = [progress.epoch ? `Epoch ${count(progress.epoch)}${of(progress.epochs)}` : "", `step ${count(progress.step)}${of(progress.steps)}`,
+    parts = [progress.epoch ? `Epoch ${count(progress.epoch)}${of(progress.epochs)}` : "", progress.step === null ? "" : `step ${count(progress.step)}${of(progress.steps)}`,
       share === null ? "" : percent(share), isNumber(progress.left) ? `${duration(Math.round(progress.left))} left` : "", phase === "training" ? "" : phase];
   }
   const bar = byId("progress-bar");
