@@ -99,7 +99,8 @@ def test_the_cause_of_a_slow_worker(
 
 def test_a_quota_of_another_host_is_a_cause(tmp_path: Path) -> None:
     record(tmp_path, job(hosts=[["node1", 1], ["node2", 1]]), started(0), started(1))
-    record(tmp_path, steps(0, 1020.0, 20, compute=0.4), steps(1, 1020.0, 20, compute=0.9))
+    record(tmp_path, steps(0, 1020.0, 20, count=20, compute=0.8))
+    record(tmp_path, steps(1, 1020.0, 20, count=20, compute=1.8))
     for time in (1020.0, 1021.0):
         record(tmp_path, load(time, "node1", [{"worker": 0}]))
         record(tmp_path, load(time, "node2", [{"worker": 1}], throttled=0.5))

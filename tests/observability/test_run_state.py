@@ -163,3 +163,15 @@ def test_an_event_has_the_fields_of_its_line() -> None:
     line = b'{"time":1.5,"event":"checkpoint","path":"c","step":7,"seconds":0.25,"worker":3}'
     assert as_happening(published) == happening(line)
     assert as_happening(PublishedEvent(2.0, None, WorkerLost(4, "why"))).worker == 4
+
+
+def test_a_lost_worker_is_lost_whichever_of_its_events_is_first() -> None:
+    for events in (
+        (WorkerLost(1, "killed"), WorkerExited(1, -9)),
+        (WorkerExited(1, -9), WorkerLost(1, "killed")),
+    ):
+        state = RunState()
+        for event in events:
+            state = state.after(PublishedEvent(1.0, None, event))
+        info = state.workers[1]
+        assert (info.phase, info.reason, info.status, info.ended) == ("lost", "killed", -9, 1.0)

@@ -368,3 +368,17 @@ def test_batches_of_new_shapes_are_counted_where_compiling_takes_long() -> None:
     )
     quick = {0: times(msgspec.structs.replace(measured(compute=4.0, input=12.0), **new))}
     assert "new shapes" not in describe("fit 1", quick)
+
+
+def test_a_change_of_membership_is_not_called_uneven() -> None:
+    # Worker 0 computed both replicas until worker 2 joined.
+    workers = {
+        0: times(measured(replicas=2, count=40, compute=2.0), measured(replicas=1, count=10, wait=2.0)),
+        2: times(measured(replicas=1, count=10, compute=2.0)),
+    }
+    assert not any("multiple" in text for text in advise(call_of(workers)))
+
+
+def test_a_worker_that_has_just_joined_is_not_called_slow() -> None:
+    workers = {0: times(measured(compute=2.0, wait=8.0)), 1: times(measured(count=3, compute=0.9))}
+    assert not any("slow (" in text for text in advise(call_of(workers)))

@@ -21,7 +21,7 @@ from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import RunState, WorkerInfo
-from lockstep.observability.step_parts import shares
+from lockstep.observability.slowness import shares_of_time
 from lockstep.observability.step_recorder import serves, trains
 
 MOST_POINTS = 2000
@@ -131,7 +131,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "joined": sum(event.event == "joined" for event in run.events),
         "pauses": sum(view.pause or 0.0 for view in run.views),
         "advice": [_text(line) for line in advice(run, times)],
-        "shares": {part: round(share, 4) for part, share in shares(times.workers.values()).items()},
+        "shares": {_text(part): round(share, 4) for part, share in shares_of_time(times).items()},
         "compared": _text(run.compared),
         "message": _text(finished.get("message", "")),
         "model": _text(finished.get("model", "")),
@@ -148,7 +148,8 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
 
 
 def _current_call(run: RunState) -> str:
-    last = next((call for call in reversed(run.calls) if not serves(call.name)), None)
+    # The end of a call within a call is not known.
+    last = next((call for call in reversed(run.calls) if " within " not in call.name), None)
     return last.name if last is not None and last.ended is None and run.finished is None else ""
 
 
@@ -650,6 +651,8 @@ def _shown(value: Any) -> str:
             return _text(", ".join(f"{name}: {_shown(item)}" for name, item in value.items()))
         case str():
             return _text(value)
+        case float():
+            return f"{value:.{_DIGITS}g}"
         case Iterable():
             return _text(", ".join(map(_shown, value))) if not isinstance(value, bytes) else ""
         case _:

@@ -524,7 +524,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self._with_phase(happening, "leaving"), left=self.left + 1)
 
     def _lost(self, happening: Happening) -> "RunState":
-        return self._with_phase(happening, "lost")._with_totals(lost=self.totals.lost + 1)
+        # The end of its process may be known first.
+        info, reason = self._worker(happening), str(happening.fields.get("reason", ""))
+        state = self._with_worker(replace(info, phase="lost", reason=reason))
+        return state._with_totals(lost=self.totals.lost + 1)
 
     def _exited(self, happening: Happening) -> "RunState":
         info, status = self._worker(happening), happening.fields.get("status")

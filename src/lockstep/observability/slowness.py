@@ -49,6 +49,8 @@ _OVERHEAD = 0.3
 """The share of all but reading and computing in steps from which a small batch is worth a word."""
 _UNEVEN = 0.15
 """The share of waiting from which uneven numbers of replicas are worth a word, if they cause that much."""
+_SAME_STEPS = 0.9
+"""The share of the steps of the others that a worker has taken, if the membership has not changed."""
 _DELAYED = 0.2
 """Seconds per second that a thread waits for a core, for each core in use."""
 _OTHERS = 0.5
@@ -130,11 +132,10 @@ def describe(call: CallTimes) -> str:
     unit = "functions" if call.call.startswith("functions") else "examples" if longest.examples else "steps"
     rate = (longest.examples if unit == "examples" else longest.steps) / longest.seconds
     with_ = ("a chief and " if chiefs else "") + count(len(computing), "worker")
-    time_shares = shares(computing.values())
     listed = [
         f"{part} {_percent(share)}"
-        for part, share in {**time_shares, **_shares_of_calls(computing.values())}.items()
-        if part != "nested" and (part in _ALWAYS or share >= 0.005)
+        for part, share in shares_of_time(call).items()
+        if part in _ALWAYS or share >= 0.005
     ]
     listed += [
         f"{method} {_percent(share)} of the chief's time"
@@ -142,6 +143,13 @@ def describe(call: CallTimes) -> str:
         if share >= 0.005
     ]
     return "; ".join((f"{call.call}: {rate:,.0f} {unit}/s with {with_}; {', '.join(listed)}", *advise(call)))
+
+
+def shares_of_time(call: CallTimes) -> dict[str, float]:
+    """Return the share of each part of steps, and of each method of nested calls, in the time of a call."""
+    computing, _ = _by_role(call.workers)
+    parts = {part: share for part, share in shares(computing.values()).items() if part != "nested"}
+    return {**parts, **_shares_of_calls(computing.values())}
 
 
 def _percent(share: float) -> str:
@@ -172,6 +180,7 @@ def slow_workers(call: CallTimes) -> dict[int, str]:
         worker: _slow_part(workers[worker], fast, fastest) + _why(call, worker, fastest)
         for worker, score in paces.items()
         if score < SLOW
+        and workers[worker].seconds >= SHORTEST
         and (workers[worker].pace - fast.pace) * workers[worker].replicas >= _LEAST * workers[worker].steps
     }
 
@@ -280,7 +289,10 @@ def _new_shapes(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
 def _uneven_replicas(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
     """Return that workers wait because of their numbers of replicas."""
     owned = {worker: times.replicas / times.steps for worker, times in workers.items() if times.steps}
-    if len(owned) < 2:
+    # After a change of membership, a worker has computed other numbers of replicas before.
+    changed = any(number != round(number) for number in owned.values())
+    taken = [times.steps for times in workers.values()]
+    if len(owned) < 2 or changed or min(taken) < _SAME_STEPS * max(taken):
         return None
     most = max(owned, key=lambda worker: owned[worker])
     uneven = 1 - sum(owned.values()) / len(owned) / owned[most]

@@ -491,7 +491,7 @@ class Chart {
     }
     let low = lows.reduce((one, other) => Math.min(one, other), stacked ? 0 : Infinity);
     let high = highs.reduce((one, other) => Math.max(one, other), -Infinity);
-    const limit = logarithmic ? null : spikeLimit(highs, low, this.spec.section === "metrics" ? 10 : 3);
+    const limit = logarithmic ? null : spikeLimit(highs, low, this.spec.unit === "s" ? 3 : 10);
     this.tellBeyond(highs, high, limit);
     const clips = limit !== null && !this.whole;
     if (clips) high = limit;
@@ -622,7 +622,7 @@ class Timeline extends Chart {
   }
 
   color(one) {
-    if (["lost", "failed"].includes(one.phase) || one.status > 0) return palette.bad;
+    if (["lost", "failed"].includes(one.phase) || one.status) return palette.bad;
     return palette.read(one.ended === null ? "series-0" : "series-2");
   }
 
@@ -945,15 +945,16 @@ function drawSlowness(summary) {
   byId("slowness").hidden = !shown.length && !summary.advice.length;
   const quiet = make("li", { class: "quiet" }, `Nothing stands out: computing takes ${percent(summary.shares.compute ?? 0)} of the time.`);
   byId("advice").replaceChildren(...(summary.advice.length ? summary.advice.map((line) => make("li", {}, line)) : [quiet]));
+  const color = (part) => palette.read(`part-${part}`) || palette.read("part-nested");
   byId("shares").replaceChildren(...shown.map(([part, share]) => {
     const bar = make("span", { title: `${part} ${percent(share)}` });
-    bar.style.background = palette.read(`part-${part}`);
+    bar.style.background = color(part);
     bar.style.flexGrow = share;
     return bar;
   }));
   byId("shares-legend").replaceChildren(...shown.map(([part, share]) => {
     const swatch = make("span", { class: "swatch area" });
-    swatch.style.background = palette.read(`part-${part}`);
+    swatch.style.background = color(part);
     return make("li", {}, swatch, make("span", {}, `${part} ${percent(share)}`));
   }));
 }
