@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.cli.run import PARTS
+from lockstep.cli.parameter_types import PARTS
 from lockstep.cluster import slurm_step, tf_config
 from lockstep.cluster.slurm import SlurmClusterResolver
 from lockstep.cluster.spec import ClusterSpec

@@ -200,17 +200,12 @@ def test_the_worker_module_cannot_be_started_by_hand() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
-def test_version_and_help() -> None:
+def test_version() -> None:
     def show(*arguments: str) -> str:
         command = [sys.executable, "-m", "lockstep", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert show("--version") == f"lockstep {__version__}\n"
-    text = show("run", "--help")
-    for option in ["-n", "--replicas", "--threads-per-worker", "--backend", "--devices", "--seed"]:
-        assert re.search(rf"^  {option}\b", text, re.MULTILINE)
-    for option in ["--run-dir", "--tee", "--timeout", "-m"]:
-        assert re.search(rf"^  {option}\b", text, re.MULTILINE)
 
 
 def test_a_worker_may_find_a_folder_that_another_worker_created(lockstep: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lockstep.cli.completion import complete_script
-from lockstep.cli.run import PARTS
+from lockstep.cli.parameter_types import PARTS
 from lockstep.cli.witness import compare
 from lockstep.coordinator.comparison import unnamed
 from lockstep.launcher.backend import BACKENDS

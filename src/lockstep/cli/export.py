@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from lockstep.cli.run import PARTS, check_numbers, given, refuse_without_checkpoint, run
+from lockstep.cli.parameter_types import PARTS
+from lockstep.cli.run import check_numbers, given, refuse_without_checkpoint, run
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.indexed_job import IndexedJob, name_from
 from lockstep.hosts.where import PLACING

@@ -8,15 +8,9 @@ from typing import Literal
 
 import click
 
-from lockstep.cli.check import check
 from lockstep.cli.completion import complete_job, complete_run
-from lockstep.cli.diff import diff
-from lockstep.cli.explain import explain
-from lockstep.cli.export import export
-from lockstep.cli.logs import logs
-from lockstep.cli.page import report, ui
-from lockstep.cli.rerun import rerun
-from lockstep.cli.run import PARTS, run
+from lockstep.cli.help import LazyGroup
+from lockstep.cli.parameter_types import PARTS
 from lockstep.errors import LockstepError, with_code
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
@@ -24,6 +18,19 @@ from lockstep.system.prose import count
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 from lockstep.transport.addresses import split_address, with_port
 from lockstep.version import __version__
+
+_ELSEWHERE = {
+    "check": ("lockstep.cli.check", "Compare SCRIPT on several replicas with one process."),
+    "diff": ("lockstep.cli.diff", "Find the first step at which two runs differ, and why."),
+    "explain": ("lockstep.cli.explain", "Explain an error, and say what to do."),
+    "export": ("lockstep.cli.export", "Write a job as another system runs it."),
+    "logs": ("lockstep.cli.logs", "Show the output of the workers of JOB."),
+    "report": ("lockstep.cli.page", "Write the page of RUN to one HTML file."),
+    "rerun": ("lockstep.cli.rerun", "Repeat RUN, and say whether the bits are equal."),
+    "run": ("lockstep.cli.run", "Run SCRIPT on several workers, on one host or several."),
+    "ui": ("lockstep.cli.page", "Show runs on a local web page."),
+}
+"""For each command that is not in this file its module, and the first sentence of its help."""
 
 
 def main() -> None:
@@ -61,7 +68,7 @@ def _show_version(context: click.Context, _option: click.Parameter, asked: bool)
     context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
     is_flag=True,
@@ -80,17 +87,6 @@ def cli(verbose: bool) -> None:
     """Train a single-process Keras program on any number of workers, with the same result to the last bit."""
     if verbose:
         raise click.UsageError("--verbose belongs to --version")
-
-
-cli.add_command(run)
-cli.add_command(check)
-cli.add_command(explain)
-cli.add_command(export)
-cli.add_command(logs)
-cli.add_command(ui)
-cli.add_command(report)
-cli.add_command(diff)
-cli.add_command(rerun)
 
 
 @cli.command()

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 import click
 
 from lockstep.cli.completion import complete_script
+from lockstep.cli.help import GroupedCommand
 from lockstep.cli.job_restarts import folder_of_job, start_again
 from lockstep.cli.notifier import JobIdentity, Notifier, Receiver, notifier_beside, parse_receiver
 from lockstep.cli.page import page_beside
+from lockstep.cli.parameter_types import PARTS, Folder, Seconds
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.task_place import TaskRole
@@ -89,33 +91,8 @@ _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 _ENDS_WITHIN = 2.0
 """Seconds in which the processes of a run end whose command was killed."""
-PARTS = click.IntRange(min=1, max=4096)
-"""The range of the number of workers or replicas."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
-
-
-class _Seconds(click.FloatRange):
-    """A time; rejects `nan`, which click accepts in every range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number of seconds, or fail."""
-        seconds = super().convert(value, param, ctx)
-        if seconds != seconds:
-            self.fail(f"{value} is not a number of seconds.", param, ctx)
-        return seconds
-
-
-class _Folder(click.Path):
-    """A folder of this machine; rejects the empty path, which would mean the current one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, or fail."""
-        if not os.fspath(value):
-            self.fail("the path is empty; name a folder, such as ./folder.", param, ctx)
-        if "://" in os.fsdecode(value):
-            self.fail(f"{os.fsdecode(value)} is not a folder of this machine.", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 def _of_schedulers(command: Command) -> Command:
@@ -125,7 +102,28 @@ def _of_schedulers(command: Command) -> Command:
     return command
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+_GROUPS = {
+    "Options": (
+        *("-n", "--replicas", "--backend", "--hosts", "--seed", "--checkpoint", "--run-dir"),
+        *("--tensorboard", "--ui", "-m"),
+    ),
+    "Several hosts": (
+        *("--listen", "--workers-here", *(f"--{name.replace('_', '-')}" for name in SCHEDULERS)),
+        *("--plain", "--allow-unlike"),
+    ),
+    "Ray": ("--on", "--cpus-per-worker", "--gpus-per-worker", "--resource-per-worker", "--detach"),
+    "Computation": (
+        *("--threads-per-worker", "--devices", "--input", "--ps", "--tf-distribute", "--no-adopt"),
+        *("--verify-every", "--verify-replicas", "--witness"),
+    ),
+    "Checkpoints": ("--checkpoint-every", "--keep", "--accept-changes"),
+    "Losses and ends": ("--timeout", "--min-workers", "--max-restarts", "--restart-job", "--grace"),
+    "Output": ("--tee", "--metrics-port"),
+}
+"""The groups of options in the help; the first is what people need. Others belong to the last one."""
+
+
+@click.command(cls=GroupedCommand, groups=_GROUPS, context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "--workers",
@@ -145,7 +143,8 @@ def _of_schedulers(command: Command) -> Command:
     "--replicas",
     type=PARTS,
     metavar="R",
-    help="Number of parts into which each batch is split. Affects the result.  [default: N]",
+    help="Number of parts into which each batch is split, fixed for the job. Affects the result: with the "
+    "same R, any N up to R gives the same bits.  [default: N]",
 )
 @click.option(
     "--threads-per-worker",
@@ -239,7 +238,7 @@ def _of_schedulers(command: Command) -> Command:
 )
 @click.option(
     "--run-dir",
-    type=_Folder(path_type=Path),
+    type=Folder(path_type=Path),
     help="Folder for logs and events of this run.  [default: runs/<script>-<time>]",
 )
 @click.option(
@@ -251,7 +250,7 @@ def _of_schedulers(command: Command) -> Command:
 )
 @click.option(
     "--tensorboard",
-    type=_Folder(path_type=Path),
+    type=Folder(path_type=Path),
     metavar="DIR",
     help="Write metrics, the times of steps, load and membership to DIR for TensorBoard.",
 )
@@ -270,7 +269,7 @@ def _of_schedulers(command: Command) -> Command:
 )
 @click.option(
     "--timeout",
-    type=_Seconds(min=0, max=_TIMES, min_open=True),
+    type=Seconds(min=0, max=_TIMES, min_open=True),
     default=600.0,
     show_default=True,
     metavar="SECONDS",
@@ -302,7 +301,7 @@ def _of_schedulers(command: Command) -> Command:
 )
 @click.option(
     "--checkpoint",
-    type=_Folder(path_type=Path, file_okay=False),
+    type=Folder(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Save checkpoints to DIR, the last one when SCRIPT ends, and resume from the newest one in DIR.",
 )
@@ -385,7 +384,7 @@ def _of_schedulers(command: Command) -> Command:
     "--checks", default="", hidden=True, help="Calls to compare with one process, and nothing else."
 )
 @click.option(
-    "--order", type=_Folder(path_type=Path), hidden=True, help="Run whose order of arrivals to follow."
+    "--order", type=Folder(path_type=Path), hidden=True, help="Run whose order of arrivals to follow."
 )
 @click.option("--one-process", is_flag=True, hidden=True, help="With --order, follow that of all tasks.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
@@ -461,7 +460,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         note(f"metrics at http://{address}:{port}/metrics")
     remove_abandoned()
     if isinstance(place, Here):
-        note(f"{spec.describe()}{_passed_on(options['arguments'])}")
+        first, rest = spec.describe()
+        note(first)
+        note(f"{rest}{_passed_on(options['arguments'])}")
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
     if hash_seed := replaced_hash_seed(spec.seed):

@@ -1,0 +1,32 @@
+"""Types of options and arguments of commands."""
+
+import os
+from typing import Any
+
+import click
+
+PARTS = click.IntRange(min=1, max=4096)
+"""The range of the number of workers or replicas."""
+
+
+class Seconds(click.FloatRange):
+    """A time; rejects `nan`, which click accepts in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number of seconds, or fail."""
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        return seconds
+
+
+class Folder(click.Path):
+    """A folder of this machine; rejects the empty path, which would mean the current one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail."""
+        if not os.fspath(value):
+            self.fail("the path is empty; name a folder, such as ./folder.", param, ctx)
+        if "://" in os.fsdecode(value):
+            self.fail(f"{os.fsdecode(value)} is not a folder of this machine.", param, ctx)
+        return super().convert(value, param, ctx)
