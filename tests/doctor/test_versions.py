@@ -85,6 +85,13 @@ def test_an_unavailable_backend_is_a_failure(variable: str) -> None:
     assert f"KERAS_BACKEND={variable}" in findings["chosen backend"].reason
 
 
+@pytest.mark.parametrize("variable", [None, "jax"])
+def test_without_a_backend_the_remedy_is_to_install_one(variable: str | None) -> None:
+    finding = examine(VERSIONS, Wishes(variable=variable), ())[0]["chosen backend"]
+    assert finding.reason.startswith("no Keras backend is installed for ")
+    assert finding.remedy.startswith("install one: pip install 'keras-lockstep[jax]'")
+
+
 def test_the_reason_for_the_backend_is_named() -> None:
     both = ("jax", "torch")
     versions = {**VERSIONS, "torch": "2.13.0"}

@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion
 
 from lockstep.doctor.check import Finding, Rating, Sources, failure, fine, warning
 from lockstep.errors import LockstepError
-from lockstep.launcher.backend import BACKENDS, Choice, choose_backend
+from lockstep.launcher.backend import BACKENDS, INSTALLATION, Choice, choose_backend
 
 LOCKSTEP = "keras-lockstep"
 _CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")}
@@ -194,6 +194,8 @@ def judge_backend(backend: str, installation: Installation) -> Finding:
 def judge_choice(installation: Installation) -> Finding:
     """Name the backend that a job would use, and why."""
     choice = installation.choice
+    if not installation.importable:
+        return failure(f"no Keras backend is installed for {installation.python}", INSTALLATION)
     if choice is None:
         remedy = "set KERAS_BACKEND to a backend that is installed, or unset it"
         return failure(installation.refusal, remedy)

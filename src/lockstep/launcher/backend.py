@@ -28,6 +28,11 @@ RULE = (
     "tensorflow with --tf-distribute, or the first installed of tensorflow, jax and torch"
 )
 """The default of `--backend`, as shown in the help."""
+INSTALLATION = (
+    "install one: pip install 'keras-lockstep[jax]', or pip install tensorflow-cpu, or PyTorch's CPU build "
+    "(keras-lockstep[torch] takes 5 GB, with CUDA)"
+)
+"""The advice if no backend is installed."""
 
 _WRITTEN_BY_KERAS = "tensorflow"
 _BY_DEFAULT = (_WRITTEN_BY_KERAS, "jax", "torch")
@@ -104,10 +109,7 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
         return Choice("tensorflow", "--tf-distribute requires it")
     for name in filter(installed, _BY_DEFAULT):
         return Choice(name, "it is the first installed of TensorFlow, JAX and PyTorch")
-    raise ConfigError(
-        f"no Keras backend is installed for {python}: install one, such as JAX with pip install "
-        "'keras-lockstep[jax]'"
-    )
+    raise ConfigError(f"no Keras backend is installed for {python}: {INSTALLATION}")
 
 
 def require_tensorflow(installed: Callable[[str], bool], python: str) -> None:
