@@ -195,7 +195,7 @@ def test_list_scale_and_stop_find_the_job(host: Any, is_gone: Gone) -> None:
     assert "3 workers cannot share 2 replicas" in command("scale", name, "3").stderr
     terminals[1].stop()
     terminals[0].until(
-        "worker 1 ended (exit status unknown); start it again and it joins; worker 0 continues (view 2)"
+        "worker 1 ended (exit status unknown); start it again and it joins; worker 0 continues"
     )
     refused = command("scale", name, "2")
     assert refused.returncode == 2

@@ -77,14 +77,15 @@ def test_the_output_of_the_chief_is_shown_and_every_worker_has_a_log(lockstep: A
     done = lockstep.run(
         "-n", "2", lockstep.script("print('out', me); print('err', me, file=sys.stderr); barrier()")
     )
-    start = (
-        "lockstep: 2 workers, 2 replicas, {} each, seed 0 unless the script sets one; on JAX, because "
-        "KERAS_BACKEND selects it; the same bits with any 1 to 2 workers; logs in run"
-    )
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    first = start.format("1 thread" if threads == 1 else f"{threads} threads")
+    start = [
+        "lockstep: 2 workers, 2 replicas (fixed for this job; --replicas 2 gives these bits with -n 1 or 2); "
+        "logs in run",
+        f"lockstep: {threads} thread{'s' * (threads > 1)} each, seed 0 unless the script sets one; on JAX, "
+        "because KERAS_BACKEND selects it",
+    ]
     assert (done.status, done.out) == (0, "out 0\n")
-    assert done.err.splitlines() == [first, "err 0", ALONE]
+    assert done.err.splitlines() == [*start, "err 0", ALONE]
     assert [sorted(done.log(worker).splitlines()) for worker in (0, 1)] == [
         ["err 0", "out 0"],
         ["err 1", "out 1"],
@@ -392,10 +393,8 @@ def test_the_default_folder_is_named_after_the_script_and_the_time(lockstep: Any
     done = subprocess.run(command, cwd=lockstep.folder, capture_output=True, text=True, check=True)
     (folder,) = (lockstep.folder / "runs").iterdir()
     assert re.fullmatch(r"script-\d{8}-\d{6}", folder.name)
-    assert done.stderr.endswith(
-        f"1 replica, {len(os.sched_getaffinity(0))} threads each, seed 0 unless the script "
-        f"sets one; on JAX, because KERAS_BACKEND selects it; logs in runs/{folder.name}\n"
-    )
+    first = "1 worker, 1 replica (like plain Keras; --replicas 2 gives the bits of -n 2)"
+    assert f"lockstep: {first}; logs in runs/{folder.name}\n" in done.stderr
 
 
 def test_gpus_are_distributed_by_default(lockstep: Any) -> None:
@@ -498,4 +497,4 @@ def test_options_of_the_command_after_the_script_are_named(lockstep: Any) -> Non
     text = "print(sys.argv[1:])"
     done = lockstep.run("-n", "1", lockstep.script(text), "-n", "2", "--epochs", "3", "--seed=4")
     assert (done.status, done.out) == (0, "['-n', '2', '--epochs', '3', '--seed=4']\n")
-    assert done.err.splitlines()[0].endswith("; -n, --seed after the script is for the script")
+    assert done.err.splitlines()[1].endswith("; -n, --seed after the script is for the script")

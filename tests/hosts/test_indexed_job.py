@@ -258,7 +258,7 @@ def test_a_lost_pod_is_replaced(
         (children,) = Path(f"/proc/{second.process.pid}/task").glob("*/children")
         os.kill(int(children.read_text()), how)
     assert second.end() == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: LEFT_OUT}[how]
-    first.wait_until(lambda: "workers 0 and 1 continue (view 2)" in first.err)
+    first.wait_until(lambda: "workers 0 and 1 continue" in first.err)
     again = pods.start(1, **lean_environment)
     again.wait_until(lambda: "made " in again.out)
     (hosts[0].work / "fast").touch()

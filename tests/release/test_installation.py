@@ -142,7 +142,7 @@ def trained(installed: Installation) -> str:
     command = ["run", "--backend", installed.backend, "-n", "2", "--run-dir", "runs/two", "train.py"]
     run = installed.run("lockstep", *command)
     assert run.returncode == 0, run.stderr
-    assert f"$ lockstep run --backend jax -n 2 {command[-1]}" in README
+    assert f"$ lockstep run --backend jax --replicas 2 -n 2 {command[-1]}" in README
     return run.stderr.splitlines()[-1]
 
 
@@ -153,7 +153,7 @@ def digest(last_line: str) -> str:
 
 @pytest.mark.slow
 def test_the_program_of_the_readme_computes_equal_bits(installed: Installation, trained: str) -> None:
-    run = installed.run(*f"lockstep run --backend {installed.backend} -n 1 --replicas 2 train.py".split())
+    run = installed.run(*f"lockstep run --backend {installed.backend} --replicas 2 -n 1 train.py".split())
     assert run.returncode == 0, run.stderr
     assert ": 45 steps on 2 workers; " in trained
     assert ": 45 steps on 1 worker; " in run.stderr.splitlines()[-1]

@@ -169,7 +169,8 @@ class JobOnHosts:
         threads = spec.threads or threads_for_all(spec.hosts, _in_order(spec, facts), spec.replicas)
         spec = replace(spec, threads=threads)
         remote = self._begin_on_others(spec, facts)
-        self.console.say(f"{spec.shape}; events in {spec.run_dir}" if self.by_hand else spec.describe())
+        for line in spec.describe("events" if self.by_hand else "logs"):
+            self.console.say(line)
         newcomers = Newcomers(
             spec=spec,
             prepare=self.prepare,

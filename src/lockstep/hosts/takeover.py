@@ -172,8 +172,8 @@ class TakenOverJob:
         living = sum(not known.lost for known in record.hosts)
         missing = f"; {len(channels)} of them continued it" if len(channels) < living else ""
         self.console.say(
-            f"taking over a job of {count(living, 'host')} whose coordinator was lost, in view "
-            f"{record.view.number}{missing}; logs in {spec.run_dir}"
+            f"taking over a job of {count(living, 'host')} whose coordinator was lost{missing}; logs in "
+            f"{spec.run_dir}"
         )
         children, clock = set[int](), SystemClock()
         newcomers = Newcomers(spec, prepare, facts, self.console.say, self.loop, clock)

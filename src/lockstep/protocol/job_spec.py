@@ -232,13 +232,13 @@ class JobSpec(JobSettings):
         devices = self.devices[slot % len(self.devices)]
         return devices if slot < len(self.devices) else Devices(devices.visible, shared=True)
 
-    def describe(self) -> str:
-        """Describe in one line what will run, and where its logs are."""
-        return f"{self.shape}; logs in {self.run_dir}"
+    def describe(self, folder: str = "logs") -> tuple[str, str]:
+        """Describe what will run: in 25 words at most, and the rest; `folder` is what the run folder has."""
+        return f"{self.shape}; {folder} in {self.run_dir}", self._rest
 
     @property
     def shape(self) -> str:
-        """One line on what the result depends on, and on the number of workers."""
+        """The number of workers and of replicas, and how other numbers of workers give the same bits."""
         on = f" on {count(len(self.hosts), 'host')}" if self.hosts else ""
         what = f"{count(self.workers, 'worker')}{on}, {count(self.replicas, 'replica')}"
         if self.parameter_servers:
@@ -253,18 +253,24 @@ class JobSpec(JobSettings):
                     if servers == 1
                     else f" (from worker {self.workers - servers})"
                 )
-        parts = [f"{what}, {count(self.threads, 'thread')} each, seed {self.seed} unless the script sets one"]
+            return f"{what}; lockstep rerun repeats the bits"
+        if self.replicas == 1:
+            return f"{what} (like plain Keras; --replicas 2 gives the bits of -n 2)"
+        up_to = "1 or 2" if self.replicas == 2 else f"1 to {self.replicas}"
+        return f"{what} (fixed for this job; --replicas {self.replicas} gives these bits with -n {up_to})"
+
+    @property
+    def _rest(self) -> str:
+        threads = count(self.threads, "thread")
+        # Hosts with other numbers of cores would use other numbers of threads.
+        threads += f" each (elsewhere, give --threads-per-worker {self.threads})" if self.hosts else " each"
+        parts = [f"{threads}, seed {self.seed} unless the script sets one"]
         if self.joint_input:
             parts.append("each worker reads all input")
         if self.plain:
             parts.append("connections between hosts are not encrypted")
         if self.chosen:
             parts.append(self.chosen)
-        if self.parameter_servers:
-            parts.append("lockstep rerun repeats the bits")
-        elif self.replicas > 1:
-            threads = f" and --threads-per-worker {self.threads}, also on one host" if self.hosts else ""
-            parts.append(f"the same bits with any 1 to {self.replicas} workers{threads}")
         if (kept := self.checkpoints) is not None:
             began = f"resuming from {kept.resume}, checkpoints"
             if kept.resume is None:

@@ -83,7 +83,8 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     lock = claim_folder(spec.run_dir)
     paths = RunPaths(spec.run_dir.absolute())
     empty_folder(paths.sources)
-    terminals.say(f"{spec.shape}; events in {spec.run_dir}")
+    for line in spec.describe("events"):
+        terminals.say(line)
     user, command = LocalChannel.pair()
 
     def pass_on(number: int, frame: FrameType | None) -> None:

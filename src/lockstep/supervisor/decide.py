@@ -835,7 +835,7 @@ def _next_view(state: State, how: str, now: float) -> Decision:
     if state.admission.given:
         return _admit(state, now, how)
     view = state.next_view(staying)
-    reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
+    reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)}"
     admission = replace(state.admission, posted=Notice.NOTHING, unreported="")
     shown = ShowMessage(reason, _logs(state))
     state = replace(state, view=view, view_since=now, admission=admission)
@@ -863,9 +863,7 @@ def _admit(state: State, now: float, how: str) -> Decision:
     new, old = tuple(w for w in workers if w in ready), tuple(w for w in staying if w not in workers)
     changes = [f"{name_workers(new)} joined"] if new else []
     changes += [f"{name_workers(old)} left"] if old else []
-    what = (
-        f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')}, view {view.number})"
-    )
+    what = f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')})"
     reason = f"{why}; {what}" if why else what
     given = state.admission.given if new else None
     admission = replace(state.admission.without_state(), unreported="")
