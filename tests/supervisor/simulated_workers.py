@@ -39,10 +39,10 @@ Act = Callable[["Worker"], None]
 
 
 def failure(
-    worker: int, status: int, summary: str, blames: bool, prints: bool = True, differs: bool = False
+    worker: int, status: int, summary: str, blames: bool, prints: bool = True, recurs: bool = False
 ) -> FailureReport:
     """Return the report of a worker whose script has raised."""
-    return FailureReport(ScriptFailed(worker, summary, ""), status, blames, prints, differs)
+    return FailureReport(ScriptFailed(worker, summary, ""), status, blames, prints, recurs)
 
 
 def state_given(view: int, whole: bool, failure: str = "", host: int = 0) -> StateGiven:

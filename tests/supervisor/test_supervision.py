@@ -112,7 +112,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     (r"the script of worker (?P<worker>\d+) ends", partial(ScriptEnded, status=0)),
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", WorkerExited),
     (
-        r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?(?P<differs>, differing)?"
+        r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?(?P<recurs>, recurring)?"
         r": (?P<summary>.*)",
         failure,
     ),
@@ -160,7 +160,7 @@ CONVERT: dict[str, Callable[[str], Any]] = {
     "signal": int,
     "seconds": float,
     "blames": bool,
-    "differs": bool,
+    "recurs": bool,
     "summary": str,
     "what": str,
     "whole": lambda text: text in ("to be let in", "state"),

@@ -10,7 +10,8 @@ import pytest
 
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.collectives.plan import ReducePlan
-from lockstep.errors import PeerLostError
+from lockstep.errors import InputError, PeerLostError
+from lockstep.keras.fit import callbacks as fit_callbacks
 from lockstep.keras.fit.callbacks import different_paths, paths_of, writing_once
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, set_callback_states
 from lockstep.protocol.job_spec import JobSettings
@@ -174,3 +175,11 @@ def test_the_next_chief_writes_the_row_that_the_lost_one_wrote(hub_of_two: Hub, 
     table.on_epoch_end(1, {"loss": 0.25, "val_loss": 0.4, "learning_rate": 0.1})
     table.on_train_end()
     assert path.read_text().split() == ["epoch,loss,val_loss", "0,0.5,0.7", "1,0.25,0.4"]
+
+
+def test_tensorboard_without_tensorflow_is_refused_with_what_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_callbacks, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="give lockstep run --tensorboard DIR"):
+        writing_once([callbacks.TensorBoard(tmp_path)], 0, resumes=False)

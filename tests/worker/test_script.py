@@ -1,15 +1,36 @@
 """Scripts are found and run as by `python`."""
 
+import contextlib
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from lockstep.errors import ConfigError, LockstepError, ModelError, ScopeError
-from lockstep.worker.script import Script, keep_original, original_of, summarize, summarize_own
+import lockstep
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DisagreementError,
+    InternalError,
+    LockstepError,
+    ModelError,
+    ScopeError,
+)
+from lockstep.worker.script import (
+    Script,
+    hide_internals,
+    is_of_machine,
+    keep_original,
+    original_of,
+    summarize,
+    summarize_own,
+)
 
 SHOW = """
 import sys
@@ -199,3 +220,83 @@ def test_an_error_that_a_library_wraps_is_found() -> None:
     assert original_of(ValueError("in a graph: no such loss, in loss.py")) is last
     for other in (ValueError("in a graph: no such step"), ScopeError("no such loss")):
         assert original_of(other) is other
+
+
+OURS = str(Path(lockstep.__file__).parent / "keras" / "fit" / "x.py")
+KERAS = "/env/lib/python3.12/site-packages/keras/src/callbacks/callback_list.py"
+JAX = "/env/lib/python3.12/site-packages/jax/_src/api.py"
+PROGRAM = "/home/me/train.py"
+
+
+def raised_through(*files: str) -> Exception:
+    """Return an error that was raised through functions of these files, the innermost last."""
+    call: Any = None
+    for file in reversed(files):
+        names = {"call": call}
+        body = "raise ValueError" if call is None else "call()"
+        exec(compile(f"def outer():\n    {body}", file, "exec"), names)
+        call = names["outer"]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    error = caught.value
+    assert error.__traceback__ is not None
+    # Without the frame of this file.
+    return error.with_traceback(error.__traceback__.tb_next)
+
+
+def files_of(error: BaseException | None) -> list[str]:
+    assert error is not None
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        ((PROGRAM, OURS, KERAS, PROGRAM), [PROGRAM, PROGRAM]),
+        ((PROGRAM, OURS, contextlib.__file__, OURS, KERAS, JAX), [PROGRAM, JAX]),
+        ((PROGRAM, contextlib.__file__, PROGRAM), [PROGRAM, contextlib.__file__, PROGRAM]),
+        # Perhaps a bug of Lockstep.
+        ((PROGRAM, KERAS, OURS), [PROGRAM, KERAS, OURS]),
+        ((OURS, KERAS), [KERAS]),
+    ],
+)
+def test_a_traceback_has_no_frames_of_lockstep_and_keras(
+    files: tuple[str, ...], shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filters = SimpleNamespace(is_traceback_filtering_enabled=lambda: True)
+    monkeypatch.setitem(sys.modules, "keras", cast(ModuleType, SimpleNamespace(config=filters)))
+    error = raised_through(*files)
+    error.__context__ = raised_through(*files)
+    error.__context__.__cause__ = error
+    hide_internals(error)
+    assert files_of(error) == files_of(error.__context__) == shown
+
+
+def test_frames_of_keras_stay_if_the_program_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    filters = SimpleNamespace(is_traceback_filtering_enabled=lambda: False)
+    monkeypatch.setitem(sys.modules, "keras", cast(ModuleType, SimpleNamespace(config=filters)))
+    error = raised_through(PROGRAM, OURS, KERAS, PROGRAM)
+    hide_internals(error)
+    assert files_of(error) == [PROGRAM, KERAS, PROGRAM]
+
+
+JaxRuntimeError = type("JaxRuntimeError", (RuntimeError,), {"__module__": "jaxlib._jax"})
+
+
+@pytest.mark.parametrize(
+    ("error", "of_machine"),
+    [
+        (ValueError("no"), False),
+        (RuntimeError("no"), False),
+        (DataError("batch 3 has no rows"), False),
+        (DisagreementError("they differ"), False),
+        (FileNotFoundError(2, "no such file"), True),
+        (MemoryError(), True),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), True),
+        (CheckpointError("the disk is full"), True),
+        (InternalError("a bug"), True),
+        (KeyboardInterrupt(), True),
+    ],
+)
+def test_only_some_errors_can_be_of_a_machine(error: BaseException, of_machine: bool) -> None:
+    assert is_of_machine(error) == of_machine

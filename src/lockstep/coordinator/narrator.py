@@ -74,6 +74,7 @@ class Narrator:
         self._writers = FileConflicts(Path.cwd())
         self._downloads: dict[str, float] = {}
         self._kept_step = 0
+        self._errors: dict[int, str] = {}
         # A coordinator that takes over continues the totals of the job.
         self.run = RunState(
             keeps_history=False,
@@ -135,6 +136,8 @@ class Narrator:
         ended = self.run.ended_call
         if ended is not None and ended is not before and (line := describe(ended.of(self.run.members))):
             self._console.say(line)
+        if isinstance(published.event, run_events.ScriptFailed):
+            self._errors[published.event.worker] = published.event.summary
         if isinstance(published.event, run_events.MemoryExhausted):
             self._console.say(
                 "the kernel killed a process because memory ran out, probably worker "
@@ -218,7 +221,7 @@ class Narrator:
             said = outcome
             if outcome.stopped and state.distributes:
                 said = replace(outcome, message=f"{outcome.message}{self._what_remains()}")
-            self._console.say(explain(said, evidence, self._console.shows, self._name_log))
+            self._console.say(explain(said, evidence, self._has_shown, self._name_log))
         elif spec.workers > 1 and not self.used_strategy:
             what = "used no strategy and compiled no model" if spec.adopts else "used no strategy"
             self.warn(f"the script {what}: each of the {spec.workers} workers ran all of it on its own")
@@ -243,6 +246,12 @@ class Narrator:
         """Publish the end of the job, and what it has done."""
         done = fields_of_end(self.run.totals, self._clock.now() - self.begun)
         self._events.publish(run_events.JobFinished(status=status, message=message, workers=workers, **done))
+
+    def _has_shown(self, worker: int) -> bool:
+        """Whether the terminal has shown the output of a worker, or another one's with the same error."""
+        error = self._errors.get(worker)
+        alike = [other for other, text in self._errors.items() if text == error]
+        return any(map(self._console.shows, (worker, *alike)))
 
     def _summary(self) -> str:
         state, seconds = self._state(), self._clock.now() - self.begun

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.errors import (
     ChangedError,
     ConfigError,
-    DisagreementError,
     LockstepError,
     PeerLostError,
     PeerStuckError,
@@ -55,6 +54,8 @@ from lockstep.worker.jax_cache import keep_compiled
 from lockstep.worker.program_sources import keep_sources
 from lockstep.worker.script import (
     Script,
+    hide_internals,
+    is_of_machine,
     original_of,
     program_traceback,
     summarize,
@@ -266,11 +267,13 @@ def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
         prints = not has_log or sys.excepthook is not sys.__excepthook__
     else:
         summary, prints = f"{summarize(error)}{_hint(error)}", True
+        # What is shown; the event has all frames.
+        hide_internals(error)
     flush_streams()
     # Notify the other workers first: writing the output may block on a slow reader.
     blames = isinstance(error, PeerLostError | PeerStuckError)
-    differs = isinstance(error, DisagreementError)
-    if not client.failed(status, summary, text, blames=blames, prints=prints, differs=differs) or prints:
+    recurs = not is_of_machine(error)
+    if not client.failed(status, summary, text, blames=blames, prints=prints, recurs=recurs) or prints:
         sys.excepthook(type(error), error, error.__traceback__)
     return status
 

@@ -63,14 +63,15 @@ class FailureReport(msgspec.Struct, frozen=True, tag="failure"):
         status: the exit status.
         blames: whether the error only says that another worker is lost or stuck.
         prints: whether the worker prints the traceback; otherwise the agent writes it to the worker's log.
-        differs: whether workers compute different things, which perhaps only this one has found.
+        recurs: whether the others would meet the error too, perhaps later: they take over the work of this
+            worker, or differ from it.
     """
 
     event: ScriptFailed
     status: int
     blames: bool
     prints: bool = True
-    differs: bool = False
+    recurs: bool = False
 
     @property
     def worker(self) -> int:

@@ -3,8 +3,11 @@
 The first failure decides the exit status; failures that it causes in others (`PeerLostError`) never do.
 
 Once a worker has created a strategy, the job is elastic: the members continue without a lost worker in a new
-view, and compute its replicas too. When a script raises, the other workers get a moment to raise too. Before,
-a lost worker ends the job, because its script may fail on all; but the others continue without a lost host.
+view, and compute its replicas too. An error of the script ends the job, also if one worker alone has met it:
+the others take over its work, and the next chief calls the same callbacks. Only an error that the machine can
+cause, such as of a disk, is like a loss, once the other workers had a moment to raise too. Before a strategy
+exists, a lost worker ends the job, because its script may fail on all; but the others continue without a lost
+host.
 
 A joiner runs the script by itself up to the position of the members: it requests the position, runs up to it,
 and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
@@ -430,8 +433,7 @@ def _failure_reported(state: State, event: FailureReport, now: float) -> Decisio
             state = _with_deadline(state, now + state.limits.leave)
         return Decision(state, reason=f"{message}; the job is already ending")
     if not event.blames:
-        # The results of the others are as doubtful where workers differ.
-        if not state.elastic or worker in state.vital or event.differs:
+        if not state.elastic or worker in state.vital or event.recurs:
             return _end(state, outcome, now)
         state = _with_failure(state, worker, outcome, now)
         return Decision(state, reason=f"{message}; the others may fail too")

@@ -94,11 +94,11 @@ class AgentClient:
         *,
         blames: bool,
         prints: bool,
-        differs: bool = False,
+        recurs: bool = False,
     ) -> bool:
         """Report that the script raised; return whether the report was sent."""
         event = ScriptFailed(self._worker, summary, traceback)
-        return self._channel.send(FailureReport(event, status, blames, prints, differs), _PATIENCE)
+        return self._channel.send(FailureReport(event, status, blames, prints, recurs), _PATIENCE)
 
     def finished(self, status: int = 0) -> None:
         """Report that the script ended, or exited with a status of its own."""

@@ -1,22 +1,27 @@
 """Running a script or a module as `python` itself would."""
 
 import builtins
+import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from lockstep.errors import ConfigError, LockstepError, with_code
-from lockstep.worker.program_sources import is_program
+from lockstep.errors import ConfigError, DisagreementError, InputError, LockstepError, with_code
+from lockstep.worker.program_sources import is_program, library_name
 
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_HELPERS = (contextlib.__file__, functools.__file__)
+_BACKENDS = {"jax", "jaxlib", "tensorflow", "torch"}
 _IN_A_GRAPH = "Graph execution error:"
 _AROUND = ("in user code:", "Exception encountered when calling ")
 """How errors begin that TensorFlow and Keras raise again with their own text around the original one."""
@@ -157,12 +162,7 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Return `trace` from the script's first frame on; None if all frames are Lockstep's own."""
-    package = Path(__file__).parents[1]
-    own = (
-        str(Path(__file__)),
-        str(package / "launcher" / "worker_main.py"),
-        str(package / "functions" / "worker.py"),
-    )
+    own = (str(Path(__file__)), f"{_PACKAGE}launcher/worker_main.py", f"{_PACKAGE}functions/worker.py")
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace
@@ -170,17 +170,69 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 def program_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Return `trace` with the program's own frames only; None if it has none."""
-    first = last = None
+    return _linked([each for each in _steps(trace) if is_program(each.tb_frame.f_code.co_filename)])
+
+
+def hide_internals(error: BaseException) -> None:
+    """Remove Lockstep's frames from the tracebacks of an error and of the errors that led to it.
+
+    Keras's frames are removed too, unless the program has disabled Keras's own filter. An error that Lockstep's
+    own code has raised keeps all its frames: it may be a bug.
+    """
+    config = getattr(sys.modules.get("keras"), "config", None)
+    hides_keras = config is not None and config.is_traceback_filtering_enabled()
+    seen = set[int]()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        each = errors.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        frames = list(_steps(each.__traceback__))
+        if frames and frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            continue
+        shown = [
+            frame
+            for frame, internal in zip(frames, _internal(frames, hides_keras), strict=True)
+            if not internal
+        ]
+        each.__traceback__ = _linked(shown or frames[-1:])
+        errors += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+
+
+def _internal(frames: Sequence[TracebackType], hides_keras: bool) -> Iterator[bool]:
+    """Yield whether each frame is Lockstep's or Keras's, or a helper of Python that these have called."""
+    internal = False
+    for frame in frames:
+        file = frame.tb_frame.f_code.co_filename
+        helper = internal and file in _HELPERS
+        internal = helper or file.startswith(_PACKAGE) or (hides_keras and library_name(file) == "keras")
+        yield internal
+
+
+def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
-        if is_program(trace.tb_frame.f_code.co_filename):
-            own = TracebackType(None, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-            if last is None:
-                first = own
-            else:
-                last.tb_next = own
-            last = own
+        yield trace
         trace = trace.tb_next
-    return first
+
+
+def _linked(frames: Sequence[TracebackType]) -> TracebackType | None:
+    """Return a traceback of these frames."""
+    linked = None
+    for frame in reversed(frames):
+        linked = TracebackType(linked, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return linked
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Whether a machine can be the cause of an error that a script raises: another worker may do without it.
+
+    Errors that backends define are of this kind, because devices cause them.
+    """
+    if isinstance(error, LockstepError):
+        return not isinstance(error, InputError | DisagreementError)
+    of_backend = type(error).__module__.partition(".")[0] in _BACKENDS
+    return of_backend or not isinstance(error, Exception) or isinstance(error, OSError | MemoryError)
 
 
 def summarize(error: BaseException) -> str:

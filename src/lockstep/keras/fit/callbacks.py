@@ -11,13 +11,14 @@ writes for all. `BackupAndRestore` compares its folder on all hosts before it re
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import keras
 import msgspec
 
-from lockstep.errors import ModelError
+from lockstep.errors import InputError, ModelError
 from lockstep.keras.kept_saves import SavesAtEnd
 from lockstep.keras.private.common import (
     ORBAX_CHECKPOINT,
@@ -239,6 +240,9 @@ def writing_once(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
         callbacks: as the program passes them.
         verbose: as the program passes it.
         resumes: whether the call began in another process, which has created the files.
+
+    Raises:
+        InputError: one of them needs a package that is not installed.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
@@ -368,6 +372,11 @@ def has_batch_methods(callbacks: Any) -> bool:
 
 def _writing_once(callback: Any, resumes: bool) -> Any:
     if type(callback) is keras.callbacks.TensorBoard:
+        if find_spec("tensorflow") is None:
+            raise InputError(
+                "keras.callbacks.TensorBoard needs TensorFlow, which is not installed: remove the callback, "
+                "and give lockstep run --tensorboard DIR, which needs the package tensorboard alone"
+            )
         return OnChief(callback)
     kind = _WRITERS.get(type(callback))
     if kind is None:
