@@ -33,6 +33,7 @@ VALUES = {
     "--devices": "0",
     "--seed": "1",
     "--input": "joint",
+    "--env": "A=1",
     "--run-dir": "d",
     "--tee": "all",
     "--tensorboard": "t",
@@ -166,7 +167,7 @@ class Begun(BaseException):
     """The command has refused nothing."""
 
 
-def begin(*_: Any) -> NoReturn:
+def begin(*_: Any, **__: Any) -> NoReturn:
     raise Begun
 
 

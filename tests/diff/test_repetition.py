@@ -105,3 +105,12 @@ def test_a_run_without_whole_orders_is_refused_before_a_process_starts(
         repeat(recording, tmp_path / "new")
     assert f"old cannot be repeated: the end of {missing}" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_variables_of_the_run_are_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"workers": 3, "replicas": 5, "parameter_servers": 0, "env": {"COLOR": "blue", "API_KEY": None}}
+    monkeypatch.delenv("API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="old has not recorded the value of API_KEY: set the variable here"):
+        options_of_repetition(tmp_path, monkeypatch, **job)
+    monkeypatch.setenv("API_KEY", "abc")
+    assert options_of_repetition(tmp_path, monkeypatch, **job)["env"] == ("COLOR=blue", "API_KEY")

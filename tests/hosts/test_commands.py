@@ -84,10 +84,12 @@ def test_resuming(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) ->
 
 
 SCRIPT = """
+import os
 import sys
 from pathlib import Path
 from lockstep.worker import job
 print("hello from", job.current().worker, flush=True)
+Path("seen").write_text(os.environ["COLOR"] + os.environ["A_TOKEN"])
 if Path("fails").exists():
     raise RuntimeError("fails here")
 if job.current().worker == 2:
@@ -96,19 +98,27 @@ if job.current().worker == 2:
 
 
 def test_scripts_without_a_strategy(hosts: Sequence[Host]) -> None:
-    """The command shows and keeps what workers on all hosts print, and names the one whose script fails."""
+    """The command shows and keeps what workers on all hosts print, and names the one whose script fails.
+
+    All have the user's variables; the value that is not on the command line is not in the run folder.
+    """
     for host in hosts[:3]:
         (host.work / "script.py").write_text(SCRIPT)
     command = ("run", "--backend", "jax", "--tee", "all", "--hosts", "node1,node2,node3")
-    done = hosts[0].lockstep(*command, "--run-dir", "done", "script.py")
+    command += ("--env", "COLOR=blue", "--env", "A_TOKEN")
+    done = hosts[0].lockstep(*command, "--run-dir", "done", "script.py", A_TOKEN="unrecorded")
     assert done.end() == 0, done.err
+    assert [(host.work / "seen").read_text() for host in hosts[:3]] == ["blueunrecorded"] * 3
+    kept = [file.read_text() for file in (hosts[0].work / "done").rglob("*") if file.is_file()]
+    assert any('"env":{"COLOR":"blue","A_TOKEN":null}' in text for text in kept)
+    assert not any("unrecorded" in text for text in kept)
     logs = [(hosts[0].work / f"done/worker-{worker}.log").read_text() for worker in range(3)]
     assert logs == ["hello from 0\n", "hello from 1\n", f"hello from 2\n{'x' * 9_999_999}\n"]
     assert all(f"hello from {worker}\n" in done.out for worker in range(3))
     assert done.out.count("x") == 9_999_999
     assert "each of the 3 workers ran all of it on its own" in done.err
     (hosts[1].work / "fails").touch()
-    failed = hosts[0].lockstep(*command, "--run-dir", "failed", "script.py")
+    failed = hosts[0].lockstep(*command, "--run-dir", "failed", "script.py", A_TOKEN="unrecorded")
     assert failed.end() == 1
     assert "lockstep: worker 1 exited with status 1: RuntimeError: fails here" in failed.err
-    assert {path.name for path in hosts[1].work.iterdir()} == {"script.py", "fails"}
+    assert {path.name for path in hosts[1].work.iterdir()} == {"script.py", "fails", "seen"}

@@ -14,10 +14,14 @@ from lockstep.system.environment import (
     environment_at_start,
     forget_worker,
     job_environment,
+    parse_variables,
     read_worker,
     replaced_hash_seed,
+    require_variables,
+    shared_variables,
     switched_off,
     tf_config,
+    unrecorded,
     usable_cores,
     visible_gpus,
     worker_environment,
@@ -230,3 +234,35 @@ def test_the_cache_of_a_user_without_a_home_is_not_at_the_root(monkeypatch: pyte
     # No system has a user with this id.
     monkeypatch.setattr(os, "geteuid", lambda: 2**31 - 7)
     assert cache_folder({}) == Path("/nonexistent/.cache/lockstep")
+
+
+def test_variables_of_the_script() -> None:
+    variables = parse_variables(["COLOR=blue=green", "EMPTY=", "API_KEY", "COLOR=red"])
+    assert variables == {"COLOR": "red", "EMPTY": "", "API_KEY": None}
+    here = {"COLOR": "blue", "API_KEY": "abc", "OTHER": "x", "KERAS_BACKEND": "jax"}
+    assert unrecorded(variables, here) == {"API_KEY": "abc"}
+    assert shared_variables(variables, here) == {"COLOR": "blue", "API_KEY": "abc", "KERAS_BACKEND": "jax"}
+    require_variables(variables, here)
+    with pytest.raises(ConfigError, match="--env API_KEY: set the variable here"):
+        require_variables(variables, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected NAME=VALUE"),
+        ("=x", "expected NAME=VALUE"),
+        ("A B=x", "expected NAME=VALUE"),
+        ("1A", "expected NAME=VALUE"),
+        ("OMP_NUM_THREADS=4", "--env OMP_NUM_THREADS: --threads-per-worker sets it"),
+        ("PYTHONHASHSEED=4", "--env PYTHONHASHSEED: --seed sets it"),
+        ("TF_CONFIG", "the job sets it for each worker"),
+        ("LOCKSTEP_WORKER=4", "Lockstep uses it itself"),
+        ("WANDB_API_KEY=abc", "give --env WANDB_API_KEY, which records the name alone"),
+        ("HF_TOKEN=abc", "give --env HF_TOKEN, which records the name alone"),
+    ],
+)
+def test_variables_that_a_script_cannot_get(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_variables([text])
+    assert parse_variables(["TOKENIZERS_PARALLELISM=false"])

@@ -51,9 +51,13 @@ from lockstep.system.environment import (
     LEGACY_KERAS,
     keras_backend,
     legacy_keras,
+    parse_variables,
     replaced_hash_seed,
+    require_variables,
+    set_recorded,
     switched_off,
     take_environment,
+    unrecorded,
     usable_cores,
     visible_gpus,
 )
@@ -104,7 +108,7 @@ def _of_schedulers(command: Command) -> Command:
 
 _GROUPS = {
     "Options": (
-        *("-n", "--replicas", "--backend", "--hosts", "--seed", "--checkpoint", "--run-dir"),
+        *("-n", "--replicas", "--backend", "--hosts", "--seed", "--checkpoint", "--run-dir", "--env"),
         *("--tensorboard", "--ui", "-m"),
     ),
     "Several hosts": (
@@ -235,6 +239,13 @@ _GROUPS = {
     type=click.Choice(get_args(InputReading)),
     help="Whether workers divide the reading of datasets, or each reads everything. Affects the result only "
     "if items draw random numbers, or with AutoShardPolicy.FILE or DATA.  [default: divided]",
+)
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set a variable of SCRIPT on all hosts. NAME=VALUE is recorded with the run; of NAME, which must be "
+    "set here, only the name is. Can be repeated.",
 )
 @click.option(
     "--run-dir",
@@ -427,6 +438,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             place = where
     engine = place.engine if isinstance(place, Listen) else None
     receiver = parse_receiver(options["notify"]) if options["notify"] is not None else None
+    # Where an engine starts a coordinator again, hosts that run the job have the variables.
+    _take_variables(options, all_set=engine is None or not getattr(engine.start, "again", False))
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
     folder, board = options["checkpoint"], options["tensorboard"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
@@ -513,6 +526,14 @@ def _notifier(receiver: Receiver | None, spec: JobSpec) -> contextlib.AbstractCo
     return notifier_beside(receiver, JobIdentity(folder.name, spec.target, str(folder), socket.gethostname()))
 
 
+def _take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None:
+    """Set the variables of the script here; raise ConfigError if one lacks a value, unless that may be."""
+    variables = parse_variables(options["env"])
+    if all_set:
+        require_variables(variables)
+    set_recorded(variables)
+
+
 def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[None]:
     """Compare the script of a job with one process beside it."""
     if calls == "off":
@@ -547,8 +568,9 @@ def given(context: click.Context, *without: str) -> list[str]:
         source = context.get_parameter_source(param.name)
         asked = isinstance(param, click.Option) and source is click.core.ParameterSource.COMMANDLINE
         if asked and param.name not in (*PLACING, *without):
-            words.append(max(param.opts, key=len))
-            words += [] if getattr(param, "is_flag", False) else [str(context.params[param.name])]
+            option, value = max(param.opts, key=len), context.params[param.name]
+            for one in value if param.multiple else (value,):
+                words += [option] if getattr(param, "is_flag", False) else [option, str(one)]
     return words
 
 
@@ -579,7 +601,18 @@ def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
         place = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or f"runs/{name}")
         words = (*map(str, place), *given(context, "run_dir"), "--", options["script"], *options["arguments"])
         needs = worker_needs(engine.cpus, engine.gpus, parse_resources(engine.resources))
-        sys.exit(run_on_ray(engine.address, name, words, engine.processes, needs, engine.detached))
+        env = parse_variables(options["env"])
+        require_variables(env)
+        status = run_on_ray(
+            address=engine.address,
+            name=name,
+            words=words,
+            workers=engine.processes,
+            resources=needs,
+            detached=engine.detached,
+            variables=unrecorded(env),
+        )
+        sys.exit(status)
     assert isinstance(link.start, StartCoordinator)
     return Listen(engine.processes, with_port(link.start.address), here=0, engine=link)
 
@@ -633,6 +666,7 @@ def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
     """Run the script alone in this process, as the evaluator of its cluster."""
+    _take_variables(options)
     choice = _backend(options, None)
     take_environment({"KERAS_BACKEND": choice.backend})
     note(f"an evaluator runs the script alone, {choice}")
@@ -768,6 +802,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         digests=options["digests"],
         checks=options["checks"],
         order=options["order"],
+        env=parse_variables(options["env"]),
     )
 
 

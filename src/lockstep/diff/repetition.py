@@ -14,7 +14,7 @@ from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
 from lockstep.parameter_server.order import incomplete_orders
 from lockstep.system.child_process import command_of
-from lockstep.system.environment import repeating
+from lockstep.system.environment import repeating, require_variables
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -108,6 +108,7 @@ def repeat(
         )
     if recording.has_servers:
         _refuse_incomplete(recording)
+    require_variables(job.get("env", {}), what=f"{recording.folder} has not recorded the value of {{}}")
     _note_changed(recording)
     words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *options)
     if recording.has_servers:
@@ -134,6 +135,8 @@ def _options(job: Mapping[str, Any]) -> list[str]:
     words += ["--tf-distribute"] if job["tf_distribute"] else []
     words += [] if job["adopts"] else ["--no-adopt"]
     words += ["--timeout", str(job["timeout"])]
+    for name, value in job.get("env", {}).items():
+        words += ["--env", name if value is None else f"{name}={value}"]
     return words + (["-m"] if job["module"] else [])
 
 

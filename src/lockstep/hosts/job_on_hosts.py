@@ -46,7 +46,7 @@ from lockstep.protocol.rendezvous import Rejected
 from lockstep.supervisor.state import State
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import LinuxDescendants
-from lockstep.system.environment import shared_variables, visible_gpus
+from lockstep.system.environment import require_variables, shared_variables, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
@@ -81,7 +81,12 @@ class ThisHost:
 def first_message(
     spec: JobSpec, *, key: str = "", encrypted: bool, folder: str = "", by_hand: bool = False
 ) -> Prepare:
-    """Return the first message to the agents of a new job; a user who starts workers sets their variables."""
+    """Return the first message to the agents of a new job; a user who starts workers sets their variables.
+
+    Raises:
+        ConfigError: a variable that the user has asked for is not set here.
+    """
+    require_variables(spec.env)
     return Prepare(
         job=secrets.token_bytes(JOB),
         key=key,
@@ -91,7 +96,7 @@ def first_message(
         arguments=spec.arguments,
         backend=spec.backend,
         folder=folder,
-        environment={} if by_hand else shared_variables(),
+        environment={} if by_hand else shared_variables(spec.env),
         checkpoints=spec.checkpoints.given if spec.checkpoints is not None else "",
     )
 

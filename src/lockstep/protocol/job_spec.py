@@ -157,6 +157,8 @@ class JobSpec(JobSettings):
         hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
             if no other coordinator can lead the job meanwhile, because the address of this one is a lock.
         inherited: descriptors of this process that workers inherit with the same numbers.
+        env: the variables of the script on all hosts; None for a value that is not recorded, as it may be a
+            secret.
     """
 
     target: str
@@ -171,6 +173,7 @@ class JobSpec(JobSettings):
     plain: bool = False
     hold: float | None = None
     inherited: tuple[int, ...] = ()
+    env: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """Has a cluster run a job, and shows what it writes: in a terminal, for `lockstep run --on ray`."""
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -33,7 +34,14 @@ _HEAD = "node:__internal_head__"
 
 
 def run_on_ray(
-    address: str, name: str, words: Sequence[str], workers: int, resources: dict[str, float], detached: bool
+    *,
+    address: str,
+    name: str,
+    words: Sequence[str],
+    workers: int,
+    resources: dict[str, float],
+    detached: bool,
+    variables: dict[str, str],
 ) -> int:
     """Have a cluster run a job, and return the exit status of the job.
 
@@ -45,6 +53,7 @@ def run_on_ray(
         workers: number of workers.
         resources: what each worker needs, by Ray's name for it.
         detached: whether to return at once, while the job runs.
+        variables: those of the script whose values Ray must not see.
 
     Raises:
         ConfigError: there is no such cluster.
@@ -54,7 +63,7 @@ def run_on_ray(
     connect("--on ray", address, advice)
     import ray
 
-    actor = submit(name, words, workers, resources, detached=detached)
+    actor = submit(name, words, workers, resources, detached=detached, variables=variables)
     if detached:
         ray.get(actor.show.remote("", 0))
         note(f"the job {name} runs on the cluster; lockstep list on its nodes shows it")
@@ -113,6 +122,7 @@ def submit(
     *,
     detached: bool = False,
     function: "SentFunction | None" = None,
+    variables: dict[str, str] | None = None,
 ) -> Any:
     """Start a job on the cluster that this process is connected to; return the actor of its coordinator.
 
@@ -123,6 +133,7 @@ def submit(
         resources: what each worker needs.
         detached: whether the job continues without this process.
         function: the function that workers run; None for a script.
+        variables: see `run_on_ray`.
     """
     import ray
     from lockstep.ray.control_store import NAMESPACE
@@ -140,6 +151,7 @@ def submit(
         environment=shared_variables(),
         detached=detached,
         function=function,
+        is_given_variables=bool(variables),
     )
     actor: Any = (
         ray.remote(CoordinatorActor)
@@ -156,6 +168,11 @@ def submit(
         )
         .remote(job)
     )
+    if variables:
+        from lockstep.ray.sealing import seal
+
+        sealed = seal(json.dumps(variables), ray.get(actor.public_key.remote()))
+        ray.get(actor.take_variables.remote(sealed))
     return actor
 
 

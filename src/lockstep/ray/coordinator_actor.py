@@ -1,6 +1,7 @@
 """The actor that keeps one coordinator of a job alive, and an agent on each node of the cluster."""
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -67,6 +68,7 @@ class RayJob:
         environment: the variables of the user that can change what a script computes.
         detached: whether the job continues without its command.
         function: the function that workers run; None if they run a script.
+        is_given_variables: whether the command gives variables of the script, sealed, before the job begins.
     """
 
     name: str
@@ -77,6 +79,7 @@ class RayJob:
     environment: dict[str, str]
     detached: bool = False
     function: SentFunction | None = None
+    is_given_variables: bool = False
 
     def actor(self, part: str) -> str:
         """Return the name of an actor of this job."""
@@ -175,6 +178,10 @@ class CoordinatorActor:
         self._begun = self._followed = time.monotonic()
         end_with_raylet()
         self._again = self._store.take()
+        self._opener = Opener()
+        # If this is another process of the actor, the agents have them.
+        waits = job.is_given_variables and not self._again
+        self._variables: dict[str, str] | None = None if waits else {}
         folder = job.folder or str(Path.cwd())
         self._function = FunctionRun(job.function, folder, self._again) if job.function is not None else None
         self._lease = self._begun + LEASE
@@ -196,6 +203,14 @@ class CoordinatorActor:
         self._stops.append(number)
         if self._coordinator is not None:
             self._coordinator.signal(number)
+
+    def public_key(self) -> bytes:
+        """Return the key for which the variables of the script must be sealed."""
+        return self._opener.public
+
+    def take_variables(self, sealed: Sealed) -> None:
+        """Take variables of the script as JSON; see `RayJob`."""
+        self._variables = json.loads(self._opener.open(Sealed(*sealed)))
 
     def outcome(self) -> Outcome:
         """Return how the job of a function has ended, once `show` has returned a status."""
@@ -256,8 +271,11 @@ class CoordinatorActor:
 
     def _look(self) -> None:
         """Start what is missing, and see what has ended."""
-        if self._coordinator is None:
-            self._start()
+        if self._variables is None:
+            if time.monotonic() - self._begun > _FOLLOWED:
+                self._fail("the command was lost before it gave the variables of --env")
+        elif self._coordinator is None:
+            self._start(self._variables)
         elif (status := self._coordinator.status) is not None:
             self._hear(self._coordinator)
             if not self._gave_up and not self._coordinator.was_killed:
@@ -276,7 +294,7 @@ class CoordinatorActor:
             self._say("the command was lost, so the job stops")
             self.stop(signal.SIGTERM)
 
-    def _start(self) -> None:
+    def _start(self, variables: dict[str, str]) -> None:
         while time.monotonic() > self._lease:
             # Without contact to the control store, a coordinator would end at once.
             time.sleep(_LOOK_EVERY)
@@ -284,7 +302,8 @@ class CoordinatorActor:
         start = StartCoordinator(self._key, f"{address}:0", self._again, self._lease)
         folder = self._job.folder or str(Path.cwd())
         begin = self._function.start if self._function is not None else EngineProcess
-        made = begin(self._job.words, start, folder, self._job.environment, self._output.add)
+        environment = {**self._job.environment, **variables}
+        made = begin(self._job.words, start, folder, environment, self._output.add)
         self._coordinator, self._again, self._gave_up = made, True, False
         self._address, self._told = "", 0
         for number in self._stops:

@@ -3,7 +3,8 @@
 import json
 import os
 import pwd
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -53,6 +54,10 @@ ENGINE = f"{_PREFIX}ENGINE"
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = {"CREDENTIALS", "KEY", "PASSWD", "PASSWORD", "SECRET", "TOKEN"}
+"""The last words of the names of variables whose values are not recorded."""
 
 _at_start = {"TF_CONFIG": os.environ.get("TF_CONFIG")}
 
@@ -287,13 +292,64 @@ def for_engine_process(shared: Mapping[str, str], environ: Mapping[str, str] = o
     return variables | {name: value for name, value in shared.items() if name not in kept}
 
 
-def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that can change what a script computes, which it must see on all hosts."""
+def shared_variables(also: Collection[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that a script must see on all hosts.
+
+    Args:
+        also: the names of those that the user has asked for; the others can change what a script computes.
+        environ: the variables of the user.
+    """
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(_SHARED) and name not in _OF_ONE_HOST
+        if name in also or (name.startswith(_SHARED) and name not in _OF_ONE_HOST)
     }
+
+
+def parse_variables(texts: Iterable[str]) -> dict[str, str | None]:
+    """Parse the variables of `--env`: NAME=VALUE, or NAME for the user's value, which is None here.
+
+    Raises:
+        ConfigError: one cannot be a variable of the script, or its value would be recorded and is a secret.
+    """
+    variables: dict[str, str | None] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(
+                f"--env {text}: expected NAME=VALUE, or the NAME of a variable that is set here"
+            )
+        if name.startswith(_PREFIX) or name in _OF_JOB:
+            advice = _OF_JOB.get(name, "Lockstep uses it itself")
+            raise ConfigError(f"--env {name}: {advice}")
+        if equals and name.rpartition("_")[2] in _SECRET:
+            raise ConfigError(
+                f"--env {name}=...: the value would be recorded, and the name says that it is a secret: set "
+                f"the variable, and give --env {name}, which records the name alone"
+            )
+        variables[name] = value if equals else None
+    return variables
+
+
+def set_recorded(variables: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that have a value."""
+    environ.update({name: value for name, value in variables.items() if value is not None})
+
+
+def unrecorded(
+    variables: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the user's values of the variables without a value."""
+    return {name: environ[name] for name, value in variables.items() if value is None and name in environ}
+
+
+def require_variables(
+    variables: Mapping[str, str | None], environ: Mapping[str, str] = os.environ, what: str = "--env {}"
+) -> None:
+    """Raise ConfigError if a variable without a value is not set; `what` names it in the message."""
+    for name, value in variables.items():
+        if value is None and name not in environ:
+            raise ConfigError(f"{what.format(name)}: set the variable here, and repeat the command")
 
 
 def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -473,3 +529,12 @@ def attempt(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Return how often the job of this command was started again, and its run folder; empty for the first."""
     number, _, folder = environ.get(ATTEMPT, "").partition(":")
     return (int(number), folder) if number.isdecimal() else (0, "")
+
+
+_OF_JOB = {
+    **dict.fromkeys(_thread_variables(1), "--threads-per-worker sets it"),
+    "CUDA_VISIBLE_DEVICES": "--devices sets it",
+    _HASH_SEED: "--seed sets it",
+    "TF_CONFIG": "the job sets it for each worker",
+}
+"""The variables that a job sets for its workers, and how."""

@@ -176,8 +176,8 @@ def program_traceback(trace: TracebackType | None) -> TracebackType | None:
 def hide_internals(error: BaseException) -> None:
     """Remove Lockstep's frames from the tracebacks of an error and of the errors that led to it.
 
-    Keras's frames are removed too, unless the program has disabled Keras's own filter. An error that Lockstep's
-    own code has raised keeps all its frames: it may be a bug.
+    Keras's frames are removed too, unless the program has disabled Keras's own filter. An error that
+    Lockstep's own code has raised keeps all its frames: it may be a bug.
     """
     config = getattr(sys.modules.get("keras"), "config", None)
     hides_keras = config is not None and config.is_traceback_filtering_enabled()
