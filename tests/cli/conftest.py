@@ -28,9 +28,9 @@ class Done:
 
     @property
     def notes(self) -> list[str]:
-        """Lockstep's notes, without the first line and those that only a slow machine shows."""
+        """Lockstep's notes, without the first two lines and those that only a slow machine shows."""
         lines = [line for line in self.err.splitlines() if line.startswith("lockstep: ")]
-        varies = "logs in |before the first step|(examples|steps)/s with"
+        varies = "logs in |unless the script sets one|before the first step|(examples|steps)/s with"
         return [line for line in lines if not re.search(varies, line)]
 
     def log(self, worker: int) -> str:

@@ -48,7 +48,7 @@ def test_an_error_of_lockstep_is_one_line_with_its_traceback_in_the_log(lockstep
     raised = (
         (lockstep.folder / "script.py").read_text().split("\n").index("    raise ScopeError('not in it')")
     )
-    assert (done.status, done.err.splitlines()[1:]) == (
+    assert (done.status, done.err.splitlines()[2:]) == (
         1,
         [
             f"lockstep: worker 0: ScopeError: not in it (script.py:{raised + 1})",

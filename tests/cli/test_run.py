@@ -235,7 +235,7 @@ def test_a_traceback_is_the_one_of_python(lockstep: Any) -> None:
     assert done.status == 1
     assert done.log(0) == python.stderr
     message = "lockstep: worker 0 exited with status 1: ValueError: no good\n  log: run/worker-0.log\n"
-    assert done.err.partition("logs in run\n")[2] == python.stderr + message
+    assert done.err.partition("selects it\n")[2] == python.stderr + message
 
 
 def test_a_syntax_error_is_the_one_of_python(lockstep: Any) -> None:

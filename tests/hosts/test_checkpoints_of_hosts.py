@@ -90,7 +90,7 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start,
     last = start(0, "--hosts", "node3,node2", *kept, SCRIPT.name, "csv")
     assert digest(last) == wanted
     assert f"{third} steps, is on this host; copying it to node3 and node2\n" in last.err
-    assert f"/kept/step-{third:012}, checkpoints every 2 steps; logs in " in last.err
+    assert f"/kept/step-{third:012}, checkpoints every 2 steps\n" in last.err
     assert newest(hosts[2]) == 24
     # A folder that the hosts share.
     shared = hosts[0].here.parent / "shared"

@@ -25,7 +25,7 @@ def run(folder: Path, number: int, training: str = "cnn", **variables: str) -> t
     logs = [(where / f"worker-{worker}.log").read_text().splitlines() for worker in range(2)]
     results = [[line for line in log if line.startswith("result ")] for log in logs]
     assert results[0] == results[1]
-    said = [line for line in done.stderr.splitlines()[1:] if line.startswith("lockstep: ")]
+    said = [line for line in done.stderr.splitlines()[2:] if line.startswith("lockstep: ")]
     varies = "before the first step|finished in|(examples|steps)/s with"
     return results[0], [line for line in said if not re.search(varies, line)]
 
