@@ -374,8 +374,8 @@ def _writing_once(callback: Any, resumes: bool) -> Any:
     if type(callback) is keras.callbacks.TensorBoard:
         if find_spec("tensorflow") is None:
             raise InputError(
-                "keras.callbacks.TensorBoard needs TensorFlow, which is not installed: remove the callback, "
-                "and give lockstep run --tensorboard DIR, which needs the package tensorboard alone"
+                "keras.callbacks.TensorBoard cannot write without TensorFlow: remove the callback, and give "
+                "lockstep run --tensorboard DIR, which needs the package tensorboard alone"
             )
         return OnChief(callback)
     kind = _WRITERS.get(type(callback))
