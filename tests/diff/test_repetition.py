@@ -11,6 +11,7 @@ from lockstep.diff.recording import Recording
 from lockstep.diff.repetition import repeat
 from lockstep.errors import ConfigError
 from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordKind
+from lockstep.system.environment import variable_marks
 from lockstep.system.paths import RunPaths
 
 JOB: dict[str, Any] = {
@@ -114,3 +115,17 @@ def test_the_variables_of_the_run_are_given_again(tmp_path: Path, monkeypatch: p
         options_of_repetition(tmp_path, monkeypatch, **job)
     monkeypatch.setenv("API_KEY", "abc")
     assert options_of_repetition(tmp_path, monkeypatch, **job)["env"] == ("COLOR=blue", "API_KEY")
+
+
+def test_variables_that_are_not_what_they_were_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RATE", "0.1")
+    monkeypatch.setenv("DATA", "/data")
+    marks = variable_marks(["RATE", "DATA"]) | {"A_TOKEN": "set", "COLOR": "aaaa"}
+    monkeypatch.setenv("DATA", "/other")
+    monkeypatch.setitem(PROGRAM, "variables", marks)
+    job = {"workers": 3, "replicas": 5, "parameter_servers": 0, "env": {"COLOR": "blue"}}
+    options_of_repetition(tmp_path, monkeypatch, **job)
+    texts = "DATA has another value here and A_TOKEN is not set here"
+    assert f"the script reads environment variables, of which {texts}: set them" in capsys.readouterr().err

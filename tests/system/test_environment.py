@@ -23,6 +23,7 @@ from lockstep.system.environment import (
     tf_config,
     unrecorded,
     usable_cores,
+    variable_marks,
     visible_gpus,
     worker_environment,
 )
@@ -266,3 +267,12 @@ def test_variables_that_a_script_cannot_get(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_variables([text])
     assert parse_variables(["TOKENIZERS_PARALLELISM=false"])
+
+
+def test_marks_show_that_variables_differ_and_not_their_values() -> None:
+    names = ("RATE", "API_KEY", "DATA", "MISSING", "TF_CONFIG", "XLA_FLAGS", "EMPTY")
+    here = {"RATE": "0.1", "API_KEY": "abc", "DATA": "/d", "TF_CONFIG": "{}", "XLA_FLAGS": "-x", "EMPTY": ""}
+    marks = variable_marks(names, ["DATA"], here)
+    assert marks == {"API_KEY": "set", "DATA": "set", "EMPTY": marks["EMPTY"], "RATE": marks["RATE"]}
+    assert len(marks["RATE"]) == len(marks["EMPTY"]) == 4
+    assert variable_marks(names, ["DATA"], here | {"RATE": "0.2"})["RATE"] != marks["RATE"]

@@ -113,3 +113,24 @@ def test_sources_of_libraries_do_not_belong_to_the_program() -> None:
     assert not is_own(sys.modules["lockstep"].__file__ or "")
     assert not is_own("/tmp/__autograph_generated_file1.py")
     assert is_own(__file__)
+
+
+def test_the_environment_variables_that_sources_name_are_found(tmp_path: Path) -> None:
+    (tmp_path / "options.py").write_text(
+        "import os\nfrom os import environ, getenv\n"
+        "VALUES = [os.environ['A'], os.environ.get(\"B\"), getenv('C', 1), environ.setdefault( 'D', '1')]\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import os, options\nfrom lockstep.worker.program_sources import own_variables\n"
+        "print(sorted(own_variables()), 'E' in os.environ)\n"
+    )
+    (tmp_path / "kept").mkdir()
+    joined = JOIN.replace("import sys\n", "import os, sys\nos.environ['A'] = 'a'\n", 1)
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", joined, str(tmp_path / "kept"), "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "['A', 'B', 'C', 'D'] False\n"

@@ -7,28 +7,15 @@ servers records no steps, only states: there each difference of programs or host
 without one the order of arrivals is, or examples that differ.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lockstep.diff.heads import Cause, HeadDifference, head_differences
 from lockstep.diff.recording import Key, RecordedHashes, Recording
 from lockstep.errors import ConfigError
 from lockstep.system.prose import count
 
-Cause = Literal[
-    "configuration",
-    "versions",
-    "processor",
-    "script",
-    "seed",
-    "input",
-    "gradient",
-    "reduction",
-    "update",
-    "state",
-    "order",
-]
 Place = Literal["first state", "state", "input", "gradient", "reduction", "update", "result", "length", "end"]
 """What differs first: `first state` before the first step, `state` between two steps, `result` of a test, the
 number of steps (`length`), and the model at the `end`, although all recorded steps are equal."""
@@ -37,32 +24,6 @@ END_OF_SCRIPT = "the end of the script"
 """Names the record of the state of the model that was trained last."""
 DIGITS = 16
 ROW_DIGITS = 8
-_OPTIMIZER = "setting optimizer"
-_CALLBACKS = "setting callback"
-_LENGTH = ("call epochs", "call steps", _CALLBACKS)
-_DATA = ("data reading", "data", "order", "call batch", "call shuffle", "call validation", "call class")
-_ROWS = re.compile(r"(?<=\[)\d+")
-"""The number of rows in the description of arrays, such as `float32[96, 4] float32[96, 3]`."""
-_KERAS = "keras.config."
-_INTEROP = "TF_NUM_INTEROP_THREADS"
-_DRAWN = (", random states ", ", seed ")
-
-
-@dataclass(frozen=True)
-class HeadDifference:
-    """A difference of the programs or hosts of two runs, on which their bits depend.
-
-    Attributes:
-        cause: its kind.
-        name: what differs, such as `versions: numpy`.
-        first: its value in the first run.
-        second: its value in the second run.
-    """
-
-    cause: Cause
-    name: str
-    first: str
-    second: str
 
 
 @dataclass(frozen=True)
@@ -141,7 +102,7 @@ def compare(first: Recording, second: Recording) -> Comparison:
         raise ConfigError(
             f"{first.folder} and {second.folder} have recorded no common step, so nothing is compared"
         )
-    heads = tuple(_heads(first, second))
+    heads = tuple(head_differences(first, second))
     only_inputs = any(head.name == "backend" for head in heads)
     common = sorted(first.steps.keys() & second.steps.keys())
     compared = sum(not key.tests for key in common)
@@ -405,82 +366,6 @@ def _length(recording: Recording) -> int:
     return max(recording.finished.get("steps") or 0, recording.last)
 
 
-def _heads(first: Recording, second: Recording) -> Iterable[HeadDifference]:
-    """Yield the differences of everything that the bits of the runs depend on, the most general first."""
-    first_program, second_program = first.program, second.program
-
-    def changed(cause: Cause, name: str, ours: object, theirs: object) -> Iterable[HeadDifference]:
-        if ours != theirs:
-            yield HeadDifference(cause, name, _shown(ours), _shown(theirs))
-
-    def all_changed(cause: Cause, kind: str, name: str, *others: str) -> Iterable[HeadDifference]:
-        ours, theirs = first_program.get(name, {}), second_program.get(name, {})
-        for each in sorted({*ours, *theirs}.difference(others)):
-            yield from changed(cause, f"{kind}{each}", ours.get(each), theirs.get(each))
-
-    yield from changed("seed", "seed", first_program.get("seed"), second_program.get("seed"))
-    for name in ("backend", "replicas", "threads", "input"):
-        yield from changed("configuration", name, first_program.get(name), second_program.get(name))
-    configs = first_program.get("keras", {}), second_program.get("keras", {})
-    # Runs of earlier versions have not recorded them.
-    for name in sorted(configs[0].keys() & configs[1].keys()):
-        yield from changed("configuration", f"{_KERAS}{name}", configs[0][name], configs[1][name])
-    yield from all_changed("versions", "version of ", "versions")
-    # A replay in one process has as many of these threads as the run has processes, which bits do not show.
-    replayed = (_INTEROP,) if first.in_one_process != second.in_one_process else ()
-    yield from all_changed("configuration", "environment variable ", "flags", *replayed)
-    yield from changed(
-        "processor", "processor", first_program.get("processor"), second_program.get("processor")
-    )
-    features = [set(str(each.get("features", "")).split()) for each in (first_program, second_program)]
-    for name in sorted(features[0] ^ features[1]):
-        yield HeadDifference(
-            "processor", f"processor feature {name}", *(_has(name, some) for some in features)
-        )
-    sources = [dict(each.get("sources", {})) for each in (first_program, second_program)]
-    pairs = zip(sources, (first_program, second_program), strict=True)
-    scripts = [each.pop(program.get("script", ""), None) for each, program in pairs]
-    yield from changed("script", "script", scripts[0], scripts[1])
-    for name in sorted({*sources[0]} | {*sources[1]}):
-        yield from changed("script", f"module {name}", sources[0].get(name), sources[1].get(name))
-    yield from _setting_differences(first.settings, second.settings)
-    arguments = [" ".join(recording.job.get("arguments", ())) for recording in (first, second)]
-    yield from changed("configuration", "arguments of the script", arguments[0], arguments[1])
-
-
-def _setting_differences(
-    first: Mapping[str, Mapping[str, str]], second: Mapping[str, Mapping[str, str]]
-) -> Iterable[HeadDifference]:
-    for call in [call for call in first if call in second]:
-        ours, theirs = first[call], second[call]
-        for name in dict.fromkeys([*ours, *theirs]):
-            values = ours.get(name, "absent"), theirs.get(name, "absent")
-            if values[0] == values[1] or name.endswith("data sample"):
-                continue
-            if name == "the seeds of the script":
-                yield HeadDifference("seed", f"{name} in {call}", *values)
-            elif name in ("data", "validation data"):
-                yield _data_difference(name, call, *values)
-            elif not name.endswith("order") or _without_draws(values[0]) != _without_draws(values[1]):
-                yield HeadDifference("configuration", f"{name} in {call}", *values)
-
-
-def _data_difference(name: str, call: str, ours: str, theirs: str) -> HeadDifference:
-    """Return how the data of a call differ: if only in the number of rows of arrays, by this number."""
-    rows = [set(_ROWS.findall(text)) for text in (ours, theirs)]
-    if _ROWS.sub("", ours) == _ROWS.sub("", theirs) and len(rows[0]) == len(rows[1]) == 1:
-        what = f"the number of {name.removesuffix('data')}examples in {call}"
-        return HeadDifference("input", what, *rows[0], *rows[1])
-    return HeadDifference("input", f"{name} in {call}", ours, theirs)
-
-
-def _without_draws(order: str) -> str:
-    """Return the description of an order without the random numbers that determine it."""
-    for mark in _DRAWN:
-        order = order.partition(mark)[0]
-    return order
-
-
 def _cause(fact: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDifference | None]:
     """Return the cause of a difference, and the difference of the programs or hosts that explains it."""
     order: tuple[Cause, ...] = ("seed", "configuration", "input", "versions", "processor", "script")
@@ -500,11 +385,12 @@ def _cause(fact: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDif
 
 def _explains(head: HeadDifference, fact: _Fact) -> bool:
     """Whether a difference of the programs or hosts can have an effect where the runs differ first."""
-    name = head.name
-    of_optimizer = name.startswith(_OPTIMIZER)
-    of_callbacks = name.startswith(_CALLBACKS)
-    of_data = head.cause == "input" or name.startswith(("validation ", *_DATA))
-    of_length = name.startswith(_LENGTH)
+    concerns = head.concerns
+    if concerns == "anything":
+        return fact.place != "reduction"
+    of_optimizer, of_callbacks = concerns == "optimizer", concerns == "callbacks"
+    of_data = head.cause == "input" or concerns == "data"
+    of_length = concerns in ("length", "callbacks")
     match fact.place:
         case "first state":
             assigned = bool(fact.names) and all(map(_is_optimizers, fact.names))
@@ -515,8 +401,7 @@ def _explains(head: HeadDifference, fact: _Fact) -> bool:
             # The difference is not the result of a computation: something has assigned it.
             return of_callbacks and bool(fact.names) and all(map(_is_optimizers, fact.names))
         case "input":
-            reads = of_data or name in ("input", f"{_KERAS}floatx", f"{_KERAS}image_data_format")
-            return reads or head.cause in ("seed", "versions")
+            return of_data or concerns == "reading" or head.cause in ("seed", "versions")
         case "gradient" | "result":
             return not (of_optimizer or of_callbacks or of_data or of_length)
         case "reduction":
@@ -531,11 +416,3 @@ def _explains(head: HeadDifference, fact: _Fact) -> bool:
 
 def _is_optimizers(name: str) -> bool:
     return name.rpartition("/")[2] in ("learning_rate", "iteration")
-
-
-def _shown(value: object) -> str:
-    return "absent" if value is None else str(value)
-
-
-def _has(name: str, names: set[str]) -> str:
-    return "present" if name in names else "absent"

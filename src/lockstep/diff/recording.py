@@ -4,6 +4,7 @@ A folder may contain several runs, one after the other. The last one counts, wit
 earlier runs have recorded, if it has resumed after them.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from lockstep.observability.events import DIGEST_FORMAT
 from lockstep.observability.run_lines import happenings, json_objects
 from lockstep.observability.run_state import RunState
 from lockstep.system.files import read_regular
-from lockstep.system.paths import RunPaths
+from lockstep.system.paths import RunPaths, kept_source
 
 BY_REPLICA = ("examples", "inputs", "rows", "partials", "partial_parts")
 _SHARED = ("total", "total_parts", "before", "before_parts", "after", "after_parts")
@@ -103,6 +104,20 @@ class Recording:
     def replicas(self) -> int:
         """R."""
         return int(self.program.get("replicas", self.job.get("replicas", 0)))
+
+    def source(self, name: str) -> str | None:
+        """Return the text of a source file as the run has used it; None if the folder does not have it."""
+        script = (self.job.get("script") or {}).get("path")
+        expected = self.program.get("sources", {}).get(name)
+        if not script or not expected:
+            return None
+        path = kept_source(RunPaths(self.folder).sources, Path(script).parent / name)
+        try:
+            text = read_regular(path)
+        except OSError:
+            return None
+        same = hashlib.sha256(text).hexdigest() == expected
+        return text.decode(errors="replace") if same else None
 
     @property
     def first(self) -> int:

@@ -14,7 +14,7 @@ from lockstep.diff.recording import Recording, read_recording
 from lockstep.errors import ConfigError
 from lockstep.parameter_server.order import incomplete_orders
 from lockstep.system.child_process import command_of
-from lockstep.system.environment import repeating, require_variables
+from lockstep.system.environment import repeating, require_variables, variable_marks
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -110,6 +110,7 @@ def repeat(
         _refuse_incomplete(recording)
     require_variables(job.get("env", {}), what=f"{recording.folder} has not recorded the value of {{}}")
     _note_changed(recording)
+    _note_variables(recording)
     words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *options)
     if recording.has_servers:
         words += ["--order", str(recording.folder.absolute())]
@@ -177,6 +178,22 @@ def _note_changed(recording: Recording) -> None:
             changed.append(name)
     if changed:
         note(f"changed since {recording.folder}: {', '.join(changed)}; the new run uses the present version")
+
+
+def _note_variables(recording: Recording) -> None:
+    """Say which environment variables of the script are not here what they were, if any."""
+    given, marks = recording.job.get("env", {}), recording.program.get("variables") or {}
+    now = variable_marks(marks, [name for name, mark in marks.items() if mark == "set"])
+    texts = [
+        f"{name} {'has another value' if name in now else 'is not set'} here"
+        for name, mark in marks.items()
+        if name not in given and now.get(name) != mark
+    ]
+    if texts:
+        note(
+            f"the script reads environment variables, of which {' and '.join(texts)}: set them as they were "
+            f"for {recording.folder}; lockstep run --env NAME=VALUE records a value"
+        )
 
 
 def _checkpoint(recording: Recording, after: int) -> Entry | None:

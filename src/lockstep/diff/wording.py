@@ -1,13 +1,20 @@
 """What a comparison says to a person: the first difference in plain words, and what to look at next."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.diff.comparison import Cause, Comparison, HeadDifference, Place
+from lockstep.diff.comparison import Comparison, Place
+from lockstep.diff.heads import ABSENT, Cause, HeadDifference
 from lockstep.system.prose import count
 
 _SHOWN = 4
-_LONGEST = 60
+_LONGEST = 160
+_BEFORE = 20
+_SEEDS = "the seeds of the script"
+_PLURAL = ("arguments ", "callbacks ", "replicas", "threads")
+_HASH = re.compile(r"#?[0-9a-f]{16}|[0-9a-f]{64}")
+"""A value of which only a hash is recorded."""
 _UNSURE = {"the state after the step before", "the steps between", "the steps after"}
 """The cause is not certain without these records."""
 _OTHERS = "also different between the runs:"
@@ -59,7 +66,12 @@ def as_data(comparison: Comparison, names: Sequence[str]) -> dict[str, Any]:
         "names": list(comparison.names),
         "not_recorded": list(comparison.missing),
         "heads": [
-            {"cause": head.cause, "name": head.name, "values": [head.first, head.second]}
+            {
+                "cause": head.cause,
+                "name": head.name,
+                "values": [head.first, head.second],
+                "lines": list(head.lines),
+            }
             for head in comparison.heads
         ],
         "compared": comparison.compared,
@@ -73,11 +85,13 @@ def lines(comparison: Comparison, names: Sequence[str]) -> list[str]:
     report = [detail(comparison)]
     unsure = not _UNSURE.isdisjoint(comparison.missing)
     if comparison.cause is not None:
-        why = "" if comparison.explained is None else f": {_described(comparison.explained)}"
+        why = "" if comparison.explained is None else f": {described(comparison.explained)}"
         report.append(f"cause: {'not certain; perhaps ' if unsure else ''}{comparison.cause}{why}")
+        report += [f"  {line}" for line in comparison.explained.lines] if comparison.explained else []
     if others := [head for head in comparison.heads if head is not comparison.explained]:
         report.append(_OTHERS_EQUAL if comparison.equal else _OTHERS)
-        report += [f"  {_described(head)}" for head in others[:_SHOWN]]
+        for head in others[:_SHOWN]:
+            report += [f"  {described(head)}", *(f"    {line}" for line in head.lines)]
         if len(others) > _SHOWN:
             report.append(f"  and {len(others) - _SHOWN} more; --json lists all")
     if comparison.cause is not None and not unsure:
@@ -207,8 +221,21 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _described(head: HeadDifference) -> str:
-    first, second = (
-        text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..." for text in (head.first, head.second)
-    )
-    return f"{head.name} is {first} in the first run and {second} in the second"
+def described(head: HeadDifference) -> str:
+    """Describe a difference of the programs or hosts in one line."""
+    values = head.first, head.second
+    hashes = head.cause == "script" or head.name.startswith(_SEEDS) or all(map(_HASH.fullmatch, values))
+    if hashes and ABSENT not in values:
+        return f"{head.name} differ{'' if head.name.startswith(_SEEDS) else 's'}"
+    start = 0
+    if max(map(len, values)) > _LONGEST:
+        # The part in which they differ.
+        same = next((at for at, (a, b) in enumerate(zip(*values, strict=False)) if a != b), 0)
+        start = max(0, same - _BEFORE)
+    first, second = (f"{'...' * (start > 0)}{_cut(text[start:])}" for text in values)
+    verb = "are" if head.name.startswith(_PLURAL) else "is"
+    return f"{head.name} {verb} {first} in the first run and {second} in the second"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

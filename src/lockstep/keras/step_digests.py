@@ -37,10 +37,10 @@ from lockstep.observability.events import (
     SettingsRecorded,
     StepDigests,
 )
-from lockstep.system.environment import numeric_flags
+from lockstep.system.environment import numeric_flags, variable_marks
 from lockstep.system.processor import processor_features, processor_model
 from lockstep.worker.job import Job
-from lockstep.worker.program_sources import own_sources, script_source
+from lockstep.worker.program_sources import own_sources, own_variables, script_source
 
 ALL_UNTIL = 128
 """The last step up to which every step is recorded."""
@@ -160,6 +160,7 @@ class DigestRecorder:
         if not self.active:
             return
         job = self._job
+        hidden = [name for name, value in job.settings.env.items() if value is None]
         program = ProgramRecorded(
             seed=job.settings.seed,
             replicas=job.view.replicas,
@@ -173,6 +174,7 @@ class DigestRecorder:
             sources=own_sources(),
             script=script_source(),
             keras={name: str(getattr(keras.config, name)()) for name in _CONFIG},
+            variables=variable_marks(own_variables(), hidden),
         )
         if program != self._program:
             self._program = program

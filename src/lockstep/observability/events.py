@@ -655,6 +655,8 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
         sources: SHA-256 of the program's own source files, by path; below the script's folder relative to it.
         script: the path of the script in `sources`; empty if there is none.
         keras: values of Keras's configuration, by the name of the function of `keras.config`.
+        variables: for each environment variable that the program's source names and that is set, 4 digits of
+            a hash of its value, or `set` for one that may be a secret; None in earlier versions.
     """
 
     format: int = DIGEST_FORMAT
@@ -670,6 +672,7 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
     sources: dict[str, str]
     script: str
     keras: dict[str, str] = {}
+    variables: dict[str, str] | None = None
 
 
 class SettingsRecorded(_Event, frozen=True, kw_only=True, tag="settings"):

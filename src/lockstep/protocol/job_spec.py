@@ -114,6 +114,8 @@ class JobSettings:
         checks: the calls whose first steps a job compares with plain Keras in one process, and does nothing
             else: `first` of each kind of each compiled model, or `every-fit`; empty for other jobs.
         order: the folder of the run whose order of arrivals this job follows; None for none.
+        env: the variables of the script on all hosts; None for a value that is not recorded, as it may be a
+            secret.
     """
 
     workers: int = 1
@@ -132,6 +134,7 @@ class JobSettings:
     digests: str = ""
     checks: str = ""
     order: Path | None = None
+    env: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def in_one_process(self) -> bool:
@@ -157,8 +160,6 @@ class JobSpec(JobSettings):
         hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
             if no other coordinator can lead the job meanwhile, because the address of this one is a lock.
         inherited: descriptors of this process that workers inherit with the same numbers.
-        env: the variables of the script on all hosts; None for a value that is not recorded, as it may be a
-            secret.
     """
 
     target: str
@@ -173,7 +174,6 @@ class JobSpec(JobSettings):
     plain: bool = False
     hold: float | None = None
     inherited: tuple[int, ...] = ()
-    env: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

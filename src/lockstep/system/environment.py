@@ -1,5 +1,6 @@
 """Environment variables: the only module of the package that reads them; and the environment of workers."""
 
+import hashlib
 import json
 import os
 import pwd
@@ -306,6 +307,26 @@ def shared_variables(also: Collection[str] = (), environ: Mapping[str, str] = os
     }
 
 
+def variable_marks(
+    names: Iterable[str], hidden: Collection[str] = (), environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return marks by which two runs tell that variables differ: 4 digits of a hash of each value.
+
+    A variable that is `hidden`, or whose name is that of a secret, has the mark `set`. One that is not set
+    has none. Neither have `numeric_flags` and what the job sets.
+    """
+    known = {*numeric_flags(environ), *_OF_JOB, "KERAS_BACKEND"}
+    marks = {}
+    for name in sorted(set(names).intersection(environ).difference(known)):
+        secret = name in hidden or _is_secret(name)
+        marks[name] = "set" if secret else hashlib.sha256(os.fsencode(environ[name])).hexdigest()[:4]
+    return marks
+
+
+def _is_secret(name: str) -> bool:
+    return name.rpartition("_")[2] in _SECRET
+
+
 def parse_variables(texts: Iterable[str]) -> dict[str, str | None]:
     """Parse the variables of `--env`: NAME=VALUE, or NAME for the user's value, which is None here.
 
@@ -322,7 +343,7 @@ def parse_variables(texts: Iterable[str]) -> dict[str, str | None]:
         if name.startswith(_PREFIX) or name in _OF_JOB:
             advice = _OF_JOB.get(name, "Lockstep uses it itself")
             raise ConfigError(f"--env {name}: {advice}")
-        if equals and name.rpartition("_")[2] in _SECRET:
+        if equals and _is_secret(name):
             raise ConfigError(
                 f"--env {name}=...: the value would be recorded, and the name says that it is a secret: set "
                 f"the variable, and give --env {name}, which records the name alone"

@@ -1,5 +1,7 @@
 """The paths of a run's files."""
 
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,3 +68,8 @@ class RunPaths:
     def stack(self, worker: int) -> Path:
         """The Python stacks that `worker` wrote on request."""
         return self.root / f"worker-{worker}.stack"
+
+
+def kept_source(sources: Path, file: Path) -> Path:
+    """Return the path in the folder `sources` of a run at which the text of a source file is kept."""
+    return sources / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.py"

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import importlib.util
 import linecache
-import os
+import re
 import sys
 import sysconfig
 import tempfile
@@ -19,6 +19,8 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+from lockstep.system.paths import kept_source
+
 _INSTALLED = {"site-packages", "dist-packages"}
 _LIBRARIES = {
     Path(sysconfig.get_path("stdlib")),
@@ -28,6 +30,9 @@ _LIBRARIES = {
 _GENERATED = "__autograph_generated_file"
 """The prefix of the files that TensorFlow writes and imports, different ones in each process."""
 _NOTEBOOK = "<ipython-input"
+
+_VARIABLE = re.compile(r"""environ(?:\.\w+)?\s*[\[(]\s*["'](\w+)["']|getenv\(\s*["'](\w+)["']""")
+"""An environment variable that a source file names, such as `os.environ["DATA"]` or `os.getenv("DATA")`."""
 
 _read: dict[str, str] = {}
 """Hashes of the source files that this process has read, by path."""
@@ -107,6 +112,21 @@ def own_sources() -> dict[str, str]:
     return found
 
 
+def own_variables() -> set[str]:
+    """Return the names of environment variables that the program's own source files name."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    paths = {path for file in files if isinstance(file, str) and (path := _own_file(file)) is not None}
+    return {name for path in paths for name in _variables_in(path)}
+
+
+@cache
+def _variables_in(path: Path) -> frozenset[str]:
+    with contextlib.suppress(OSError):
+        found = _VARIABLE.findall(path.read_text(errors="replace"))
+        return frozenset(name for pair in found for name in pair if name)
+    return frozenset()
+
+
 def script_source() -> str:
     """Return the name of the script's file in `own_sources`; empty if it has none."""
     script = _file(sys.modules["__main__"])
@@ -149,7 +169,7 @@ class SavedSources:
         return text
 
     def _snapshot(self, file: Path) -> Path:
-        return self._folder / f"{_hash(os.fsencode(file))}.py"
+        return kept_source(self._folder, file)
 
     def _keep(self, file: Path, text: bytes) -> bytes:
         """Save a version atomically; return the saved one, which may be another worker's."""
