@@ -122,7 +122,7 @@ _GROUPS = {
     ),
     "Checkpoints": ("--checkpoint-every", "--keep", "--accept-changes"),
     "Losses and ends": ("--timeout", "--min-workers", "--max-restarts", "--restart-job", "--grace"),
-    "Output": ("--tee", "--metrics-port"),
+    "Output": ("--tee", "--metrics-port", "--notify"),
 }
 """The groups of options in the help; the first is what people need. Others belong to the last one."""
 
