@@ -100,7 +100,8 @@ def head_differences(first: Recording, second: Recording) -> Iterator[HeadDiffer
     for call in [call for call in first.settings if call in second.settings]:
         yield from _setting_differences(call, first.settings[call], second.settings[call])
     yield from _variable_differences(first, second)
-    arguments = [" ".join(map(str, recording.job.get("arguments", ()))) for recording in (first, second)]
+    words = [[*map(str, recording.job.get("arguments", ()))] for recording in (first, second)]
+    arguments = [" ".join(each) or "none" for each in words]
     if arguments[0] != arguments[1]:
         yield _difference("configuration", "arguments of the script", arguments, "anything")
 
@@ -163,7 +164,7 @@ def _variable_differences(first: Recording, second: Recording) -> Iterator[HeadD
             hashes = [some.get(name) for some in marks]
             if hashes[0] == hashes[1]:
                 continue
-            others = ("set", "set to another value")
+            others = ("set", "set" if None in hashes else "set to another value")
             values = [
                 value if value is not None else ABSENT if mark is None else other
                 for value, mark, other in zip(values, hashes, others, strict=True)
