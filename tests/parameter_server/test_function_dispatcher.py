@@ -30,7 +30,7 @@ from lockstep.protocol.parameter_server import (
     Passed,
     Question,
 )
-from lockstep.transport.array_channel import AskingChannel
+from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 
 PATIENCE = 120.0
 SHORT = 0.05
@@ -43,12 +43,24 @@ NOTHING = Passed(0)
 Make = Callable[..., FunctionDispatcher]
 
 
+class Listening(FunctionDispatcher):
+    """A dispatcher with the connections of its workers."""
+
+    def start(self) -> None:
+        super().start()
+        self.end = AnsweringEnd(self.put)
+
+    def close(self) -> None:
+        self.end.close()
+        super().close()
+
+
 class Asking:
     """A worker or server that asks what a test tells it to."""
 
     def __init__(self, dispatcher: FunctionDispatcher, process: int, worker: int | None = None) -> None:
-        assert dispatcher._end is not None
-        self._channel = AskingChannel(dispatcher._end.address, process, "the chief", PATIENCE, worker=worker)
+        assert isinstance(dispatcher, Listening)
+        self._channel = AskingChannel(dispatcher.end.address, process, "the chief", PATIENCE, worker=worker)
         self.arrays: list[float] = []
 
     def send(self, question: Question, *arrays: float) -> None:
@@ -82,10 +94,10 @@ def make() -> Iterator[Make]:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
             writer.add(RecordKind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
-            dispatcher = FunctionDispatcher(
+            dispatcher = Listening(
                 DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout, lost=lost)
             )
-            dispatcher.listen()
+            dispatcher.start()
             stack.callback(lambda: dispatcher._thread.is_alive() and dispatcher.close())
             dispatcher.add_variables({"0": np.array(10.0), "7": np.array(1.0)})
             return dispatcher

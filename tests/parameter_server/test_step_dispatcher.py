@@ -32,7 +32,7 @@ from lockstep.protocol.parameter_server import (
     Opened,
     Question,
 )
-from lockstep.transport.array_channel import AskingChannel
+from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 
 PATIENCE = 120.0
 SHORT = 0.05
@@ -43,12 +43,24 @@ THREADS = ("lockstep-accept", "lockstep-serve", "lockstep-coordinator")
 Make = Callable[..., StepDispatcher]
 
 
+class Listening(StepDispatcher):
+    """A dispatcher with the connections of its workers."""
+
+    def start(self) -> None:
+        super().start()
+        self.end = AnsweringEnd(self.put)
+
+    def close(self) -> None:
+        self.end.close()
+        super().close()
+
+
 class Worker:
     """A worker that asks what a test tells it to."""
 
     def __init__(self, coordinator: StepDispatcher, process: int) -> None:
-        assert coordinator._end is not None
-        self._channel = AskingChannel(coordinator._end.address, process, "the chief", PATIENCE)
+        assert isinstance(coordinator, Listening)
+        self._channel = AskingChannel(coordinator.end.address, process, "the chief", PATIENCE)
         self.layers: list[float] = []
 
     def send(self, question: Question, *arrays: float) -> None:
@@ -83,10 +95,10 @@ def make() -> Iterator[Make]:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
             writer.add(RecordKind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
-            coordinator = StepDispatcher(
+            coordinator = Listening(
                 DispatchedCall(TASKS, "fit 1", max_staleness, writer, order, timeout, lost=lost)
             )
-            coordinator.listen()
+            coordinator.start()
             coordinator.keep(workers)
             stack.callback(close, coordinator)
             return coordinator
@@ -530,8 +542,8 @@ def test_a_step_that_a_lost_worker_still_takes_goes_to_another(make: Make, enter
 
 
 def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> None:
-    coordinator = StepDispatcher(DispatchedCall(TASKS, "fit 1", None, OrderWriter(None), None, PATIENCE))
-    coordinator.listen()
+    coordinator = Listening(DispatchedCall(TASKS, "fit 1", None, OrderWriter(None), None, PATIENCE))
+    coordinator.start()
     workers = [Worker(coordinator, process) for process in WORKERS]
     for worker in workers:
         worker.send(Enter())

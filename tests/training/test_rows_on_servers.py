@@ -22,11 +22,10 @@ from lockstep.keras.parameter_server.server_tables import ServerTable, ServerTab
 from lockstep.keras.parameter_server.table_rows import VALUES, TableRows, ranges_of
 from lockstep.observability.bus import Bus
 from lockstep.parameter_server.row_digest import digest_of_rows
-from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
-from lockstep.worker.job import Job, JobContext
+from lockstep.worker.job import Job, JobContext, by_itself
 from thread_hub import Hub
 
 Launch = Callable[..., Any]
@@ -398,14 +397,9 @@ def test_each_optimizer_has_slots_of_its_own() -> None:
 
 def test_a_worker_that_joins_has_no_rows() -> None:
     """Its id is beyond those of the tasks until it takes the place of a lost one."""
-    joining: Any = SimpleNamespace(
-        process=6,
-        joins=True,
-        context=SimpleNamespace(tasks=Tasks(6, 2)),
-        settings=JobSettings(workers=6, parameter_servers=2),
-        at_completion=lambda act: None,
-        at_exit=lambda act: None,
-    )
+    view, settings = place(6, (6,)), JobSettings(workers=6, replicas=6, parameter_servers=2)
+    context = JobContext(6, Bus(SystemClock(), 6), settings)
+    joining = Job(context, (view, by_itself(view)), joins=True)
     assert ServerTables(joining).held == ()
 
 

@@ -280,9 +280,8 @@ def opening(connect: Callable[..., Any], *lost: frozenset[int], timeout: float =
     """
     server: Any = object.__new__(ServerProcess)
     told = iter(lost)
-    server.tasks, server.timeout, server.connect = Tasks(4, 2), timeout, connect
-    server.workers = {process: process for process in range(4)}
-    server.job = SimpleNamespace(membership=SimpleNamespace(lost_workers=lambda _: next(told)))
+    server.tasks, server.timeout = Tasks(4, 2), timeout
+    server.mesh = SimpleNamespace(channel=connect, lost=lambda: next(told))
     return server
 
 
@@ -296,18 +295,18 @@ def test_a_server_whose_standby_is_lost_before_it_connects_has_none(
         opening(unreachable, frozenset({3})),
         opening(unreachable, frozenset(), frozenset({3}), timeout=60.0),
     ):
-        assert server._link({}, 3, 0) is None
+        assert server._link(3, 0) is None
         assert "which has none until the next call" in capfd.readouterr().err
     with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
-        opening(unreachable, frozenset(), frozenset())._link({}, 3, 0)
+        opening(unreachable, frozenset(), frozenset())._link(3, 0)
 
 
 def test_a_server_that_fails_writes_its_order_before_its_standby_continues_it() -> None:
     server = opening(lambda *_: None)
     closed: list[str] = []
     server._served = {0: SimpleNamespace(close=lambda: closed.append("order"))}
-    server._end = SimpleNamespace(close=lambda: closed.append("connections"))
-    server._asking, server.writer = [], OrderWriter(None)
+    server.mesh.leave = lambda call: closed.append(call)
+    server.call, server.writer = SimpleNamespace(number="connections"), OrderWriter(None)
     server.close()
     assert closed == ["order", "connections"]
 
@@ -317,7 +316,7 @@ def test_a_server_waits_until_the_loss_of_its_standby_is_announced(
 ) -> None:
     connection = Broken(KeptServer(), lambda _: None)
     server = opening(lambda *_: connection, frozenset(), frozenset({3}), timeout=60.0)
-    server._link({}, 3, 0).lose(PeerLostError("parameter server 1 has ended"))
+    server._link(3, 0).lose(PeerLostError("parameter server 1 has ended"))
     assert capfd.readouterr().err.count("it was the standby of this server") == 1
 
 
@@ -361,7 +360,10 @@ def test_a_question_without_an_answer_is_asked_again(left: int) -> None:
 def test_each_silent_server_is_named_once() -> None:
     channels = [Channel(1, peer) for peer in ("server 1", "server 0", "server 1")]
     channels[1].silent = False
-    servers = Servers([ServerChannel([lambda one=one: one]) for one in channels], ())  # type: ignore[misc]
+    connected = [ServerChannel([lambda one=one: one]) for one in channels]  # type: ignore[misc]
+    for channel in connected:
+        channel.connect()
+    servers = Servers(connected, ())
     assert servers.silent(5.0) == ["server 1"]
 
 

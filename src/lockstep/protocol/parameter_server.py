@@ -8,17 +8,21 @@ import msgspec
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a connection: who asks.
+    """Who asks: the first message of a connection, and what begins and ends each call on it.
+
+    It has no answer.
 
     Attributes:
         process: the id of the task of the process that asks.
         server: the number of the parameter server whose shards the questions are about; -1 for the chief.
         worker: the worker id of the process.
+        call: the number of the call in which it asks from now on; 0 for none.
     """
 
     process: int
     server: int = -1
     worker: int = -1
+    call: int = 0
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -115,11 +119,14 @@ class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
         table: its number.
         slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
         loads: how often the process has loaded rows of the table, outside of `fit`.
+        in_turn: whether the server answers in turn with the other questions of the call, which may change
+            its shards. Otherwise a thread answers, whatever the server does.
     """
 
     table: int
     slot: int = -1
     loads: int = 0
+    in_turn: bool = False
 
 
 class WriteRows(msgspec.Struct, frozen=True, tag="write_rows"):

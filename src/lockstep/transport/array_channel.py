@@ -166,9 +166,12 @@ class AskingChannel:
         server: the parameter server whose shards the questions are about; -1 for the chief.
         lost: whether the other end is lost, which the network may tell only much later; None on one host.
         worker: the worker id of this process; None if it is that of its task.
+        call: the number of the call in which it asks first; 0 for none.
 
     Attributes:
         peer: names the other end in messages.
+        call: likewise; see `enter`.
+        is_open: whether the connection has not ended, as far as that is known.
 
     Raises:
         PeerLostError: the other end has ended, or cannot be reached.
@@ -184,6 +187,7 @@ class AskingChannel:
         server: int = -1,
         lost: Callable[[], bool] | None = None,
         worker: int | None = None,
+        call: int = 0,
     ) -> None:
         self._address, self.peer, self._dial = address, peer, dial
         self._lost = lost
@@ -191,11 +195,35 @@ class AskingChannel:
         self._connection = self._connected(timeout)
         self._reader = _ConnectionReader(self._receive_some)
         self._limit(timeout)
-        try:
-            self.send(Introduction(process, server, process if worker is None else worker))
-        except PeerError:
-            self._connection.close()
-            raise
+        self.is_open = self._answered = True
+        self._introduction = Introduction(process, server, process if worker is None else worker)
+        self._introduce(call)
+
+    def enter(self, call: int, timeout: float) -> None:
+        """Ask in another call from now on.
+
+        Args:
+            call: its number.
+            timeout: seconds after which an answer counts as missing.
+
+        Raises:
+            PeerLostError: the other end has ended, or the network has closed the connection meanwhile.
+            PeerStuckError: the other end does not answer.
+        """
+        if not self._answered:
+            self._raise_lost()
+        self._limit(timeout)
+        self.ask(Alive())
+        self._introduce(call)
+
+    def leave(self) -> None:
+        """Ask in no call from now on; close the connection if a question has no answer."""
+        if not self._answered:
+            self.close()
+        if not self.is_open or not self.call:
+            return
+        with contextlib.suppress(PeerError):
+            self._introduce(0)
 
     def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
         """Ask; every question but `Introduction` has one answer.
@@ -204,6 +232,7 @@ class AskingChannel:
             PeerLostError: the other end has ended.
             PeerStuckError: it does not read.
         """
+        self._answered = False
         try:
             _send(self._connection.sendall if self._lost is None else self._write, message, arrays)
         except TimeoutError:
@@ -224,11 +253,13 @@ class AskingChannel:
         try:
             if self._patient:
                 self._wait_patiently(asked)
-            return _receive(self._reader, _answers)
+            answer = _receive(self._reader, _answers)
         except TimeoutError:
             self._raise_stuck(asked)
         except (_Ended, OSError):
             self._raise_lost()
+        self._answered = True
+        return answer
 
     def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
         """Ask, and wait for the answer."""
@@ -260,7 +291,18 @@ class AskingChannel:
 
     def close(self) -> None:
         """Close the connection."""
+        self.is_open = False
         self._connection.close()
+
+    def _introduce(self, call: int) -> None:
+        """Tell the other end in which call this process asks; close a connection that has ended."""
+        self.call = call
+        try:
+            self.send(msgspec.structs.replace(self._introduction, call=call))
+        except PeerError:
+            self.close()
+            raise
+        self._answered = True
 
     def _limit(self, timeout: float) -> None:
         """Let answers count as missing after some seconds."""
@@ -331,6 +373,7 @@ class AskingChannel:
         return connection
 
     def _raise_lost(self) -> NoReturn:
+        self.is_open = False
         raise PeerLostError(f"{self.peer} has ended; its log says why") from None
 
     def _raise_stuck(self, message: Question) -> NoReturn:
@@ -347,10 +390,11 @@ class Asked:
 
     Attributes:
         process: the id of the task of the process that asks.
-        message: the question; None if the process has closed its connection.
+        message: the question; None if the process has left the call, or closed its connection.
         arrays: the arrays of the question.
         server: the parameter server that is asked; -1 for the chief.
         worker: the worker id of the process; another one after a worker was replaced.
+        call: the number of the call in which the process asks; 0 for none.
     """
 
     process: int
@@ -358,6 +402,7 @@ class Asked:
     arrays: list[Array] = field(default_factory=list)
     server: int = -1
     worker: int = -1
+    call: int = 0
     _answer: "queue.SimpleQueue[tuple[Answer, Sequence[Array]] | None]" = field(
         default_factory=queue.SimpleQueue
     )
@@ -397,7 +442,7 @@ class AnsweringEnd:
     ) -> None:
         self._put, self._complete = put, accept
         self._open: set[socket.socket] = set()
-        self._workers: dict[socket.socket, int] = {}
+        self._introductions: dict[socket.socket, Introduction] = {}
         self._unanswered: set[Asked] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -423,9 +468,16 @@ class AnsweringEnd:
     def drop(self, worker: int) -> None:
         """End the connections of a worker id: it is lost, which the network may tell only much later."""
         with self._lock:
-            for connection, own in self._workers.items():
-                if own == worker:
+            for connection, own in self._introductions.items():
+                if own.worker == worker:
                     _end(connection)
+
+    def end_call(self, call: int) -> None:
+        """End the connections that wait for an answer to a question in a call: there will be none."""
+        with self._lock:
+            for asked in self._unanswered:
+                if asked.call == call:
+                    asked.abandon()
 
     def _listen(self, serve: Callable[[socket.socket], None]) -> bytes:
         """Serve connections in threads; return where they are accepted."""
@@ -490,28 +542,30 @@ class AnsweringEnd:
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
             self._open.discard(connection)
-            self._workers.pop(connection, None)
+            self._introductions.pop(connection, None)
             connection.close()
 
     def _answer_all(self, connection: socket.socket) -> None:
         """Answer the questions of a connection until it ends."""
-        process = server = worker = -1
+        asks: Introduction | None = None
         try:
             reader = _ConnectionReader(functools.partial(_receive_some, connection))
-            hello, _ = _receive(reader, _questions)
-            if isinstance(hello, Alive):
-                _send(connection.sendall, Applied(), ())
-            if not isinstance(hello, Introduction):
-                return
-            process, server, worker = hello.process, hello.server, hello.worker
-            with self._lock:
-                self._workers[connection] = worker
             while True:
                 message, arrays = _receive(reader, _questions)
                 if isinstance(message, Alive):
                     _send(connection.sendall, Applied(), ())
+                    if asks is None:
+                        return
                     continue
-                asked = Asked(process, message, arrays, server, worker)
+                if isinstance(message, Introduction):
+                    self._leave(asks)
+                    asks = message
+                    with self._lock:
+                        self._introductions[connection] = asks
+                    continue
+                if asks is None:
+                    return
+                asked = Asked(asks.process, message, arrays, asks.server, asks.worker, asks.call)
                 with self._lock:
                     if self._closed:
                         return
@@ -527,8 +581,12 @@ class AnsweringEnd:
             pass
         finally:
             self._forget(connection)
-            if process >= 0:
-                self._put(Asked(process, None, server=server, worker=worker))
+            self._leave(asks)
+
+    def _leave(self, asks: Introduction | None) -> None:
+        """Tell that a process asks no more in the call of its introduction."""
+        if asks is not None:
+            self._put(Asked(asks.process, None, server=asks.server, worker=asks.worker, call=asks.call))
 
 
 def _end(connection: socket.socket) -> None:

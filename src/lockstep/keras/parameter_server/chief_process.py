@@ -1,7 +1,6 @@
 """The chief in a call of `fit`: runs Keras's loop, whose steps the workers compute."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import keras
@@ -89,7 +88,6 @@ class ChiefProcess(FitProcess):
         self._checks: dict[int, bytes] = {}
         self._known_others: list[Array] = []
         self._dispatcher: CompletedSteps | None = None
-        self._addresses: Mapping[int, bytes] = {}
         self._server_layers = server_layers(self.model)
 
     def train(
@@ -114,11 +112,11 @@ class ChiefProcess(FitProcess):
         training.batches = lambda: self.one_ahead(self.reading.read(batches), training.num_batches)
         with self.job.apart():
             self._servers = self.reach_servers()
+            if self.tables is not None:
+                self.tables.within = self._servers.channels
             self._dispatcher.silent = self._servers.silent
             self.served.install(self._take)
-            reading = None if self.tables is None else self.tables.within(self._servers.channels)
-            with reading or nullcontext():
-                keras_fit([*callbacks, _ChiefEnd(self)])
+            keras_fit([*callbacks, _ChiefEnd(self)])
             self.reading.resume()
             # Workers may have been assigned steps beyond the last one: these are part of the order, too.
             self._dispatcher.drain()
@@ -135,21 +133,22 @@ class ChiefProcess(FitProcess):
     def begin(self) -> CompletedSteps:
         """Let workers connect."""
         dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
-        # Closed also if the addresses do not arrive.
+        # Closed also if the processes do not meet.
         self._dispatcher = dispatcher
-        self._addresses = self.addresses(dispatcher.listen())
-        dispatcher.keep(self._addresses)
+        dispatcher.start()
+        self.meet(dispatcher.put)
+        dispatcher.keep(self.mesh.workers)
         return dispatcher
 
     def reach_servers(self) -> Servers:
         """Connect to all servers."""
-        return self.connect_servers(self._addresses, self.served.shards)
+        return self.connect_servers(self.served.shards)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Leave the call."""
+        super().close()
         if self._dispatcher is not None:
             self._dispatcher.close()
-        super().close()
 
     def updated_rows(self) -> dict[int, tuple[Array, list[Any]]]:
         """Return the rows of tables that this call has updated, and the variables that have such rows.
@@ -289,7 +288,7 @@ class ChiefProcess(FitProcess):
             for pair in zip(group, known, strict=True)
         ]
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
-        facts = self.facts(self._addresses) | {"generators": self.reading.begun}
+        facts = self.mesh.facts() | {"generators": self.reading.begun}
         known = KnownOnServers([*values, *others], self._random, facts)
         return self.served.take(whole, self._steps, known)
 

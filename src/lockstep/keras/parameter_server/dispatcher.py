@@ -5,7 +5,6 @@ each assignment carries its present values, and each completed step adds its cha
 """
 
 import queue
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from lockstep.parameter_server.order import OrderWriter, Record, RecordedOrder, 
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import Assigned
 from lockstep.system.notes import note
-from lockstep.transport.array_channel import AnsweringEnd, Asked
+from lockstep.transport.array_channel import Asked
 
 Array = npt.NDArray[Any]
 Answered = tuple[Any, list[Array]]
@@ -59,7 +58,7 @@ class DispatchedCall:
         writer: records the order.
         recorded: the order to follow; None for the order of arrival.
         timeout: seconds without a completed step after which a worker counts as stuck.
-        accept: completes connections from other hosts; None in a job on one host.
+        drop: ends the connections of a worker id that is lost.
         lost: returns the processes that the coordinator has announced as lost.
         workers: the worker ids of the call's processes, which others replace.
         replacements: see `Job`.
@@ -72,7 +71,7 @@ class DispatchedCall:
     writer: OrderWriter
     recorded: RecordedOrder | None
     timeout: float
-    accept: Callable[[socket.socket], socket.socket] | None = None
+    drop: Callable[[int], object] = lambda _: None
     lost: Callable[[], frozenset[int]] = frozenset
     workers: dict[int, int] = field(default_factory=dict)
     replacements: dict[int, int] = field(default_factory=dict)
@@ -104,8 +103,7 @@ class Dispatcher(ABC):
         self._assignments = Assignments(call.max_staleness)
         self._writer, self._recorded, self._here = call.writer, call.recorded, call.here
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._accept = call.accept
-        self._end: AnsweringEnd | None = None
+        self._drop = call.drop
         self._changed = threading.Condition()
         self._parked: dict[int, Asked] = {}
         self._arrived: dict[Record, Asked] = {}
@@ -116,11 +114,13 @@ class Dispatcher(ABC):
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-coordinator", daemon=True)
 
-    def listen(self) -> AnsweringEnd:
-        """Answer workers from now on; return where."""
-        self._end = AnsweringEnd(self._inbox.put, self._accept)
+    def start(self) -> None:
+        """Answer workers from now on."""
         self._thread.start()
-        return self._end
+
+    def put(self, asked: Asked) -> None:
+        """Take a question of a worker, or its leaving."""
+        self._inbox.put(asked)
 
     def keep(self, processes: Iterable[int]) -> None:
         """Expect only these processes: the others were lost before they could connect."""
@@ -152,9 +152,8 @@ class Dispatcher(ABC):
         self._wait(lambda: not self._live, leaving=True)
 
     def close(self) -> None:
-        """Close the connections and end the thread."""
-        if self._end is not None:
-            self._end.close()
+        """End the thread."""
+        if self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
         self._writer.close()
@@ -207,8 +206,7 @@ class Dispatcher(ABC):
                     note(f"{self._what}, after {now - begun:.0f} s: {late}")
                 for process in self._lost():
                     worker = self._worker(process)
-                    if self._end is not None:
-                        self._end.drop(worker)
+                    self._drop(worker)
                     # It may have been lost before it has connected.
                     self._inbox.put(Asked(process, None, worker=worker))
                 self.look()

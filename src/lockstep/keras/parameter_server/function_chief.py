@@ -1,7 +1,6 @@
 """The chief in the calls of a `ClusterCoordinator`: decides on each call, and lets workers join."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,6 @@ class ChiefCalls(FunctionCalls):
         self._others: dict[int, Array] = {}
         self._learned = True
         self._assigned = 0
-        self._reading = ExitStack()
         self._read: dict[int, Any] = {}
         self._handed: tuple[int, list[int], frozenset[int]] | None = None
         self._ending = False
@@ -75,9 +73,8 @@ class ChiefCalls(FunctionCalls):
                 f"{self._call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
                 f"{len(stale)} functions of {count(len(self._process.live), 'worker')}"
             )
-        self._reading.close()
-        dispatcher.close()
         self._process.close()
+        dispatcher.close()
 
     def _leave(self) -> None:
         if self._dispatcher is not None:
@@ -86,13 +83,14 @@ class ChiefCalls(FunctionCalls):
     def _open(self) -> None:
         process = self._process
         self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
-        self._addresses = process.addresses(self._dispatcher.listen())
-        self._dispatcher.keep(self._addresses)
+        self._dispatcher.start()
+        process.meet(self._dispatcher.put)
+        self._dispatcher.keep(process.mesh.workers)
         if process.recorded is None:
             self._dispatcher.begin()
         self._dispatcher.look = self._look
         self._dispatcher.when_completed = self._measure_completed
-        self._servers = process.connect_servers(self._addresses, ())
+        self._servers = process.connect_servers(())
         self._dispatcher.silent = self._servers.silent
 
     def _look(self) -> None:
@@ -129,7 +127,7 @@ class ChiefCalls(FunctionCalls):
     def _facts(self) -> dict[str, Any]:
         """Return what a worker that joins has to know of the processes."""
         assert self._dispatcher is not None
-        expected, facts = self._dispatcher.expected, self._process.facts(self._addresses)
+        expected, facts = self._dispatcher.expected, self._process.mesh.facts()
         facts["workers"] |= expected
         facts["lost"] = [process for process in facts["lost"] if process not in expected]
         return facts
@@ -205,8 +203,7 @@ class ChiefCalls(FunctionCalls):
         self._note_reads()
         if self._tables is not None:
             assert self._servers is not None
-            if not self._tables.is_within:
-                self._reading.enter_context(self._tables.within(self._servers.channels))
+            self._tables.within = self._servers.channels
         number, self._calls = self._calls, self._calls + 1
         # A change that the script makes by other means than Keras is found at the next call but `schedule`.
         if self._learned or kind != "schedule" or assignments.count() != self._assigned:

@@ -40,8 +40,8 @@ class ServerCalls(FunctionCalls):
         self._process.close()
 
     def _open(self) -> None:
-        self._chief = self._process.connect(self._process.open(), 0)
-        self._chief.be_patient()
+        self._process.open()
+        self._chief = self._process.connect_chief()
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
         self._added = shards

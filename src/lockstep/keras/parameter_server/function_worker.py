@@ -91,13 +91,12 @@ class WorkerCalls(FunctionCalls):
 
     def _open(self) -> None:
         if not self._joining.replays:
-            self._connect(self._process.addresses(), ())
+            self._process.meet()
+            self._connect(())
 
-    def _connect(self, addresses: Mapping[int, bytes], shards: Sequence[Shard]) -> None:
-        self._chief = self._process.connect(addresses, 0)
-        # The chief does what the program does between two calls, while workers wait.
-        self._chief.be_patient()
-        self._servers = self._process.connect_servers(addresses, shards)
+    def _connect(self, shards: Sequence[Shard]) -> None:
+        self._chief = self._process.connect_chief()
+        self._servers = self._process.connect_servers(shards)
 
     def _repeated(self, label: str, number: int) -> tuple[Passed, Sequence[Array]] | None:
         """Return what a call has found that the chief has made before this worker joins.
@@ -113,7 +112,8 @@ class WorkerCalls(FunctionCalls):
             facts = self._joining.arrive(f"call {number} of {self._call.name}")
             self._reads.end()
             self._unknown.clear()
-            self._connect(self._process.take_place(facts), self._shards)
+            self._process.mesh.take_place(self._call.number, facts)
+            self._connect(self._shards)
             return None
         if label != (recorded := log.label(number)):
             self._refuse(

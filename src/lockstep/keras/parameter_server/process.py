@@ -1,7 +1,6 @@
 """What the chief, the workers and the parameter servers have in common."""
 
 import itertools
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +18,8 @@ from lockstep.keras.input.readings import read_batch
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
+from lockstep.keras.parameter_server.mesh import mesh_of_job
 from lockstep.keras.parameter_server.served_variables import place_weights
-from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
 from lockstep.keras.parameter_server.servers import Servers
@@ -31,14 +30,10 @@ from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrde
 from lockstep.parameter_server.partitioners import Partitioner, Shard
 from lockstep.parameter_server.tasks import ServerPlace, Tasks, TaskType
 from lockstep.system.paths import RunPaths
-from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
+from lockstep.transport.array_channel import Asked, AskingChannel
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
-
-
-_ADDRESS = struct.Struct(">I")
-"""What precedes an address: the id of the process."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class UsedIterators:
 
 
 class TaskProcess:
-    """What all tasks have in common: their addresses, and the orders that they write and follow.
+    """What all tasks have in common in a call: who takes part, and the orders that they write and follow.
 
     Args:
         job: of the process.
@@ -138,8 +133,8 @@ class TaskProcess:
 
     Attributes:
         tasks: of the job.
-        places: where the shards of each server are.
-        workers: the worker ids of the call's processes; another one once a lost worker is replaced.
+        mesh: the connections of the process.
+        live: the processes that compute gradients when the call begins.
         tables: those of the job, if some of the call are on servers only.
     """
 
@@ -148,10 +143,9 @@ class TaskProcess:
     def __init__(self, job: Job, call: NumberedCall, order: str) -> None:
         assert job.context.tasks is not None
         self.job, self.call, self.tasks = job, call, job.context.tasks
+        self.mesh = mesh_of_job(job)
         self.timeout = job.policy.timeout
-        self.places: tuple[ServerPlace, ...] = ()
-        self.workers: dict[int, int] = {}
-        self._asking: list[AskingChannel] = []
+        self.live: tuple[int, ...] = ()
         self.writer, self.recorded = self.order(order) if order else (OrderWriter(None), None)
 
     def order(self, name: str) -> tuple[OrderWriter, RecordedOrder | None]:
@@ -170,7 +164,6 @@ class TaskProcess:
 
     def dispatched(self, max_staleness: int | None, here: ComputedHere | None = None) -> DispatchedCall:
         """Return the call as the chief hands out its steps, or computes them."""
-        membership = self.job.membership
         return DispatchedCall(
             tasks=self.tasks,
             name=self.call.name,
@@ -178,141 +171,59 @@ class TaskProcess:
             writer=self.writer,
             recorded=self.recorded,
             timeout=self.timeout,
-            accept=membership.accept,
-            lost=self.lost,
-            workers=self.workers,
+            drop=self.mesh.drop,
+            lost=self.mesh.lost,
+            workers=self.mesh.workers,
             replacements=self.job.replacements,
             here=here,
         )
 
-    def lost(self) -> frozenset[int]:
-        """Return the processes of the call that the coordinator has announced as lost.
-
-        For the main thread.
-        """
-        lost = self.job.membership.lost_workers(tuple(self.workers.values()))
-        return frozenset(process for process, worker in self.workers.items() if worker in lost)
-
-    def addresses(self, end: AnsweringEnd | None = None) -> dict[int, bytes]:
-        """Exchange addresses with the other processes; return those of the chief and the servers by process.
+    def meet(self, take: Callable[[Asked], object] = Asked.abandon) -> None:
+        """Begin the call, together with the other processes.
 
         Args:
-            end: answers at this process; None if it only asks.
+            take: takes what other processes ask this one in the call.
 
         Raises:
-            PeerLostError: one of these has ended.
+            PeerLostError: the chief has ended, or a server without a standby.
         """
-        own = b""
-        if end is not None:
-            own = end.address
-            if end.entrance:
-                self.job.membership.answers_at(end.entrance)
-        what = f"the addresses of {self.call.name}"
-        given = _ADDRESS.pack(self.job.process) + own
-        hosts, gathered = self.job.exchange(
-            lambda view, communicator: (
-                view.hosts,
-                dict(zip(view.workers, communicator.gather(given, what=what), strict=True)),
-            )
-        )
-        process_of = {worker: _ADDRESS.unpack_from(one)[0] for worker, one in gathered.items()}
-        known = {process_of[worker]: one[_ADDRESS.size :] for worker, one in gathered.items()}
-        # The dispatcher has it, too.
-        self.workers.update({process: worker for worker, process in process_of.items()})
+        self.mesh.begin(self.call.number, take)
+        hosts, processes = self.mesh.meet(f"the addresses of {self.call.name}")
         servers = [self.tasks.id_of_server(index) for index in range(self.tasks.servers)]
-        left = [server for server in servers if server in known]
+        left = [server for server in servers if server in processes]
         for process in (0, *([] if left else servers)):
-            if process not in known:
+            if process not in processes:
                 raise PeerLostError(
                     f"{self.tasks.name(process)} has ended before {self.call.name}; its log says why"
                 )
         if self.tables is not None:
-            self.places = self.tables.places(known, self.call.name)
+            places = self.tables.places(processes, self.call.name)
         else:
-            self.places = self.tasks.places([{process_of[one] for one in host} for host in hosts])
+            places = self.tasks.places(hosts)
         if self.job.settings.order is not None:
             # A replay repeats a run, also one that lost a server, without a loss: nothing is kept for one.
-            self.places = tuple(ServerPlace(place.process, None) for place in self.places)
-        self.live = tuple(sorted(process for process in known if process in self.tasks.workers))
-        return known
+            places = tuple(ServerPlace(place.process, None) for place in places)
+        self.mesh.places = places
+        self.live = tuple(sorted(process for process in processes if process in self.tasks.workers))
 
-    def connect(
-        self, addresses: Mapping[int, bytes], process: int, server: int = -1, timeout: float | None = None
-    ) -> AskingChannel:
-        """Connect to a process.
-
-        Args:
-            addresses: of the chief and the processes of servers.
-            process: the id of the process.
-            server: whose shards questions are about; -1 for the chief.
-            timeout: seconds after which an answer counts as missing; None for those of the job.
-
-        Raises:
-            PeerLostError: the process has ended.
-        """
-        membership = self.job.membership
-        dial, name = membership.dial(self.workers[process]), self.tasks.name(process)
-        # The chief's host is lost only with the job.
-        watched = self.job.context.over_hosts and server >= 0
-        lost = (lambda: process in self.lost()) if watched else None
-        timeout = self.timeout if timeout is None else timeout
-        made = AskingChannel(
-            address=addresses[process],
-            process=self.job.process,
-            peer=name,
-            timeout=timeout,
-            dial=dial,
-            server=server,
-            lost=lost,
-            worker=self.job.worker,
-        )
-        self._asking.append(made)
-        return made
-
-    def facts(self, addresses: Mapping[int, bytes]) -> dict[str, Any]:
-        """Return what a worker that joins has to know of the processes of the call; on the chief."""
-        lost = self.lost()
-        return {
-            "addresses": dict(addresses),
-            "workers": dict(self.workers),
-            "places": [tuple(place) for place in self.places],
-            "lost": sorted(
-                process for process in self.tasks.workers if process not in self.workers or process in lost
-            ),
-        }
-
-    def take_place(self, facts: Mapping[str, Any]) -> dict[int, bytes]:
-        """Take the place of a lost worker, in a worker that has joined; return the addresses.
-
-        All workers that have joined together take the places of the lost ones in the same order.
-
-        Args:
-            facts: returned by `facts` of the chief.
-        """
-        self.workers.update(facts["workers"])
-        known = frozenset(self.workers.values())
-        new = sorted(worker for worker in self.job.joined_with if worker not in known)
-        self.job.process = facts["lost"][new.index(self.job.worker)]
-        self.places = tuple(ServerPlace(*place) for place in facts["places"])
-        addresses: dict[int, bytes] = facts["addresses"]
-        return addresses
-
-    def connect_servers(self, addresses: Mapping[int, bytes], shards: Sequence[Shard]) -> Servers:
+    def connect_servers(self, shards: Sequence[Shard]) -> Servers:
         """Connect to all servers, which have these shards."""
-
-        def connects(server: int, process: int) -> Callable[[], AskingChannel]:
-            return lambda: self.connect(addresses, process, server)
-
-        channels = []
-        for server, place in enumerate(self.places):
-            processes = [process for process in place if process is not None]
-            channels.append(ServerChannel([connects(server, process) for process in processes]))
+        channels = self.mesh.servers(self.mesh.places, self.timeout)
+        for channel in channels:
+            channel.connect()
         return Servers(channels, shards)
 
+    def connect_chief(self) -> AskingChannel:
+        """Connect to the chief, which may take its time: it runs callbacks, or the script, meanwhile."""
+        chief = self.mesh.channel(0, timeout=self.timeout)
+        chief.be_patient()
+        return chief
+
     def close(self) -> None:
-        """Close all connections."""
-        for channel in self._asking:
-            channel.close()
+        """Leave the call."""
+        if self.tables is not None:
+            self.tables.within, self.tables.closed = None, ""
+        self.mesh.leave(self.call.number)
         self.writer.close()
 
     def _publisher(self, order: str) -> Callable[[bytes], object]:

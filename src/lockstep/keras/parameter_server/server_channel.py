@@ -32,25 +32,35 @@ class AsksServer(Protocol):
 class ServerChannel:
     """An `AsksServer`; if the server is lost, it asks the one that has taken over the shards.
 
-    Args:
-        connects: connect to the process of the server, and to its standby, if there is one.
+    Its methods raise PeerLostError if all of them have ended.
 
-    Raises:
-        PeerLostError: all of them have ended; so for all methods.
+    Args:
+        connects: return the connection to the process of the server, and that to its standby, if there is
+            one.
     """
 
     def __init__(self, connects: Sequence[Callable[[], AskingChannel]]) -> None:
         self._connects = list(connects)
         self._asked: tuple[Question, Sequence[Array]] | None = None
         self._channel: AskingChannel | None = None
-        self._connect()
+
+    def connect(self) -> AskingChannel:
+        """Return the connection to the first process that is left."""
+        while True:
+            try:
+                self._channel = self._connects[0]()
+                return self._channel
+            except PeerLostError:
+                if len(self._connects) == 1:
+                    raise
+                self._connects.pop(0)
 
     def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
         """Ask; see `AskingChannel.send`."""
-        assert self._channel is not None
         self._asked = message, arrays
+        channel = self.connect()
         try:
-            self._channel.send(message, arrays)
+            channel.send(message, arrays)
         except PeerLostError as error:
             self._replace(error)
 
@@ -78,31 +88,17 @@ class ServerChannel:
         channel = self._channel
         return channel.peer if channel is not None and channel.is_silent(within) else ""
 
-    def close(self) -> None:
-        """Close the connection."""
-        if self._channel is not None:
-            self._channel.close()
-
     def _replace(self, lost: PeerLostError) -> None:
         """Ask the standby what has no answer."""
-        if not self._connects:
+        if len(self._connects) == 1:
             raise PeerLostError(f"{lost}; no standby has its weights") from None
         assert self._channel is not None
+        assert self._asked is not None
         self._channel.close()
         self._channel = None
+        self._connects.pop(0)
         try:
-            self._connect()
+            self.connect().send(*self._asked)
         except PeerLostError as error:
             raise PeerLostError(f"{lost}; no standby has its weights: {error}") from None
         note(f"{lost}; its standby continues with its weights")
-
-    def _connect(self) -> None:
-        while True:
-            try:
-                self._channel = self._connects.pop(0)()
-                if self._asked is not None:
-                    self._channel.send(*self._asked)
-                return
-            except PeerLostError:
-                if not self._connects:
-                    raise

@@ -7,7 +7,7 @@ depend on the process that has its shards, and a replay needs no loss.
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -45,7 +45,7 @@ from lockstep.protocol.parameter_server import (
 )
 from lockstep.system.notes import note
 from lockstep.system.prose import count
-from lockstep.transport.array_channel import AnsweringEnd, Asked
+from lockstep.transport.array_channel import Asked
 from lockstep.worker.job import GRACE_FOR_AGENT, Job
 
 Array = npt.NDArray[Any]
@@ -250,30 +250,28 @@ class ServerProcess(TaskProcess):
         self._make, self._trained = make, trained
         self._updates = 0
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._end = AnsweringEnd(self._put, job.membership.accept)
         self._variables: dict[int, ServedVariables] = {}
         self._served: dict[int, ServerShards] = {}
         self._repeating: dict[int, ServerShards] = {}
         self._kept: dict[int, KeptServer] = {}
 
-    def open(self) -> dict[int, bytes]:
-        """Exchange addresses with the other processes, and connect to standbys; return the addresses.
+    def open(self) -> None:
+        """Begin the call, together with the other processes, and connect to standbys.
 
         Raises:
             PeerLostError: the chief has ended.
         """
-        known = self.addresses(self._end)
-        for server, (process, standby) in enumerate(self.places):
+        self.meet(self._put)
+        for server, (process, standby) in enumerate(self.mesh.places):
             if self.job.process not in (process, standby):
                 continue
             self._variables[server] = self._make()
             if self.job.process == process:
                 writer, recorded = self.order(f"ps-{server}")
-                link = None if standby is None else self._link(known, standby, server)
+                link = None if standby is None else self._link(standby, server)
                 self._served[server] = self._made(server, writer, recorded, link)
             elif self.tables is not None:
                 self._repeating[server] = self._made(server, OrderWriter(None))
-        return known
 
     def add(self, update: Update, shards: Iterable[Shard], tables: frozenset[int] = frozenset()) -> None:
         """Add the variables of a further optimizer; see `ServedVariables.add`.
@@ -326,28 +324,27 @@ class ServerProcess(TaskProcess):
                 self._repeat(server)
 
     def close(self) -> None:
-        """Close all connections."""
-        # First the orders: when the connections end, the standbys continue them in the same files.
+        """Leave the call."""
+        # First the orders: once this process does not answer, the standbys continue them in the same files.
         for shards in self._served.values():
             shards.close()
-        self._end.close()
         super().close()
 
-    def _link(self, known: Mapping[int, bytes], standby: int, server: int) -> StandbyLink | None:
+    def _link(self, standby: int, server: int) -> StandbyLink | None:
         """Connect to the standby of a server; return None if it is lost."""
         name = self.tasks.name(standby)
 
         def confirm(error: PeerLostError) -> None:
             # A standby that is not lost would take over what it has kept: old weights.
             begun = time.monotonic()
-            while standby not in self.lost():
+            while standby not in self.mesh.lost():
                 if time.monotonic() - begun > self.timeout:
                     raise error
                 time.sleep(_LOOK_AGAIN)
             note(f"{error}; it was the standby of this server, which has none until the next call")
 
         try:
-            channel = self.connect(known, standby, server, self.timeout - _SOONER)
+            channel = self.mesh.channel(standby, server, self.timeout - _SOONER)
         except PeerLostError as error:
             confirm(error)
             return None
@@ -416,8 +413,8 @@ class ServerProcess(TaskProcess):
             try:
                 return self._inbox.get(timeout=min(_LOOK_EVERY, self.timeout))
             except queue.Empty:
-                for process in self.lost():
-                    self._end.drop(self.workers[process])
+                for process in self.mesh.lost():
+                    self.mesh.drop(self.mesh.workers[process])
                 late = time.monotonic() - begun >= self.timeout
                 for server, shards in self._served.items() if late else ():
                     if (turn := shards.awaited()) is not None:

@@ -23,7 +23,8 @@ from lockstep.errors import (
     ModelError,
     PeerLostError,
 )
-from lockstep.keras.parameter_server.server_channel import AsksServer, ServerChannel
+from lockstep.keras.parameter_server.mesh import mesh_of_job
+from lockstep.keras.parameter_server.server_channel import AsksServer
 from lockstep.keras.parameter_server.table_rows import VALUES, TableRows, positions_of, ranges_of
 from lockstep.parameter_server.tasks import ServerPlace
 from lockstep.protocol.parameter_server import (
@@ -36,7 +37,7 @@ from lockstep.protocol.parameter_server import (
     WriteRows,
 )
 from lockstep.system.notes import note
-from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
+from lockstep.transport.array_channel import Asked
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
@@ -51,9 +52,9 @@ NO_ROWS_ON_JAX = (
 _BLOCK = 1 << 16
 """Rows that a new standby copies at a time."""
 
-_Met = tuple[int, bytes, list[int], list[dict[int, bytes]], list[tuple[int, int]]]
-"""What a process tells the others in `ServerTables.meet`: its id, its address, the servers whose rows it has,
-the digests of these rows for each table, and the numbers of the tables with their loads."""
+_Told = tuple[list[int], list[dict[int, bytes]], list[tuple[int, int]]]
+"""What a process tells the others in `ServerTables.meet`: the servers whose rows it has, the digests of these
+rows for each table, and the numbers of the tables with their loads."""
 
 
 class LooksUp(Protocol):
@@ -225,6 +226,7 @@ class ServerTables:
         own: those that this process is: itself, if it is one; all, if it has all tasks.
         held: those whose rows this process has: its own, and then those whose standby it is.
         optimizers: those that have trained tables, with their numbers, which are the same on all servers.
+        within: asks the servers in the present call of `fit`, or in functions, on the chief; None elsewhere.
         closed: why rows cannot be read now; empty if they can.
         failure: the error of a lookup.
         scheduling: whether functions are scheduled, which may run at any time.
@@ -238,11 +240,11 @@ class ServerTables:
         self._count = 0
         self._lock = threading.Lock()
         self._progress = threading.Condition()
-        self._within: Sequence[AsksServer] | None = None
-        self._channels: list[ServerChannel] | None = None
-        self._connected_to: list[list[int]] = []
+        self._mesh = mesh_of_job(job)
+        self._mesh.answer_rows = self._put
+        self._servers: Sequence[AsksServer] | None = None
+        self.within: Sequence[AsksServer] | None = None
         self._holders: list[list[int]] = []
-        self._end: AnsweringEnd | None = None
         self.closed = ""
         self.scheduling = False
         self._together = False
@@ -259,10 +261,8 @@ class ServerTables:
         elif task == "ps" and not job.joins:
             self.own = (index,)
             self.held = index, *self._kept_for(job, index)
-            self._end = AnsweringEnd(self._put, job.membership.accept)
         # Others may read rows, for example to save a model, until their scripts end.
         job.at_completion(lambda: job.exchange(lambda _, one: one.barrier(what="the end of the script")))
-        job.at_exit(self._close)
 
     def add(self, table: ServerTable) -> int:
         """Add a table; return its number."""
@@ -285,7 +285,7 @@ class ServerTables:
             self._trained_by += 1
 
     def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
-        """Connect to the servers, and return the digests of tables; all processes call this.
+        """Compare tables with the other processes, which all call this; return their digests.
 
         Args:
             tables: of a model.
@@ -297,9 +297,6 @@ class ServerTables:
                 server.
             ModelError: only some of the tables have standbys.
         """
-        if self._end is not None and self._end.entrance:
-            self._job.membership.answers_at(self._end.entrance)
-        address = b"" if self._end is None else self._end.address
         standbys = tables[0].standbys
         if any(one.standbys != standbys for one in tables):
             raise ModelError(
@@ -307,43 +304,33 @@ class ServerTables:
                 "same argument standbys"
             )
         digests = [{k: rows.digest().tobytes() for k, rows in one.held.items()} for one in tables]
-        given = msgspec.msgpack.encode(
-            (self._job.process, address, self.held, digests, [(one.number, one.loads) for one in tables])
-        )
-        hosts, gathered = self._job.exchange(
-            lambda view, communicator: (
-                view.hosts,
-                dict(
-                    zip(view.workers, communicator.gather(given, what=f"the tables of {what}"), strict=True)
-                ),
-            )
-        )
-        found = {worker: msgspec.msgpack.decode(one, type=_Met) for worker, one in gathered.items()}
+        told = msgspec.msgpack.encode((self.held, digests, [(one.number, one.loads) for one in tables]))
+        hosts, gathered = self._mesh.meet(f"the tables of {what}", told)
+        found = {process: msgspec.msgpack.decode(one, type=_Told) for process, one in gathered.items()}
         for position, table in enumerate(tables):
             if len({known[position][0] for *_, known in found.values()}) > 1:
                 raise DisagreementError(
                     f"{what}: some processes have built more ServerEmbedding layers before layer "
                     f"{table.name!r} than others: build and load models in all processes"
                 )
-            loads = {known[position][1]: process for process, *_, known in found.values()}
+            loads = {known[position][1]: process for process, (*_, known) in found.items()}
             if len(loads) > 1:
                 least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
                 raise DisagreementError(
                     f"{what}: {most} has loaded the weights of layer {table.name!r} more often than {least}: "
                     "load them in all processes"
                 )
-        known = {process: (worker, at) for worker, (process, at, *_) in found.items()}
-        if self._job.settings.in_one_process:
-            self._channels = []
-        else:
-            self._place({process: held for process, _, held, *_ in found.values()}, standbys, what)
-            self._connect(known)
+        before = self._holders
+        if not self._job.settings.in_one_process:
+            self._place({process: held for process, (held, *_) in found.items()}, standbys, what)
+        if self._servers is None or self._holders != before:
+            self._servers = self._mesh.servers(self._holders)
         # Functions that are scheduled update the rows of the standbys that were there at first.
         completes = standbys and self._job.settings.order is None and not self.scheduling
         if completes and self._complete(hosts):
-            self._connect(known)
+            self._servers = self._mesh.servers(self._holders)
         return [
-            self._digest(table, [digests[k] for _, _, _, digests, _ in found.values()], what)
+            self._digest(table, [digests[k] for _, digests, _ in found.values()], what)
             for k, table in enumerate(tables)
         ]
 
@@ -387,25 +374,16 @@ class ServerTables:
             f"{self._tasks.name(process)} has the rows of parameter server {server}; this process, the new "
             "standby, copies them"
         )
-        assert self._channels is not None
-        channel = self._channels[server]
+        assert self._servers is not None
+        channel = self._servers[server]
         for table in list(self._known.values()):
             table.copy_rows(server, lambda message, numbers: channel.ask(message, [numbers]))
         self.held = *self.held, server
 
     @property
     def is_within(self) -> bool:
-        """Whether this process is the chief in a call of `fit`."""
-        return self._within is not None
-
-    @contextmanager
-    def within(self, servers: Sequence[AsksServer]) -> Iterator[None]:
-        """Within the block, a call of `fit` on the chief, use its connections."""
-        self._within = servers
-        try:
-            yield
-        finally:
-            self._within, self.closed = None, ""
+        """Whether this process is the chief in a call of `fit`, or in functions."""
+        return self.within is not None
 
     def read(self, table: ServerTable, numbers: Array, slot: int) -> Array:
         """Return rows; see `ServerTable.read`."""
@@ -421,7 +399,7 @@ class ServerTables:
             )
         asked = []
         with self._lock:
-            channels = self._connected(table)
+            servers, in_turn = self._asks(table)
             for server, (start, stop) in enumerate(table.ranges):
                 first, last = np.searchsorted(numbers, (start, stop))
                 if last > first:
@@ -431,7 +409,8 @@ class ServerTables:
                 if (own := table.rows_of(server)) is not None:
                     parts.append(own.read(slot, some))
                 else:
-                    (found,) = channels[server].ask(ReadRows(table.number, slot, table.loads), [some])[1]
+                    question = ReadRows(table.number, slot, table.loads, in_turn)
+                    (found,) = servers[server].ask(question, [some])[1]
                     if len(found) != len(some) and not table.standbys:
                         raise self._lost(server, f"a read of layer {table.name!r}")
                     if len(found) != len(some):
@@ -446,11 +425,11 @@ class ServerTables:
         """Replace rows; see `ServerTable.load`."""
         for server, (start, stop) in enumerate(table.ranges):
             first, last = np.searchsorted(numbers, (start, stop))
-            if last > first and self._within is not None:
-                message = WriteRows(table.number, slot)
-                self._within[server].ask(message, [numbers[first:last], read()[first:last]])
-            elif last > first and (own := table.rows_of(server)) is not None:
+            if last > first and (own := table.rows_of(server)) is not None:
                 own.write(slot, numbers[first:last], read()[first:last])
+            elif last > first and self.within is not None:
+                message = WriteRows(table.number, slot)
+                self.within[server].ask(message, [numbers[first:last], read()[first:last]])
 
     def refuse_load(self, table: ServerTable) -> None:
         """Raise ModelError if functions may read rows while weights are loaded."""
@@ -465,8 +444,9 @@ class ServerTables:
         if (own := table.rows_of(0)) is not None:
             return own.slots
         with self._lock:
-            question = ReadRows(table.number, VALUES, table.loads)
-            values, _ = self._connected(table)[0].ask(question, [np.zeros(0, np.int64)])
+            servers, in_turn = self._asks(table)
+            question = ReadRows(table.number, VALUES, table.loads, in_turn)
+            values, _ = servers[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
 
     def answers_of(self, server: int) -> AnswerRows:
@@ -491,8 +471,6 @@ class ServerTables:
 
     def _put(self, asked: Asked) -> None:
         message: Any = asked.message
-        if not isinstance(message, ReadRows | CopyRows):
-            return
 
         def has_arrived() -> bool:
             table = self._known.get(message.table)
@@ -559,55 +537,17 @@ class ServerTables:
             "tables: start the job again from saved weights"
         )
 
-    def _connect(self, known: Mapping[int, tuple[int, bytes]]) -> None:
-        """Connect to the processes that have rows, given the worker ids and addresses of all processes."""
-        if self._connected_to == self._holders:
-            return
-        for channel in self._channels or ():
-            channel.close()
-
-        def connects(process: int, server: int) -> Callable[[], AskingChannel]:
-            return lambda: self._channel(process, server, *known[process])
-
-        self._connected_to = list(self._holders)
-        self._channels = [
-            ServerChannel([connects(process, server) for process in of_server])
-            for server, of_server in enumerate(self._holders)
-        ]
-
-    def _channel(self, process: int, server: int, worker: int, address: bytes) -> AskingChannel:
-        membership = self._job.membership
-
-        def is_lost() -> bool:
-            return bool(membership.lost_workers((worker,)))
-
-        return AskingChannel(
-            address=address,
-            process=self._job.process,
-            peer=self._tasks.name(process),
-            timeout=self._job.policy.timeout,
-            dial=membership.dial(worker),
-            server=server,
-            lost=is_lost if self._job.context.over_hosts else None,
-            worker=self._job.worker,
-        )
-
-    def _connected(self, table: ServerTable) -> Sequence[AsksServer]:
+    def _asks(self, table: ServerTable) -> tuple[Sequence[AsksServer], bool]:
+        """Return what asks the servers, and whether they answer in turn with the questions of a call."""
         # The servers are in the same call, and do not serve, when all processes evaluate between functions.
-        apart = self.scheduling and self._together
-        found = self._within if self._within is not None and not apart else self._channels
-        if found is None:
+        if self.within is not None and not (self.scheduling and self._together):
+            return self.within, True
+        if self._servers is None:
             raise ModelError(
                 f"the rows of layer {table.name!r} are on the parameter servers, to which this process "
                 "connects in the first fit, evaluate or predict: call one of these first"
             )
-        return found
-
-    def _close(self) -> None:
-        for channel in self._channels or ():
-            channel.close()
-        if self._end is not None:
-            self._end.close()
+        return self._servers, False
 
 
 @contextmanager

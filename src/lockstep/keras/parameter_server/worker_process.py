@@ -57,13 +57,14 @@ class WorkerProcess(FitProcess):
         joins = self.served.joins
         for one, state in zip(self.served.generators, (joins or {}).get("generators", ()), strict=False):
             set_generator_state(one, state)
-        addresses = self.addresses() if joins is None else self.take_place(joins)
+        if joins is None:
+            self.meet()
+        else:
+            self.mesh.take_place(self.call.number, joins)
         with self.job.apart():
             try:
-                self._servers = self.connect_servers(addresses, self.served.shards)
-                self._chief = self.connect(addresses, 0)
-                # The chief evaluates, and its callbacks run, while workers wait.
-                self._chief.be_patient()
+                self._servers = self.connect_servers(self.served.shards)
+                self._chief = self.connect_chief()
                 answer, _ = self._chief.ask(Enter())
             except PeerLostError:
                 if joins is None:

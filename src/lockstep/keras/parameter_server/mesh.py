@@ -1,0 +1,245 @@
+"""The connections between the processes of a job with parameter servers, which last as long as the job.
+
+The chief and the servers answer questions, at one address each. Every process has at most one connection to
+each of them, which it opens when it first asks. In a call of `fit`, or in the functions of a
+`ClusterCoordinator`, questions go to whatever does the part of their process in the call. Those about rows of
+tables may also be asked at other times.
+"""
+
+import contextlib
+import struct
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lockstep.errors import PeerLostError
+from lockstep.keras.parameter_server.server_channel import ServerChannel
+from lockstep.parameter_server.tasks import ServerPlace
+from lockstep.protocol.parameter_server import CopyRows, ReadRows
+from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
+from lockstep.worker.job import Job
+
+_ADDRESS = struct.Struct(">IH")
+"""What precedes an address and what a process tells the others: the id of the process, and the length of the
+address."""
+
+
+class Mesh:
+    """The connections of one process.
+
+    Args:
+        job: of the process.
+
+    Attributes:
+        workers: the worker ids of the processes of the call, or outside of one of those that have met last;
+            another one once a lost worker is replaced.
+        addresses: those of the chief and the servers, by process.
+        places: where the shards of each server are in the call.
+        call: the number of the call that this process is in; 0 for none.
+        answer_rows: answers questions about rows at any time.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.context.tasks is not None
+        self._job, self._tasks = job, job.context.tasks
+        self.workers: dict[int, int] = {}
+        self.addresses: dict[int, bytes] = {}
+        self.places: tuple[ServerPlace, ...] = ()
+        self.call = 0
+        self._begins = False
+        self.answer_rows: Callable[[Asked], object] = Asked.abandon
+        self._take: Callable[[Asked], object] = Asked.abandon
+        self._channels: dict[tuple[int, int], AskingChannel] = {}
+        self._end: AnsweringEnd | None = None
+        # A worker that joins has no task before it takes the place of a lost one.
+        if not (job.settings.in_one_process or job.joins or job.process in self._tasks.workers):
+            self._end = AnsweringEnd(self._put, job.membership.accept)
+            if self._end.entrance:
+                job.membership.answers_at(self._end.entrance)
+        job.at_exit(self.close)
+
+    def meet(self, what: str, told: bytes = b"") -> tuple[list[list[int]], dict[int, bytes]]:
+        """Exchange addresses with the other processes, which all call this.
+
+        Args:
+            what: names the exchange.
+            told: what this process tells the others besides.
+
+        Returns:
+            The ids of the processes of each host, and what each process has told.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        address = b"" if self._end is None else self._end.address
+        given = _ADDRESS.pack(self._job.process, len(address)) + address + told
+        hosts, gathered = self._job.exchange(
+            lambda view, communicator: (
+                view.hosts,
+                dict(zip(view.workers, communicator.gather(given, what=what), strict=True)),
+            )
+        )
+        told_by, process_of = {}, {}
+        for worker, data in gathered.items():
+            process, length = _ADDRESS.unpack_from(data)
+            process_of[worker] = process
+            self.addresses[process] = data[_ADDRESS.size : _ADDRESS.size + length]
+            told_by[process] = data[_ADDRESS.size + length :]
+        if self._begins or not self.call:
+            # Within a call, its chief notes who replaces whom.
+            self.workers.clear()
+            self.workers.update({process: worker for worker, process in process_of.items()})
+            self._begins = False
+        return [[process_of[worker] for worker in host] for host in hosts], told_by
+
+    def begin(self, call: int, take: Callable[[Asked], object] = Asked.abandon) -> None:
+        """Begin a call, before the processes meet for it.
+
+        Args:
+            call: its number.
+            take: takes the questions that other processes ask this one in it, and what tells that they have
+                left it; called in threads.
+        """
+        self.workers.clear()
+        self._take, self.call, self._begins = take, call, True
+
+    def leave(self, call: int) -> None:
+        """Leave a call, if this process is in it: the connections remain, and those that wait end."""
+        if self.call != call:
+            return
+        self.call, self._take = 0, Asked.abandon
+        for channel in self._channels.values():
+            channel.leave()
+        if self._end is not None:
+            self._end.end_call(call)
+
+    def servers(
+        self, places: Sequence[Sequence[int | None]], timeout: float | None = None
+    ) -> list[ServerChannel]:
+        """Return what asks each server: the first of its processes that is left.
+
+        Args:
+            places: the processes of each server; None for no process.
+            timeout: see `channel`.
+        """
+        return [
+            ServerChannel(
+                [partial(self.channel, one, server, timeout) for one in processes if one is not None]
+            )
+            for server, processes in enumerate(places)
+        ]
+
+    def channel(self, process: int, server: int = -1, timeout: float | None = None) -> AskingChannel:
+        """Return the connection to a process, on which this one asks in its call, if it is in one.
+
+        Args:
+            process: the id of the process.
+            server: whose shards questions are about; -1 for the chief.
+            timeout: seconds after which an answer counts as missing; None for those of the job.
+
+        Raises:
+            PeerLostError: the process has ended.
+        """
+        timeout = self._job.policy.timeout if timeout is None else timeout
+        channel = self._channels.get((process, server))
+        if channel is not None and channel.is_open and channel.call != self.call:
+            # The network may have closed it since the last call: that is no loss of the process.
+            with contextlib.suppress(PeerLostError):
+                channel.enter(self.call, timeout)
+        if channel is None or not channel.is_open:
+            if channel is not None:
+                channel.close()
+            channel = self._channels[process, server] = self._opened(process, server, timeout)
+        return channel
+
+    def lost(self) -> frozenset[int]:
+        """Return which of the processes of `workers` the coordinator has announced as lost.
+
+        For the main thread.
+        """
+        lost = self._job.membership.lost_workers(tuple(self.workers.values()))
+        return frozenset(process for process, worker in self.workers.items() if worker in lost)
+
+    def drop(self, worker: int) -> None:
+        """End the connections of a worker id that is lost."""
+        if self._end is not None:
+            self._end.drop(worker)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a worker that joins has to know of the processes of a call; on the chief."""
+        lost = self.lost()
+        return {
+            "addresses": dict(self.addresses),
+            "workers": dict(self.workers),
+            "places": [tuple(place) for place in self.places],
+            "lost": sorted(
+                process for process in self._tasks.workers if process not in self.workers or process in lost
+            ),
+        }
+
+    def take_place(self, call: int, facts: Mapping[str, Any]) -> None:
+        """Take the place of a lost worker in a call, in a worker that has joined.
+
+        All workers that have joined together take the places of the lost ones in the same order.
+
+        Args:
+            call: its number.
+            facts: returned by `facts` of the chief.
+        """
+        self.begin(call)
+        self._begins = False
+        self.workers.update(facts["workers"])
+        self.addresses.update(facts["addresses"])
+        self.places = tuple(ServerPlace(*place) for place in facts["places"])
+        known = frozenset(self.workers.values())
+        new = sorted(worker for worker in self._job.joined_with if worker not in known)
+        self._job.process = facts["lost"][new.index(self._job.worker)]
+
+    def close(self) -> None:
+        """Close all connections."""
+        for channel in self._channels.values():
+            channel.close()
+        if self._end is not None:
+            self._end.close()
+
+    def _put(self, asked: Asked) -> None:
+        """Pass a question on; called in the thread of its connection."""
+        message = asked.message
+        if isinstance(message, CopyRows) or (isinstance(message, ReadRows) and not message.in_turn):
+            self.answer_rows(asked)
+        elif asked.call and asked.call == self.call:
+            self._take(asked)
+        else:
+            asked.abandon()
+
+    def _opened(self, process: int, server: int, timeout: float) -> AskingChannel:
+        membership, worker, name = self._job.membership, self.workers.get(process), self._tasks.name(process)
+        # The chief's host is lost only with the job.
+        watched = self._job.context.over_hosts and server >= 0
+        if worker is None or (watched and self._is_lost(worker)):
+            raise PeerLostError(f"{name} has ended; its log says why")
+        return AskingChannel(
+            address=self.addresses[process],
+            process=self._job.process,
+            peer=name,
+            timeout=timeout,
+            dial=membership.dial(worker),
+            server=server,
+            lost=partial(self._is_lost, worker) if watched else None,
+            worker=self._job.worker,
+            call=self.call,
+        )
+
+    def _is_lost(self, worker: int) -> bool:
+        return bool(self._job.membership.lost_workers((worker,)))
+
+
+_of_jobs: weakref.WeakKeyDictionary[Job, Mesh] = weakref.WeakKeyDictionary()
+
+
+def mesh_of_job(job: Job) -> Mesh:
+    """Return the connections of this process in a job with parameter servers."""
+    if job not in _of_jobs:
+        _of_jobs[job] = Mesh(job)
+    return _of_jobs[job]
