@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import PeerLostError, PeerStuckError
-from lockstep.keras.parameter_server.dispatcher import DispatchedCall
-from lockstep.keras.parameter_server.function_dispatcher import MAX_WAITING, FunctionDispatcher, combined
+from lockstep.keras.parameter_server.dispatcher import MAX_WAITING, DispatchedCall, Dispatcher, combined
 from lockstep.parameter_server.order import (
     OrderFile,
     OrderWriter,
@@ -26,9 +25,9 @@ from lockstep.protocol.parameter_server import (
     AtCall,
     FunctionFailure,
     FunctionResult,
-    FunctionReturned,
     Passed,
     Question,
+    Returned,
 )
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 
@@ -40,10 +39,10 @@ SERVER = 3
 FAILURE = FunctionFailure("builtins", "ValueError", "wrong", b"", 0, 1)
 NOTHING = Passed(0)
 
-Make = Callable[..., FunctionDispatcher]
+Make = Callable[..., Dispatcher]
 
 
-class Listening(FunctionDispatcher):
+class Listening(Dispatcher):
     """A dispatcher with the connections of its workers."""
 
     def start(self) -> None:
@@ -58,7 +57,7 @@ class Listening(FunctionDispatcher):
 class Asking:
     """A worker or server that asks what a test tells it to."""
 
-    def __init__(self, dispatcher: FunctionDispatcher, process: int, worker: int | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher, process: int, worker: int | None = None) -> None:
         assert isinstance(dispatcher, Listening)
         self._channel = AskingChannel(dispatcher.end.address, process, "the chief", PATIENCE, worker=worker)
         self.arrays: list[float] = []
@@ -90,12 +89,13 @@ def make() -> Iterator[Make]:
             timeout: float = PATIENCE,
             max_staleness: int | None = None,
             lost: Callable[[], frozenset[int]] = frozenset,
-        ) -> FunctionDispatcher:
+        ) -> Dispatcher:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
             writer.add(RecordKind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
             dispatcher = Listening(
-                DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout, lost=lost)
+                DispatchedCall(TASKS, "functions 1", max_staleness, writer, order, timeout, lost=lost),
+                scheduled=True,
             )
             dispatcher.start()
             stack.callback(lambda: dispatcher._thread.is_alive() and dispatcher.close())
@@ -110,7 +110,7 @@ def connect() -> Iterator[Callable[..., list[Asking]]]:
     """Connects the processes of a dispatcher."""
     with contextlib.ExitStack() as stack:
 
-        def connected(dispatcher: FunctionDispatcher, *processes: int) -> list[Asking]:
+        def connected(dispatcher: Dispatcher, *processes: int) -> list[Asking]:
             made = [Asking(dispatcher, process) for process in processes or (*WORKERS, SERVER)]
             for one in made:
                 stack.callback(one.close)
@@ -119,7 +119,7 @@ def connect() -> Iterator[Callable[..., list[Asking]]]:
         yield connected
 
 
-def until(dispatcher: FunctionDispatcher, over: Callable[[], object]) -> None:
+def until(dispatcher: Dispatcher, over: Callable[[], object]) -> None:
     """Wait until the dispatcher has handled what makes this true."""
     with dispatcher._changed:
         assert dispatcher._changed.wait_for(over, PATIENCE)
@@ -130,7 +130,7 @@ def at(call: int, scheduled: int = 999) -> AtCall:
 
 
 def returned(call: int, step: int, change: float, result: float, start: float = 10.0) -> tuple[Any, ...]:
-    done = FunctionReturned(call, 999, step, (0,), 0, FunctionResult(b"null", ("r",)))
+    done = Returned(at(call), step, ("0",), result=FunctionResult(b"null", ("r",)))
     return done, start, start + change, result
 
 
@@ -207,7 +207,7 @@ def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make,
     for call in range(5):
         assert dispatcher.schedule(call) is None
     assert [worker.ask(at(5)).step for worker in (one, two)] == [0, 1]
-    one.send(FunctionReturned(5, 999, 0, failure=FAILURE))
+    one.send(Returned(at(5), 0, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     thread, found = within(lambda: dispatcher.schedule(5))
     two.send(*returned(5, 1, 1.0, 3.0))
@@ -246,7 +246,7 @@ def test_a_failure_ends_polling_and_fetching(make: Make, connect: Any, how: str)
     for call in range(3):
         assert dispatcher.schedule(call) is None
     assert one.ask(at(3)) == Assigned(0, (), ())
-    one.send(FunctionReturned(3, 999, 0, failure=FAILURE))
+    one.send(Returned(at(3), 0, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     assert (dispatcher.done(3) if how == "done" else dispatcher.results(3, [2]))[1] == FAILURE
     assert dispatcher.done(4) == (True, None)
@@ -257,7 +257,7 @@ def test_a_failure_that_was_fetched_is_known(make: Make, connect: Any) -> None:
     (one,) = connect(dispatcher, 1)
     assert dispatcher.schedule(0) is None
     assert one.ask(at(1)) == Assigned(0, (), ())
-    one.send(FunctionReturned(1, 999, 0, failure=FAILURE))
+    one.send(Returned(at(1), 0, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     assert not dispatcher.was_delivered(FAILURE)
     assert dispatcher.results(1, [0])[1] == FAILURE
@@ -298,7 +298,7 @@ def test_a_join_waits_for_a_failure_and_raises_it(make: Make, connect: Any) -> N
     assert dispatcher.schedule(0) is None
     assert one.ask(at(1)) == Assigned(0, (), ())
     thread, found = within(lambda: dispatcher.join(1))
-    one.send(FunctionReturned(1, 999, 0, failure=FAILURE))
+    one.send(Returned(at(1), 0, failure=FAILURE))
     ended(thread)
     assert found == [FAILURE]
     assert dispatcher.join(2) is None
@@ -465,7 +465,7 @@ def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) 
     assert one.ask(at(3)).step == 1
     assert dispatcher.done(3) == (False, None)
     assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
-    two.send(FunctionReturned(3, 999, 2, failure=FAILURE))
+    two.send(Returned(at(3), 2, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     one.send(*returned(3, 1, 2.0, 1.0))
     assert dispatcher.join(4) == FAILURE
@@ -491,7 +491,7 @@ def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) 
     assert again.layers["0"] == 10.0
     assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
     thread, found = within(lambda: again.join(4))
-    two.send(FunctionReturned(3, 999, 2, failure=FAILURE))
+    two.send(Returned(at(3), 2, failure=FAILURE))
     ended(thread)
     assert found == [FAILURE]
     assert again.snapshot(4) == {"0": 13.0}

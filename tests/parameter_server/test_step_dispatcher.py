@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import PeerLostError, PeerStuckError
-from lockstep.keras.parameter_server.dispatcher import DispatchedCall
-from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
+from lockstep.keras.parameter_server.dispatcher import DispatchedCall, Dispatcher
 from lockstep.parameter_server.order import (
     OrderFile,
     OrderWriter,
@@ -21,29 +20,20 @@ from lockstep.parameter_server.order import (
     read_order,
 )
 from lockstep.parameter_server.tasks import Tasks
-from lockstep.protocol.parameter_server import (
-    Assigned,
-    Begin,
-    Done,
-    Ended,
-    Enter,
-    EpochDone,
-    Next,
-    Opened,
-    Question,
-)
+from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, Returned
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 
 PATIENCE = 120.0
 SHORT = 0.05
 WORKERS = (1, 2, 3)
 TASKS = Tasks(6, 2)
+ENTER, NEXT, ENDED = AtCall(0, 0), AtCall(-1, -1), Passed(0, kind="close")
 THREADS = ("lockstep-accept", "lockstep-serve", "lockstep-coordinator")
 
-Make = Callable[..., StepDispatcher]
+Make = Callable[..., Dispatcher]
 
 
-class Listening(StepDispatcher):
+class Listening(Dispatcher):
     """A dispatcher with the connections of its workers."""
 
     def start(self) -> None:
@@ -58,7 +48,7 @@ class Listening(StepDispatcher):
 class Worker:
     """A worker that asks what a test tells it to."""
 
-    def __init__(self, coordinator: StepDispatcher, process: int) -> None:
+    def __init__(self, coordinator: Dispatcher, process: int) -> None:
         assert isinstance(coordinator, Listening)
         self._channel = AskingChannel(coordinator.end.address, process, "the chief", PATIENCE)
         self.layers: list[float] = []
@@ -67,7 +57,7 @@ class Worker:
         self._channel.send(question, [np.array(array) for array in arrays])
 
     def receive(self) -> Any:
-        answer, arrays = self._channel.receive(Next())
+        answer, arrays = self._channel.receive(NEXT)
         self.layers = [float(array) for array in arrays]
         return answer
 
@@ -91,7 +81,7 @@ def make() -> Iterator[Make]:
             timeout: float = PATIENCE,
             workers: tuple[int, ...] = WORKERS,
             lost: Callable[[], frozenset[int]] = frozenset,
-        ) -> StepDispatcher:
+        ) -> Dispatcher:
             writer = OrderWriter(OrderFile(path).write if path is not None else None)
             writer.add(RecordKind.CALL, 0, 1)
             order = None if recorded is None else RecordedOrder(recorded)
@@ -111,39 +101,49 @@ def enter() -> Iterator[Callable[..., list[Worker]]]:
     """Makes workers of a coordinator, and lets them enter."""
     with contextlib.ExitStack() as stack:
 
-        def entered(coordinator: StepDispatcher, *processes: int) -> list[Worker]:
+        def entered(coordinator: Dispatcher, *processes: int) -> list[Worker]:
             workers = [Worker(coordinator, process) for process in processes or WORKERS]
             for worker in workers:
                 stack.callback(worker.close)
-                worker.send(Enter())
+                worker.send(ENTER)
             return workers
 
         yield entered
 
 
-def close(coordinator: StepDispatcher) -> None:
+def close(coordinator: Dispatcher) -> None:
     """Close a coordinator that its test has not closed."""
     if coordinator._thread.is_alive():
         coordinator.close()
 
 
+def epoch_done(epoch: int, steps: int) -> AtCall:
+    return AtCall(epoch + 1, steps)
+
+
+def opened(epoch: int) -> Passed:
+    return Passed(epoch + 1)
+
+
 def done(step: int, staleness: int = 0, **arrays: float) -> tuple[Any, ...]:
-    return Done(step, tuple(arrays), staleness, b"batch %d" % step), *arrays.values()
+    return Returned(
+        NEXT, step, names=tuple(arrays), staleness=staleness, check=b"batch %d" % step
+    ), *arrays.values()
 
 
 def begun(
     make: Make, enter: Callable[..., list[Worker]], *processes: int, **options: Any
-) -> tuple[StepDispatcher, list[Worker]]:
+) -> tuple[Dispatcher, list[Worker]]:
     """Return a coordinator that assigns steps of epoch 0, and workers that have begun it."""
     coordinator = make(**options)
     workers = enter(coordinator, *processes)
     coordinator.open(0)
-    assert [worker.receive() for worker in workers] == [Begin(0)] * len(workers)
+    assert [worker.receive() for worker in workers] == [opened(0)] * len(workers)
     coordinator.set_layers({"seen": np.array(10.0)})
     return coordinator, workers
 
 
-def until(coordinator: StepDispatcher, over: Callable[[], object]) -> None:
+def until(coordinator: Dispatcher, over: Callable[[], object]) -> None:
     """Wait until the coordinator has handled what makes this true."""
     with coordinator._changed:
         assert coordinator._changed.wait_for(over, PATIENCE)
@@ -151,7 +151,7 @@ def until(coordinator: StepDispatcher, over: Callable[[], object]) -> None:
 
 def leave(worker: Worker) -> None:
     """Ask until the training has ended, and leave."""
-    assert worker.ask(Next()) == Ended()
+    assert worker.ask(NEXT) == ENDED
     worker.close()
 
 
@@ -159,18 +159,18 @@ def test_workers_begin_with_the_first_epoch_that_opens(make: Make, enter: Any) -
     coordinator = make()
     workers = enter(coordinator)
     coordinator.open(4)
-    assert [worker.receive() for worker in workers] == [Begin(4)] * 3
+    assert [worker.receive() for worker in workers] == [opened(4)] * 3
     coordinator.open(5)
     (late,) = enter(coordinator, 2)
-    assert late.receive() == Begin(4)
+    assert late.receive() == opened(4)
 
 
 def test_steps_are_assigned_in_the_order_of_the_questions(make: Make, enter: Any) -> None:
     _, (one, two, three) = begun(make, enter)
-    assert two.ask(Next()) == Assigned(0, (), ("seen",))
-    assert one.ask(Next()) == Assigned(1, (0,), ("seen",))
+    assert two.ask(NEXT) == Assigned(0, (), ("seen",))
+    assert one.ask(NEXT) == Assigned(1, (0,), ("seen",))
     assert one.ask(*done(1)) == Assigned(2, (0,), ("seen",))
-    assert three.ask(Next()) == Assigned(3, (0, 2), ("seen",))
+    assert three.ask(NEXT) == Assigned(3, (0, 2), ("seen",))
     assert two.ask(*done(0)) == Assigned(4, (2, 3), ("seen",))
 
 
@@ -178,8 +178,8 @@ def test_no_step_is_assigned_before_the_layers_have_values(make: Make, enter: An
     coordinator = make()
     (worker,) = enter(coordinator, 1)
     coordinator.open(0)
-    assert worker.receive() == Begin(0)
-    worker.send(Next())
+    assert worker.receive() == opened(0)
+    worker.send(NEXT)
     coordinator.set_layers({"seen": np.array(1.0), "mean": np.array(2.0)})
     assert worker.receive() == Assigned(0, (), ("seen", "mean"))
     assert worker.layers == [1.0, 2.0]
@@ -188,8 +188,8 @@ def test_no_step_is_assigned_before_the_layers_have_values(make: Make, enter: An
 def test_changes_of_layers_add_up_and_other_arrays_are_results_in_order(make: Make, enter: Any) -> None:
     coordinator, (one, two, _) = begun(make, enter)
     given = coordinator.layers["seen"]
-    one.ask(Next())
-    two.ask(Next())
+    one.ask(NEXT)
+    two.ask(NEXT)
     two.ask(*done(1, 3, loss=0.5, seen=1.0))
     assert two.layers == [11.0]
     one.ask(*done(0, 1, seen=2.0, loss=0.25))
@@ -204,7 +204,7 @@ def test_changes_of_layers_add_up_and_other_arrays_are_results_in_order(make: Ma
 def test_values_of_layers_are_added_to_and_replaced(make: Make, enter: Any) -> None:
     coordinator, (one, *_) = begun(make, enter)
     coordinator.set_layers({"mean": np.array(2.0)})
-    assert one.ask(Next()) == Assigned(0, (), ("seen", "mean"))
+    assert one.ask(NEXT) == Assigned(0, (), ("seen", "mean"))
     coordinator.set_layers({"seen": np.array(20.0)})
     one.ask(*done(0, mean=1.0))
     assert one.layers == [20.0, 3.0]
@@ -212,8 +212,8 @@ def test_values_of_layers_are_added_to_and_replaced(make: Make, enter: Any) -> N
 
 def test_the_hash_of_a_batch_is_taken_once(make: Make, enter: Any) -> None:
     coordinator, (one, two, _) = begun(make, enter)
-    one.ask(Next())
-    two.ask(Next())
+    one.ask(NEXT)
+    two.ask(NEXT)
     assert coordinator.take_check(1) is None
     two.ask(*done(1))
     assert coordinator.take_check(0) is None
@@ -223,8 +223,8 @@ def test_the_hash_of_a_batch_is_taken_once(make: Make, enter: Any) -> None:
 
 def test_workers_wait_while_the_bound_of_staleness_is_reached(make: Make, enter: Any) -> None:
     coordinator, (one, two, _) = begun(make, enter, max_staleness=0)
-    assert one.ask(Next()).step == 0
-    two.send(Next())
+    assert one.ask(NEXT).step == 0
+    two.send(NEXT)
     until(coordinator, lambda: 2 in coordinator._parked)
     one.send(*done(0))
     # It has waited for longer than the worker that asks again.
@@ -237,9 +237,9 @@ def test_the_step_of_a_lost_worker_goes_to_another(
     make: Make, enter: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     coordinator, (one, two, three) = begun(make, enter, max_staleness=1)
-    assert one.ask(Next()).step == 0
-    assert two.ask(Next()).step == 1
-    three.send(Next())
+    assert one.ask(NEXT).step == 0
+    assert two.ask(NEXT).step == 1
+    three.send(NEXT)
     until(coordinator, lambda: 3 in coordinator._parked)
     one.close()
     assert three.receive() == Assigned(0, (), ("seen",))
@@ -252,7 +252,7 @@ def test_the_step_of_a_lost_worker_goes_to_another(
 def test_a_late_step_of_another_worker_counts_once(make: Make, enter: Any) -> None:
     """A worker whose connection was lost and one that has its step now: only the last holder counts."""
     coordinator, (one, two, _) = begun(make, enter)
-    assert one.ask(Next()).step == 0
+    assert one.ask(NEXT).step == 0
     assert two.ask(*done(0, loss=1.0)).step == 1
     assert one.ask(*done(0, loss=2.0)).step == 2
     assert coordinator.result() == {"loss": 2.0}
@@ -262,38 +262,38 @@ def test_a_late_step_of_another_worker_counts_once(make: Make, enter: Any) -> No
 def test_a_worker_at_the_end_of_an_epoch_gives_back_and_waits_for_the_next(make: Make, enter: Any) -> None:
     """An epoch of one step."""
     coordinator, (one, two, _) = begun(make, enter)
-    assert one.ask(Next()).step == 0
-    assert two.ask(Next()).step == 1
-    two.send(EpochDone(0, 1))
+    assert one.ask(NEXT).step == 0
+    assert two.ask(NEXT).step == 1
+    two.send(epoch_done(0, 1))
     until(coordinator, lambda: 2 in coordinator._parked)
     assert coordinator._assignments.in_work() == {0: 1}
     assert one.ask(*done(0)).step == 1
-    one.send(EpochDone(0, 1))
+    one.send(epoch_done(0, 1))
     until(coordinator, lambda: 1 in coordinator._parked)
     coordinator.open(1)
-    assert [one.receive(), two.receive()] == [Opened(1)] * 2
-    assert two.ask(Next()) == Assigned(1, (), ("seen",))
-    assert one.ask(EpochDone(0, 1)) == Opened(1)
+    assert [one.receive(), two.receive()] == [opened(1)] * 2
+    assert two.ask(NEXT) == Assigned(1, (), ("seen",))
+    assert one.ask(epoch_done(0, 1)) == opened(1)
 
 
 def test_a_worker_at_the_end_of_an_epoch_computes_a_step_of_a_lost_worker(make: Make, enter: Any) -> None:
     _, (one, two, _) = begun(make, enter)
-    assert one.ask(Next()).step == 0
-    assert two.ask(Next()).step == 1
+    assert one.ask(NEXT).step == 0
+    assert two.ask(NEXT).step == 1
     assert two.ask(*done(1)).step == 2
-    two.send(EpochDone(0, 2))
+    two.send(epoch_done(0, 2))
     one.close()
     assert two.receive() == Assigned(0, (), ("seen",))
 
 
 def test_draining_waits_for_the_steps_in_work_and_assigns_no_more(make: Make, enter: Any) -> None:
     coordinator, (one, two, three) = begun(make, enter)
-    assert one.ask(Next()).step == 0
-    assert two.ask(Next()).step == 1
+    assert one.ask(NEXT).step == 0
+    assert two.ask(NEXT).step == 1
     drained = threading.Thread(target=coordinator.drain)
     drained.start()
     until(coordinator, lambda: not coordinator._assigns)
-    for worker, question in ((one, done(0)), (two, done(1)), (three, (Next(),))):
+    for worker, question in ((one, done(0)), (two, done(1)), (three, (NEXT,))):
         assert drained.is_alive() or worker is three
         worker.send(*question)
     drained.join(PATIENCE)
@@ -305,14 +305,14 @@ def test_draining_waits_for_the_steps_in_work_and_assigns_no_more(make: Make, en
 
 def test_finishing_ends_the_call_for_all_workers(make: Make, enter: Any) -> None:
     coordinator, workers = begun(make, enter)
-    workers[0].send(Next())
+    workers[0].send(NEXT)
     assert workers[0].receive().step == 0
-    workers[1].send(EpochDone(0, 0))
+    workers[1].send(epoch_done(0, 0))
     finished = threading.Thread(target=coordinator.finish)
     finished.start()
-    assert workers[1].receive() == Ended()
+    assert workers[1].receive() == ENDED
     workers[1].close()
-    assert workers[0].ask(*done(0)) == Ended()
+    assert workers[0].ask(*done(0)) == ENDED
     workers[0].close()
     leave(workers[2])
     finished.join(PATIENCE)
@@ -342,7 +342,7 @@ def test_workers_that_were_lost_before_they_could_connect_are_not_expected(make:
 
 def test_without_workers_a_result_is_lost(make: Make, enter: Any) -> None:
     coordinator, workers = begun(make, enter)
-    assert workers[0].ask(Next()).step == 0
+    assert workers[0].ask(NEXT).step == 0
     assert workers[0].ask(*done(0, loss=1.0)).step == 1
     for worker in workers:
         worker.close()
@@ -355,7 +355,7 @@ def test_without_workers_a_result_is_lost(make: Make, enter: Any) -> None:
 @pytest.mark.parametrize("wait", ["result", "drain"])
 def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, enter: Any, wait: str) -> None:
     coordinator, (_, two, _) = begun(make, enter, timeout=SHORT)
-    assert two.ask(Next()).step == 0
+    assert two.ask(NEXT).step == 0
     with pytest.raises(PeerStuckError) as stuck:
         coordinator.result() if wait == "result" else coordinator.drain()
     assert str(stuck.value) == (
@@ -374,7 +374,7 @@ def test_a_worker_that_computes_too_long_is_named_as_stuck(make: Make, enter: An
 def test_servers_that_do_not_answer_are_named(make: Make, enter: Any, servers: list[str], named: str) -> None:
     coordinator, (one, two, three) = begun(make, enter, timeout=SHORT)
     coordinator.silent = lambda _: servers
-    assert two.ask(Next()).step == 0
+    assert two.ask(NEXT).step == 0
     with pytest.raises(PeerStuckError, match=rf"for 0\.05 s; {named}; worker 2 computes step 1; `w` in"):
         coordinator.result()
     with pytest.raises(PeerStuckError, match=rf"fit 1 has ended, but {named}; worker 1, .* did not leave it"):
@@ -394,8 +394,8 @@ def test_workers_that_begin_nothing_are_named_as_stuck(make: Make, enter: Any) -
 
 def test_an_error_of_the_thread_reaches_the_chief(make: Make, enter: Any) -> None:
     coordinator, (one, *_) = begun(make, enter)
-    assert one.ask(Next()).step == 0
-    one.send(Done(0, ("loss", "more"), 0, b""), 1.0)
+    assert one.ask(NEXT).step == 0
+    one.send(Returned(NEXT, 0, names=("loss", "more")), 1.0)
     with pytest.raises(ValueError, match="zip"):
         coordinator.result()
 
@@ -403,8 +403,8 @@ def test_an_error_of_the_thread_reaches_the_chief(make: Make, enter: Any) -> Non
 def test_the_order_of_assignments_and_completions_is_recorded(make: Make, enter: Any, tmp_path: Path) -> None:
     path = tmp_path / "order.0"
     coordinator, (one, two, _) = begun(make, enter, path=path)
-    assert one.ask(Next()).step == 0
-    assert two.ask(Next()).step == 1
+    assert one.ask(NEXT).step == 0
+    assert two.ask(NEXT).step == 1
     assert two.ask(*done(1)).step == 2
     one.close()
     until(coordinator, lambda: 1 not in coordinator._live)
@@ -430,10 +430,10 @@ def test_a_recorded_order_is_followed_whatever_the_order_of_arrival(
     path = tmp_path / "order.0"
     coordinator, (one, two, three) = begun(make, enter, path=path, recorded=RECORDED)
     for process, worker in ((3, three), (1, one)):
-        worker.send(Next())
+        worker.send(NEXT)
         until(coordinator, lambda process=process: process in coordinator._parked)  # type: ignore[misc]
     assert not coordinator._assignments.in_work()
-    assert two.ask(Next()) == Assigned(0, (), ("seen",))
+    assert two.ask(NEXT) == Assigned(0, (), ("seen",))
     assert one.receive() == Assigned(1, (0,), ("seen",))
     assert three.receive() == Assigned(2, (0, 1), ("seen",))
     two.send(*done(0, seen=1.0))
@@ -459,8 +459,8 @@ def test_following_repeats_the_loss_of_a_worker_that_lives(make: Make, enter: An
         Record(RecordKind.DONE, 2, 0),
     ]
     coordinator, (one, two, _) = begun(make, enter, recorded=recorded)
-    two.send(Next())
-    assert one.ask(Next()).step == 0
+    two.send(NEXT)
+    assert one.ask(NEXT).step == 0
     assert two.receive().step == 0
     one.send(*done(0, loss=1.0))
     until(coordinator, lambda: 1 in coordinator._parked)
@@ -477,15 +477,15 @@ def test_following_keeps_a_step_for_a_worker_that_is_epochs_behind(make: Make, e
         Record(RecordKind.DONE, 1, 5),
     ]
     coordinator, (one, two, _) = begun(make, enter, recorded=recorded)
-    assert two.ask(Next()).step == 5
-    assert one.ask(Next()).step == 5
+    assert two.ask(NEXT).step == 5
+    assert one.ask(NEXT).step == 5
     one.send(*done(5))
     coordinator.result()
     coordinator.open(1)
     coordinator.open(2)
     for epoch in (0, 1):
-        assert two.ask(EpochDone(epoch, 2 * (epoch + 1))) == Opened(2)
-        assert two.ask(Next()).step == 5
+        assert two.ask(epoch_done(epoch, 2 * (epoch + 1))) == opened(2)
+        assert two.ask(NEXT).step == 5
     two.send(*done(5))
     until(coordinator, lambda: 2 in coordinator._parked)
     assert 2 not in coordinator._followed
@@ -503,7 +503,7 @@ def test_draining_waits_for_the_end_of_the_recorded_order(make: Make, enter: Any
     drained = threading.Thread(target=drain)
     drained.start()
     until(coordinator, lambda: not coordinator._assigns)
-    assert one.ask(Next()).step == 0
+    assert one.ask(NEXT).step == 0
     one.send(*done(0))
     drained.join(PATIENCE)
     assert completed == [1]
@@ -511,8 +511,8 @@ def test_draining_waits_for_the_end_of_the_recorded_order(make: Make, enter: Any
 
 def test_a_turn_that_does_not_come_is_named(make: Make, enter: Any) -> None:
     coordinator, (one, _, three) = begun(make, enter, recorded=RECORDED, timeout=SHORT)
-    one.send(Next())
-    three.send(Next())
+    one.send(NEXT)
+    three.send(NEXT)
     with pytest.raises(PeerStuckError, match="step 1 of worker 2 is next in the recorded order"):
         coordinator.result()
 
@@ -535,10 +535,10 @@ def test_a_step_that_a_lost_worker_still_takes_goes_to_another(make: Make, enter
     coordinator, (one, two, _) = begun(make, enter)
     coordinator._lose(1)
     # The worker had asked for it before it was lost.
-    assert one.ask(Next()).step == 0
+    assert one.ask(NEXT).step == 0
     one.close()
     until(coordinator, lambda: not coordinator._assignments.in_work())
-    assert two.ask(Next()).step == 0
+    assert two.ask(NEXT).step == 0
 
 
 def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> None:
@@ -546,7 +546,7 @@ def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> N
     coordinator.start()
     workers = [Worker(coordinator, process) for process in WORKERS]
     for worker in workers:
-        worker.send(Enter())
+        worker.send(ENTER)
     until(coordinator, lambda: set(coordinator._parked) == set(WORKERS))
     coordinator.close()
     for worker in workers:

@@ -24,8 +24,8 @@ from loop_gradients import gradients_of
 from losing import lose_between_pushes, lose_servers, stop_server
 
 import lockstep
+from lockstep.keras.parameter_server.dispatcher import Dispatcher
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
-from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
 from lockstep.worker import job
 
 layers, ops = keras.layers, keras.ops
@@ -169,7 +169,7 @@ def assigned_late() -> Iterator[None]:
     if not isinstance(functions, ChiefCalls) or job.current().settings.order is not None:
         yield
         return
-    FunctionDispatcher._assign, assign = lambda *_: None, FunctionDispatcher._assign  # type: ignore[method-assign]
+    Dispatcher._assign, assign = lambda *_: None, Dispatcher._assign  # type: ignore[method-assign]
     yield
     dispatcher = functions._dispatcher
     assert dispatcher is not None
@@ -182,7 +182,7 @@ def assigned_late() -> Iterator[None]:
             return all(one in parked and parked[one].message.call == made for one in workers)
 
         assert dispatcher._changed.wait_for(ahead, 60)
-        FunctionDispatcher._assign = assign  # type: ignore[method-assign]
+        Dispatcher._assign = assign  # type: ignore[method-assign]
         dispatcher._pump()
         assert dispatcher._changed.wait_for(lambda: dispatcher._assignments.completed, 60)
 

@@ -30,8 +30,8 @@ import numpy as np
 from losing import lose_between_pushes, lose_servers, stop_server
 
 import lockstep
+from lockstep.keras.parameter_server.dispatcher import Dispatcher
 from lockstep.keras.parameter_server.server_process import ServerShards
-from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
 from lockstep.protocol.parameter_server import Push
 from lockstep.transport.array_channel import Asked
 from lockstep.worker import job
@@ -167,15 +167,15 @@ class StopsOnceReplaced(keras.callbacks.Callback):
     def __init__(self, file: Path, worker: int) -> None:
         super().__init__()
         self.file, self.step, self.last = file, 0, int(file.read_text()) if file.exists() else None
-        take = StepDispatcher._take
+        take = Dispatcher._take
 
-        def taken(dispatcher: StepDispatcher, asked: Asked) -> None:
+        def taken(dispatcher: Dispatcher, asked: Asked) -> None:
             take(dispatcher, asked)
             if asked.worker == worker and self.last is None:
                 self.last = self.step + 30
                 file.write_text(str(self.last))
 
-        StepDispatcher._take = taken  # type: ignore[method-assign]
+        Dispatcher._take = taken  # type: ignore[method-assign]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.step += 1

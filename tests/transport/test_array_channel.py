@@ -24,19 +24,19 @@ from lockstep.protocol.parameter_server import (
     Alive,
     Applied,
     Assigned,
-    Done,
-    Ended,
-    Enter,
+    AtCall,
     Introduction,
-    Next,
+    Passed,
     Pull,
     Push,
+    Returned,
     ServedValues,
 )
 from lockstep.transport import array_channel
 from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
 
 PATIENCE = 120.0
+RETURNED = Returned(AtCall(1, 2), 3, (), ("loss", "accuracy"), 2, b"check")
 SHORT = 0.05
 THREADS = ("lockstep-accept", "lockstep-serve")
 MANY = 3 << 20
@@ -211,11 +211,11 @@ def test_bytes_that_arrive_in_any_pieces_are_read_in_any_pieces(
 
 def test_a_message_without_arrays_arrives_equal(connect: Connect, inbox: Inbox) -> None:
     channel = connect()
-    channel.send(Done(3, ("loss", "accuracy"), 2, b"check"))
+    channel.send(RETURNED)
     asked = inbox.get(timeout=PATIENCE)
-    assert (asked.process, asked.message, asked.arrays) == (1, Done(3, ("loss", "accuracy"), 2, b"check"), [])
+    assert (asked.process, asked.message, asked.arrays) == (1, RETURNED, [])
     asked.answer(Assigned(5, (3, 4), ()))
-    assert channel.receive(Next()) == (Assigned(5, (3, 4), ()), [])
+    assert channel.receive(AtCall(1, 2)) == (Assigned(5, (3, 4), ()), [])
 
 
 def test_asking_waits_for_the_answer() -> None:
@@ -263,13 +263,13 @@ def test_questions_of_one_connection_arrive_in_their_order_and_after_each_answer
 
 def test_questions_may_be_answered_in_another_order(connect: Connect, inbox: Inbox) -> None:
     first, second = connect(1), connect(2)
-    first.send(Next())
+    first.send(AtCall(1, 2))
     held = inbox.get(timeout=PATIENCE)
-    second.send(Next())
-    inbox.get(timeout=PATIENCE).answer(Ended())
-    assert second.receive(Next()) == (Ended(), [])
+    second.send(AtCall(1, 2))
+    inbox.get(timeout=PATIENCE).answer(Passed(1))
+    assert second.receive(AtCall(1, 2)) == (Passed(1), [])
     held.answer(Applied())
-    assert first.receive(Next()) == (Applied(), [])
+    assert first.receive(AtCall(1, 2)) == (Applied(), [])
 
 
 def test_two_large_questions_arrive_at_the_same_time(connect: Connect, inbox: Inbox) -> None:
@@ -323,12 +323,12 @@ def test_an_end_that_closes_is_named_as_lost(closes_descriptors: None) -> None:
     inbox: Inbox = queue.SimpleQueue()
     end = AnsweringEnd(inbox.put)
     channel = AskingChannel(end.address, 1, "the chief", PATIENCE)
-    channel.send(Next())
+    channel.send(AtCall(1, 2))
     inbox.get(timeout=PATIENCE)
     end.close()
     for ask in (channel.receive, channel.ask):
         with pytest.raises(PeerLostError) as lost:
-            ask(Next())
+            ask(AtCall(1, 2))
         assert str(lost.value) == "the chief has ended; its log says why"
     channel.close()
     join_threads()
@@ -351,7 +351,7 @@ def test_an_end_that_closes_within_an_answer_is_lost(listener: socket.socket, pa
     [
         b"\xff" * 8,
         struct.pack(">I", 3) + b"\xc1\xc1\xc1",
-        frame(Next()),
+        frame(AtCall(1, 2)),
         frame(Applied(), [("float33", (2,))]),
     ],
     ids=["too long", "not msgpack", "question", "dtype"],
@@ -368,9 +368,9 @@ def test_an_end_that_answers_something_else_is_lost(listener: socket.socket, ans
 def test_an_end_that_does_not_answer_is_named_as_stuck(connect: Connect, inbox: Inbox) -> None:
     channel = connect(timeout=SHORT)
     with pytest.raises(PeerStuckError) as stuck:
-        channel.ask(Next())
+        channel.ask(AtCall(1, 2))
     assert str(stuck.value) == (
-        "the chief has not answered 'next' for 0.05 s: `w` in lockstep top shows what it does; "
+        "the chief has not answered 'call' for 0.05 s: `w` in lockstep top shows what it does; "
         "--timeout sets the limit"
     )
     channel.close()
@@ -389,11 +389,11 @@ def test_an_end_that_does_not_read_is_named_as_stuck(listener: socket.socket) ->
 
 def test_an_end_that_waits_for_others_is_not_silent(connect: Connect, inbox: Inbox) -> None:
     waiting, asking = connect(), connect(2)
-    waiting.send(Next())
+    waiting.send(AtCall(1, 2))
     held = inbox.get(timeout=PATIENCE)
     assert not asking.is_silent(PATIENCE / 2)
-    held.answer(Ended())
-    assert waiting.receive(Next()) == (Ended(), [])
+    held.answer(Passed(1))
+    assert waiting.receive(AtCall(1, 2)) == (Passed(1), [])
     assert inbox.empty()
     assert asking._connection.gettimeout() == PATIENCE
 
@@ -430,17 +430,17 @@ def test_a_patient_process_waits_for_one_that_runs(
 ) -> None:
     channel = connect()
     channel.be_patient()
-    channel.send(Enter())
+    channel.send(AtCall(0, 0))
     held = inbox.get(timeout=PATIENCE)
 
     def noted(text: str) -> None:
         notes.append(text)
         if len(notes) == 3:
-            held.answer(Ended())
+            held.answer(Passed(1))
 
     monkeypatch.setattr(array_channel, "note", noted)
-    assert channel.receive(Enter()) == (Ended(), [])
-    waited = "this process has waited {} s for the chief, which has not answered 'enter'"
+    assert channel.receive(AtCall(0, 0)) == (Passed(1), [])
+    waited = "this process has waited {} s for the chief, which has not answered 'call'"
     assert notes[:3] == [waited.format(seconds) for seconds in (1000, 2000, 3000)]
     assert inbox.empty()
 
@@ -452,9 +452,9 @@ def test_a_patient_process_finds_one_that_does_not_run_stuck(
     channel.be_patient()
     with (
         contextlib.closing(channel),
-        pytest.raises(PeerStuckError, match="the chief has not answered 'enter'"),
+        pytest.raises(PeerStuckError, match="the chief has not answered 'call'"),
     ):
-        channel.ask(Enter())
+        channel.ask(AtCall(0, 0))
     assert len(notes) == 1
 
 
@@ -464,7 +464,7 @@ def test_a_patient_process_notices_the_end_of_the_other(listener: socket.socket)
     accepted, _ = listener.accept()
     accepted.close()
     with contextlib.closing(channel), pytest.raises(PeerLostError, match="the chief has ended"):
-        channel.receive(Enter())
+        channel.receive(AtCall(0, 0))
 
 
 def test_a_process_that_runs_says_so_without_a_question(stranger: socket.socket, inbox: Inbox) -> None:
@@ -494,7 +494,7 @@ def test_a_connection_that_sends_garbage_is_closed_and_harms_no_other(
     connect: Connect, stranger: socket.socket, inbox: Inbox, data: bytes, greeted: bool
 ) -> None:
     channel = connect(1)
-    channel.send(Next())
+    channel.send(AtCall(1, 2))
     held = inbox.get(timeout=PATIENCE)
     # One that greets is known, and its end is told.
     stranger.sendall(frame(Introduction(9)) * greeted + data)
@@ -503,8 +503,8 @@ def test_a_connection_that_sends_garbage_is_closed_and_harms_no_other(
         told = inbox.get(timeout=PATIENCE)
         assert (told.process, told.message) == (9, None)
     assert inbox.empty()
-    held.answer(Ended())
-    assert channel.receive(Next()) == (Ended(), [])
+    held.answer(Passed(1))
+    assert channel.receive(AtCall(1, 2)) == (Passed(1), [])
     assert_equal(echo(connect(2), inbox, [np.arange(3)]), [np.arange(3)])
 
 
@@ -520,7 +520,7 @@ def test_a_connection_that_ends_before_it_greets_is_no_process(
 
 
 def test_a_question_before_the_greeting_is_refused(stranger: socket.socket, inbox: Inbox) -> None:
-    stranger.sendall(frame(Next()))
+    stranger.sendall(frame(AtCall(1, 2)))
     assert is_closed(stranger)
     assert inbox.empty()
 
@@ -533,7 +533,7 @@ def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> N
     for channel in channels:
         echo(channel, inbox, [])
     for channel in channels[:2]:
-        channel.send(Next())
+        channel.send(AtCall(1, 2))
         inbox.get(timeout=PATIENCE)
     channels[3]._connection.sendall(frame(Push(0, (0,)), [("uint8", (MANY,))]))
     end.close()
@@ -623,7 +623,7 @@ def test_a_connection_that_cannot_be_completed_is_told(
         contextlib.closing(AskingChannel(b"", 3, "the chief", PATIENCE, dial)) as channel,
         pytest.raises(PeerLostError, match="the chief has ended"),
     ):
-        channel.ask(Enter())
+        channel.ask(AtCall(0, 0))
     # Another thread tells it, after the connection is closed.
     said = "a process of another host could not connect to ask this one: it is not of this job"
     assert told.get(timeout=PATIENCE) == said

@@ -115,9 +115,10 @@ class Assignments:
         self.completed += 1
         return True
 
-    def give_back(self, worker: int) -> list[int]:
-        """Take back the steps that a worker has not begun; return them."""
-        steps = [step for step, active in self._active.items() if active.worker == worker]
+    def give_back(self, worker: int, first: int = 0) -> list[int]:
+        """Take back the steps from this one on that a worker has not begun; return them."""
+        own = (step for step, active in self._active.items() if active.worker == worker)
+        steps = [step for step in own if step >= first]
         for step in steps:
             del self._active[step]
             self._returned.add(step)

@@ -182,54 +182,16 @@ class EndCall(msgspec.Struct, frozen=True, tag="stop"):
     """The chief ends the call on a server; the answer is `Applied`."""
 
 
-class Enter(msgspec.Struct, frozen=True, tag="enter"):
-    """A worker is ready; the chief answers `Begin` once its callbacks have begun."""
-
-
-class Next(msgspec.Struct, frozen=True, tag="next"):
-    """A worker asks the chief for a step; the answer is `Assigned` with the layers' state, or `Ended`."""
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """All servers have the gradients of a step; with what else a step computes. The answer is as for `Next`.
-
-    Attributes:
-        step: which is complete.
-        names: the names of the arrays: changes of the layers' state, metrics, logged values.
-        staleness: the number of changes of the weights between reading and changing them, the largest of all
-            servers.
-        check: a hash of what identifies the batch.
-    """
-
-    step: int
-    names: tuple[str, ...]
-    staleness: int
-    check: bytes
-
-
-class EpochDone(msgspec.Struct, frozen=True, tag="epoch done"):
-    """A worker has visited all batches of an epoch.
-
-    It gives back the steps that it has not begun. The chief answers `Opened` once the next epoch has begun,
-    `Assigned` if a lost worker has left a step, or `Ended`.
-
-    Attributes:
-        epoch: the number of the epoch.
-        steps: the number of steps that the worker has visited in all epochs.
-    """
-
-    epoch: int
-    steps: int
-
-
 class AtCall(msgspec.Struct, frozen=True, tag="call"):
-    """A process is at a call of its `ClusterCoordinator`.
+    """A process waits for the chief at a call, or for a work between calls.
 
-    The chief answers `Passed` once it has made the call itself, or gives a worker a function with `Assigned`.
+    The chief answers `Passed` once it has made the call itself, or gives a worker a work with `Assigned`. In
+    `fit`, a call is the beginning, or the end of an epoch; the works are its steps.
 
     Attributes:
-        call: the number of the call, from 0.
-        scheduled: the number of functions that the process has scheduled.
+        call: the number of the call, from 0; -1 for a worker that visits batches, and waits for a step.
+        scheduled: the number of works that the process can do now, those before included; -1 for any. In
+            `fit`, a worker gives back the steps that it has not begun.
     """
 
     call: int
@@ -257,25 +219,28 @@ class FunctionFailure(msgspec.Struct, frozen=True):
     worker: int
 
 
-class FunctionReturned(msgspec.Struct, frozen=True, tag="returned"):
-    """A worker has run a function, whose gradients all servers have; the answer is as for `AtCall`.
+class Returned(msgspec.Struct, frozen=True, tag="returned"):
+    """A worker has done a work, whose gradients all servers have; the answer is as for `AtCall`.
 
     Attributes:
-        call: as in `AtCall`.
-        scheduled: likewise.
-        step: the number of the function.
-        changed: the positions of the variables that it changes. The arrays are their values before and after
-            it, and those of the result.
-        staleness: as in `Done`.
-        result: see `FunctionResult`; None if the function has failed.
+        at: where the worker waits now.
+        step: the number of the work.
+        changed: the names of the variables that a function changes. The arrays begin with their values before
+            it, and those after it.
+        names: the names of the next arrays, of a step: changes of the layers' state, metrics, logged values.
+        staleness: the number of changes of the weights between reading and changing them, the largest of all
+            servers.
+        check: a hash of what identifies the batch of a step.
+        result: of a function, whose arrays are the last ones; None if the function has failed.
         failure: why.
     """
 
-    call: int
-    scheduled: int
+    at: AtCall
     step: int
-    changed: tuple[int, ...] = ()
+    changed: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     staleness: int = 0
+    check: bytes = b""
     result: "FunctionResult | None" = None
     failure: FunctionFailure | None = None
 
@@ -335,27 +300,17 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
     staleness: int = 0
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The training begins at this epoch.
-
-    Attributes:
-        epoch: its number.
-        completed: all steps before this one are complete.
-    """
-
-    epoch: int
-    completed: int = 0
-
-
 class Assigned(msgspec.Struct, frozen=True, tag="assigned"):
-    """A worker has to compute a step, with the layers' state in the arrays.
+    """A worker has to do a work: a step of `fit`, or a scheduled function.
+
+    The arrays are the layers' state, or the variables that functions have changed.
 
     Attributes:
-        step: the number of the step in the call, from 0.
-        incomplete: the earlier steps that are not complete; the worker keeps their batches.
+        step: the number of the work, from 0.
+        incomplete: the earlier ones that are not complete; the worker keeps what it needs for them.
         names: the names of the arrays.
-        replacement: the worker id of the process that has taken the place of a lost worker and computes the
-            step, in a replay that of the recorded run; -1 if none has.
+        replacement: the worker id of the process that has taken the place of a lost worker and does the work,
+            in a replay that of the recorded run; -1 if none has.
     """
 
     step: int
@@ -364,18 +319,13 @@ class Assigned(msgspec.Struct, frozen=True, tag="assigned"):
     replacement: int = -1
 
 
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """An epoch has begun."""
-
-    epoch: int
-
-
 class Passed(msgspec.Struct, frozen=True, tag="passed"):
-    """The chief has made a call of its `ClusterCoordinator`.
+    """The chief has made a call; see `AtCall`.
 
     Attributes:
-        until: the chief has also made all calls before this one, which were `schedule` without a result.
-        kind: the name of the call on the chief.
+        until: the chief has also made all calls before this one, which had no result. At the beginning of
+            `fit`, it has opened the epoch with the number before.
+        kind: the name of the call on the chief; "close" if there are no more works.
         state: whether the arrays begin with the weights, the variables of the optimizers, and other
             variables.
         variables: the positions of the other variables.
@@ -385,6 +335,7 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
         steps: the numbers of these functions, at the end.
         failures: why other functions have no result, by their numbers, at the end.
         failure: what the call raises.
+        completed: at the beginning of `fit`, all steps before this one are complete.
     """
 
     until: int
@@ -396,10 +347,7 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     steps: tuple[int, ...] = ()
     failures: tuple[tuple[int, FunctionFailure], ...] = ()
     failure: FunctionFailure | None = None
-
-
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The training has ended."""
+    completed: int = 0
 
 
 Question = (
@@ -413,14 +361,10 @@ Question = (
     | Keep
     | KeepState
     | EndCall
-    | Enter
-    | Next
-    | Done
-    | EpochDone
     | AtCall
-    | FunctionReturned
+    | Returned
     | ReadRows
     | WriteRows
     | CopyRows
 )
-Answer = ServedValues | CopiedRows | Applied | Begin | Assigned | Opened | Passed | Ended
+Answer = ServedValues | CopiedRows | Applied | Assigned | Passed

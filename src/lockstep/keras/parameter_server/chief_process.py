@@ -1,7 +1,7 @@
 """The chief in a call of `fit`: runs Keras's loop, whose steps the workers compute."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,12 +11,12 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.input.readings import read_batch
+from lockstep.keras.parameter_server.dispatcher import Dispatcher, as_arrays
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall, same_bits
 from lockstep.keras.parameter_server.reading_states import ReadingStates
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
 from lockstep.keras.parameter_server.servers import Servers
-from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher, as_arrays
 from lockstep.keras.private.common import embedding_table, given_rate
 from lockstep.keras.randomness import random_states
 from lockstep.keras.state.snapshots import KnownOnServers
@@ -24,43 +24,6 @@ from lockstep.system.notes import note
 from lockstep.system.prose import count
 
 Array = npt.NDArray[Any]
-
-
-class CompletedSteps(Protocol):
-    """The steps that others compute; see `StepDispatcher`.
-
-    Attributes:
-        staleness: of the completed steps, in their order.
-        silent: returns the names of the servers that do not answer within some seconds.
-    """
-
-    staleness: list[int]
-    silent: Callable[[float], Sequence[str]]
-
-    @property
-    def layers(self) -> Mapping[str, Array]:
-        """The present values of the layers' state."""
-
-    def set_layers(self, layers: Mapping[str, Array]) -> None:
-        """Set values of the layers' state."""
-
-    def open(self, epoch: int) -> None:
-        """Let an epoch begin."""
-
-    def result(self) -> Mapping[str, Array]:
-        """Wait for the next completed step, in the order of completion; return its arrays."""
-
-    def take_check(self, step: int) -> tuple[int, bytes] | None:
-        """Return the worker that has computed a step, and its hash of the batch, once; None before."""
-
-    def drain(self) -> None:
-        """Begin no more steps, and wait until those in work are complete."""
-
-    def finish(self) -> None:
-        """End the call for those that compute."""
-
-    def close(self) -> None:
-        """Compute nothing more."""
 
 
 class ChiefProcess(FitProcess):
@@ -87,7 +50,7 @@ class ChiefProcess(FitProcess):
         self._opening: int | None = None
         self._checks: dict[int, bytes] = {}
         self._known_others: list[Array] = []
-        self._dispatcher: CompletedSteps | None = None
+        self._dispatcher: Dispatcher | None = None
         self._server_layers = server_layers(self.model)
 
     def train(
@@ -130,9 +93,9 @@ class ChiefProcess(FitProcess):
                 f"{len(stale)} steps of {count(len(self.live), 'worker')}"
             )
 
-    def begin(self) -> CompletedSteps:
+    def begin(self) -> Dispatcher:
         """Let workers connect."""
-        dispatcher = StepDispatcher(self.dispatched(self.served.options.max_staleness))
+        dispatcher = Dispatcher(self.dispatched(self.served.options.max_staleness))
         # Closed also if the processes do not meet.
         self._dispatcher = dispatcher
         dispatcher.start()

@@ -1,29 +1,48 @@
-"""The chief's side of the workers: hands out steps, and collects what they compute besides gradients.
+"""The chief's side of the workers: hands out works, and collects what they compute besides gradients.
 
-A thread answers the workers, so that what the chief itself does delays none. The layers' state lives here:
-each assignment carries its present values, and each completed step adds its changes.
+A work is a step of `fit`, or a scheduled function. A thread answers the workers, so that what the chief
+itself does delays none. The layers' state, and other variables that functions change, live here: each
+assignment carries their present values, and each completed work changes them.
+
+All processes make the same calls in the same order. The chief makes each call first. The others wait for it,
+and learn its result; workers do works while they wait. In `fit`, the calls are its beginning and the ends of
+its epochs. Between two of them, a worker waits for a step wherever it needs one, so the chief schedules as
+many steps as the data has.
 """
 
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DisagreementError, PeerLostError, PeerStuckError
 from lockstep.parameter_server.assignments import Assignments
 from lockstep.parameter_server.order import OrderWriter, Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.tasks import Tasks
-from lockstep.protocol.parameter_server import Assigned
+from lockstep.protocol.parameter_server import (
+    Assigned,
+    AtCall,
+    FunctionFailure,
+    FunctionResult,
+    Passed,
+    Returned,
+)
 from lockstep.system.notes import note
 from lockstep.transport.array_channel import Asked
 
 Array = npt.NDArray[Any]
 Answered = tuple[Any, list[Array]]
+Found = TypeVar("Found")
+
+MAX_WAITING = 256
+"""Functions of each worker that may wait before `schedule` waits."""
 
 _REPORT_EVERY = 5.0
 """Seconds between two notes on what the chief waits for."""
@@ -78,12 +97,40 @@ class DispatchedCall:
     here: ComputedHere | None = None
 
 
-class Dispatcher(ABC):
-    """Answers the workers of one call: what `fit` and scheduled functions have in common.
+def combined(value: Array, start: Array, end: Array) -> Array:
+    """Return the value of a variable after a function that has changed it from `start` to `end`.
+
+    If no other function has changed it meanwhile, that is `end`; otherwise the difference is added. What is
+    not a finite number has no difference.
+    """
+    if value.tobytes() == start.tobytes() or value.dtype == np.bool_:
+        return end
+    if value.dtype.kind not in "iu" and not (np.isfinite(start).all() and np.isfinite(end).all()):
+        return end
+    return np.asarray(value + (end - start))
+
+
+@dataclass
+class _CallResult:
+    """The result of a call, for the processes that have not learned it.
+
+    Attributes:
+        passed: the message, of which `until` is not known yet.
+        arrays: the arrays of the message.
+        takers: the processes that have it.
+    """
+
+    passed: Passed
+    arrays: Sequence[Array]
+    takers: set[int] = field(default_factory=set)
+
+
+class Dispatcher:
+    """Answers the workers of one call of `fit`, or the workers and servers of scheduled functions.
 
     Args:
         call: to answer them in.
-        unit: names a step in messages.
+        scheduled: whether the works are functions, which the program schedules.
 
     Attributes:
         staleness: the staleness of the completed steps, in their order.
@@ -92,15 +139,16 @@ class Dispatcher(ABC):
         silent: returns the names of the servers that do not answer within some seconds, once the call fails.
     """
 
-    def __init__(self, call: DispatchedCall, unit: str) -> None:
+    def __init__(self, call: DispatchedCall, *, scheduled: bool = False) -> None:
         self.staleness: list[int] = []
         self.when_completed: Callable[[], object] = lambda: None
         self.look: Callable[[], object] = lambda: None
         self.silent: Callable[[float], Sequence[str]] = lambda _: ()
-        self._tasks, self._what, self._unit, self._timeout = call.tasks, call.name, unit, call.timeout
+        self._tasks, self._what, self._timeout = call.tasks, call.name, call.timeout
+        self._unit = "function" if scheduled else "step"
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
         self._replacements = call.replacements
-        self._assignments = Assignments(call.max_staleness)
+        self._assignments = Assignments(call.max_staleness, 0 if scheduled else None)
         self._writer, self._recorded, self._here = call.writer, call.recorded, call.here
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._drop = call.drop
@@ -110,7 +158,24 @@ class Dispatcher(ABC):
         self._followed: dict[int, Answered] = {}
         self._layers: dict[str, Array] | None = None
         self._assigns = True
-        self._ended = False
+        self._ended = self._over = False
+        self._passed = 0
+        self._first: int | None = None
+        self._logs: deque[Mapping[str, Array]] = deque()
+        self._checks: dict[int, tuple[int, bytes]] = {}
+        servers = map(call.tasks.id_of_server, range(call.tasks.servers))
+        self._servers = set(servers) if scheduled else set[int]()
+        self._calls: dict[int, _CallResult] = {}
+        self._results: dict[int, tuple[FunctionResult, list[Array]]] = {}
+        self._unwanted: deque[int] = deque()
+        self._forgotten: set[int] = set()
+        self._failures: dict[int, FunctionFailure] = {}
+        self._dropped: dict[int, FunctionFailure] = {}
+        self._delivered: set[int] = set()
+        self._raised: FunctionFailure | None = None
+        self._changed_variables: set[str] = set()
+        self._expected: dict[int, int] = {}
+        self._held: set[int] = set()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-coordinator", daemon=True)
 
@@ -126,11 +191,13 @@ class Dispatcher(ABC):
         """Expect only these processes: the others were lost before they could connect."""
         with self._changed:
             self._live &= set(processes)
+            self._servers &= set(processes)
 
     def set_layers(self, layers: Mapping[str, Array]) -> None:
         """Set values of the layers' state; steps are assigned from the first call on."""
         with self._changed:
             self._layers = {**(self._layers or {}), **layers}
+            self._changed_variables |= layers.keys()
             self._pump()
 
     @property
@@ -147,7 +214,7 @@ class Dispatcher(ABC):
     def finish(self) -> None:
         """End the call for the workers, and wait until they have left."""
         with self._changed:
-            self._ended = True
+            self._ended = self._over = True
             self._pump()
         self._wait(lambda: not self._live, leaving=True)
 
@@ -158,21 +225,260 @@ class Dispatcher(ABC):
             self._thread.join()
         self._writer.close()
 
-    @abstractmethod
-    def _handle(self, asked: Asked) -> None:
-        """Process a question of a worker, and keep it until it can be answered."""
+    def open(self, epoch: int) -> None:
+        """Let workers begin an epoch."""
+        with self._changed:
+            self._passed = epoch + 1
+            self._first = self._passed if self._first is None else self._first
+            self._pump()
 
-    @abstractmethod
-    def _answer(self, process: int, asked: Asked) -> Answered | None:
-        """Return the answer to a kept question; None if it has to wait."""
+    def result(self) -> Mapping[str, Array]:
+        """Wait for the next completed step, in the order of completion; return its arrays.
 
-    @abstractmethod
-    def _take(self, asked: Asked) -> None:
-        """Process a completed step."""
+        Raises:
+            PeerLostError: no worker is left.
+            PeerStuckError: no step was completed in time.
+        """
+        self._wait(lambda: bool(self._logs))
+        return self._logs.popleft()
 
-    @abstractmethod
-    def _may_assign(self, turn: Record) -> bool:
-        """Whether the worker of a recorded assignment waits for it."""
+    def take_check(self, step: int) -> tuple[int, bytes] | None:
+        """Return the worker that has computed a step, and its hash of the batch, once; None before."""
+        with self._changed:
+            return self._checks.pop(step, None)
+
+    def drain(self) -> None:
+        """Assign no more steps, and wait until those in work are complete, or lost with their worker."""
+        with self._changed:
+            self._assigns = False
+        recorded = self._recorded
+        if recorded is not None:
+            # What a lost worker had in work then is not in the order.
+            self._wait(lambda: recorded.awaited() is None)
+        else:
+            self._wait(lambda: not self._assignments.in_work())
+
+    def begin(self) -> None:
+        """Note which workers have taken the place of a lost one since the last functions."""
+        with self._changed:
+            for process, worker in sorted(self._workers.items()):
+                if process in self._live and self._replacements.get(process, process) != worker:
+                    self._replace(process, worker)
+
+    @property
+    def completed_below(self) -> int:
+        """All functions before this one are complete, or dropped."""
+        with self._changed:
+            return self._assignments.completed_below
+
+    @property
+    def expected(self) -> Mapping[int, int]:
+        """The workers that have joined and not connected yet, by the processes whose place they take."""
+        with self._changed:
+            return dict(self._expected)
+
+    def hold(self, processes: Iterable[int]) -> None:
+        """Keep what calls find from now on for workers that take the place of these processes."""
+        with self._changed:
+            self._held = set(processes)
+
+    def expect(self, joined: Mapping[int, int]) -> None:
+        """Keep it from now on for workers that have joined, and for no others.
+
+        Args:
+            joined: their worker ids, by the processes whose place they take.
+        """
+        with self._changed:
+            self._held.clear()
+            new = {process: one for process, one in joined.items() if self._worker(process) != one}
+            self._expected.update(new)
+
+    def expect_no_longer(self, lost: Collection[int]) -> None:
+        """Expect workers no longer that are lost before they have connected."""
+        with self._changed:
+            for process, worker in list(self._expected.items()):
+                if worker in lost:
+                    del self._expected[process]
+
+    def schedule(self, call: int) -> FunctionFailure | None:
+        """Add a function, unless an earlier one has failed: then return why.
+
+        Waits while too many functions wait.
+        """
+        if self._recorded is not None:
+            raises = self._recorded.has(Record(RecordKind.RAISE, 0, call))
+        else:
+            self._wait(lambda: self._raised is not None or self._unfinished() < MAX_WAITING * len(self._live))
+            raises = self._raised is not None
+        if raises:
+            return self._fail(call)
+        with self._changed:
+            assert self._assignments.stop is not None
+            self._assignments.stop += 1
+            self._passed = call + 1
+            self._pump()
+        return None
+
+    def join(self, call: int) -> FunctionFailure | None:
+        """Wait until all functions are complete; return why one has failed."""
+        if self._recorded is None:
+            self._wait(lambda: self._raised is not None or not self._unfinished())
+            raises = self._raised is not None
+        else:
+            raises = self._recorded.has(Record(RecordKind.RAISE, 0, call))
+            self._wait(lambda: raises or not self._unfinished())
+        return self._fail(call) if raises else None
+
+    def done(self, call: int) -> tuple[bool, FunctionFailure | None]:
+        """Return whether all functions are complete, and why one has failed."""
+        with self._changed:
+            if self._recorded is None and self._raised is None:
+                done = not self._unfinished()
+                self._writer.add(RecordKind.POLL, int(done), call)
+                return done, None
+        if self._recorded is None or self._recorded.has(Record(RecordKind.RAISE, 0, call)):
+            return False, self._fail(call)
+        done = self._recorded.has(Record(RecordKind.POLL, 1, call))
+        return self._in_turn(Record(RecordKind.POLL, int(done), call), lambda: (done, None))
+
+    def results(
+        self, call: int, steps: Sequence[int]
+    ) -> tuple[list[tuple[FunctionResult, list[Array]]], FunctionFailure | None]:
+        """Wait for functions; return their results, or why one has failed or was dropped."""
+
+        def known() -> bool:
+            return all(step in self._results or self._why(step) for step in steps)
+
+        if self._recorded is None:
+            self._wait(lambda: known() or self._raised is not None)
+            with self._changed:
+                fails = not known()
+        else:
+            fails = self._recorded.has(Record(RecordKind.RAISE, 0, call))
+            self._wait(lambda: fails or known())
+        if fails:
+            return [], self._fail(call)
+        with self._changed:
+            failed = next((why for step in steps if (why := self._why(step))), None)
+            if failed is not None:
+                self._delivered.add(failed.step)
+            return ([] if failed else [self._results[step] for step in steps]), failed
+
+    def was_delivered(self, failure: FunctionFailure) -> bool:
+        """Whether `results` has returned this failure before."""
+        return failure.step in self._delivered
+
+    def remaining(
+        self, most: int
+    ) -> tuple[dict[int, tuple[FunctionResult, list[Array]]], dict[int, FunctionFailure]]:
+        """Return the last results that the program may still need, and why others have none."""
+        with self._changed:
+            self._forget()
+            failures = self._dropped | self._failures
+            steps, failed = (sorted(found)[-most:] for found in (self._results, failures))
+            return {step: self._results[step] for step in steps}, {step: failures[step] for step in failed}
+
+    def forget(self, step: int) -> None:
+        """Forget the result of a function that the program does not need any more.
+
+        The garbage collector calls this, perhaps while this thread changes what the lock protects.
+        """
+        self._unwanted.append(step)
+
+    def snapshot(self, call: int) -> dict[str, Array]:
+        """Return the variables of the chief that functions, or the program, have changed, as they are now."""
+
+        def changed() -> dict[str, Array]:
+            assert self._layers is not None
+            return {name: self._layers[name] for name in sorted(self._changed_variables, key=int)}
+
+        return self._in_turn(Record(RecordKind.READ, 0, call), changed)
+
+    def add_variables(self, values: Mapping[str, Array]) -> None:
+        """Add variables that no process has changed."""
+        with self._changed:
+            self._layers = {**values, **(self._layers or {})}
+
+    def remove_variables(self, names: Iterable[str]) -> None:
+        """Remove variables that are on the servers from now on."""
+        with self._changed:
+            for name in names:
+                self._changed_variables.discard(name)
+                if self._layers is not None:
+                    self._layers.pop(name, None)
+
+    def write(self, call: int, values: Mapping[str, Array]) -> None:
+        """Set variables that the program has changed before a call."""
+
+        def write() -> None:
+            self._changed_variables |= values.keys()
+            self._layers = {**(self._layers or {}), **values}
+
+        self._in_turn(Record(RecordKind.WRITE, 0, call), write)
+
+    def publish(self, call: int, passed: Passed, arrays: Sequence[Array]) -> None:
+        """Let the other processes pass a call with a result."""
+        with self._changed:
+            if self._here is None:
+                self._calls[call] = _CallResult(passed, arrays)
+            self._passed = call + 1
+            self._pump()
+
+    def leave(self) -> None:
+        """Expect that workers leave when they have passed the next call."""
+        with self._changed:
+            self._ended = True
+
+    def wait_until_taken(self) -> None:
+        """Wait until all processes have learned the results of all calls."""
+        self._wait(lambda: not self._untaken(), leaving=True)
+
+    def _untaken(self) -> bool:
+        return any(self._takers() - one.takers for one in self._calls.values())
+
+    def _takers(self) -> set[int]:
+        """Return the processes that take the results of calls."""
+        return self._live | self._servers | self._held | self._expected.keys()
+
+    def _why(self, step: int) -> FunctionFailure | None:
+        """Return why a function has no result; None if it has, or may still have one."""
+        return self._failures.get(step) or self._dropped.get(step)
+
+    def _unfinished(self) -> int:
+        assert self._assignments.stop is not None
+        return self._assignments.stop - len(self._dropped) - self._assignments.completed
+
+    def _fail(self, call: int) -> FunctionFailure:
+        """End the functions in work, and drop those that wait; return what has failed."""
+
+        def fail() -> FunctionFailure:
+            failed = self._raised
+            if failed is None:
+                raise PeerLostError(
+                    f"{self._what}: a function has failed in the recorded run, and not in this one"
+                )
+            self._dropped |= dict.fromkeys(self._assignments.cancel(), failed)
+            self._raised = None
+            self._assigns = True
+            return failed
+
+        if self._recorded is None:
+            self._wait(lambda: not self._assignments.in_work())
+        return self._in_turn(Record(RecordKind.RAISE, 0, call), fail)
+
+    def _in_turn(self, record: Record, act: Callable[[], Found]) -> Found:
+        """Return what `act` returns: at once, or at its turn in the recorded order."""
+        recorded = self._recorded
+        with self._changed:
+            if recorded is not None:
+                self._wait(lambda: recorded.awaited() == record)
+            self._writer.add(*record)
+            found = act()
+            if recorded is not None:
+                recorded.advance()
+            # What comes after it sees what it has done.
+            self._pump()
+            return found
 
     def _wait(self, over: Callable[[], bool], *, leaving: bool = False) -> None:
         if self._here is not None:
@@ -254,13 +560,119 @@ class Dispatcher(ABC):
                     self._failure = error
                 self._changed.notify_all()
 
-    def _receive(self, asked: Asked, step: int) -> None:
-        """Take a completed step, or hold it until its turn in the recorded order."""
-        record = Record(RecordKind.DONE, asked.process, step)
-        if self._recorded is None:
-            self._take(asked)
-        elif self._recorded.has(record):
-            self._arrived[record] = asked
+    def _handle(self, asked: Asked) -> None:
+        """Process a question of a worker, and keep it until it can be answered."""
+        process = asked.process
+        match asked.message:
+            case Returned(step=step):
+                followed = self._followed.get(process)
+                if followed is not None and followed[0].step == step:
+                    del self._followed[process]
+                record = Record(RecordKind.DONE, process, step)
+                if self._recorded is None:
+                    self._take(asked)
+                elif self._recorded.has(record):
+                    self._arrived[record] = asked
+            case AtCall(scheduled=scheduled) if scheduled > 0 and not self._is_ahead(process):
+                self._assignments.give_back(process, scheduled)
+        self._parked[process] = asked
+
+    def _is_ahead(self, process: int) -> bool:
+        """Whether a worker that follows a recorded order keeps a step of an epoch that it has not begun.
+
+        There, it was one that had replaced a lost worker, and was further. It has computed the step, or was
+        lost with it; otherwise, it has got another one later. Others may already have computed it here.
+        """
+        if self._recorded is None or process not in self._followed:
+            return False
+        following = self._recorded.next_of(process)
+        return following is None or following.kind is not RecordKind.ASSIGN
+
+    def _take(self, asked: Asked) -> None:
+        """Process a completed work."""
+        returned = asked.message
+        assert isinstance(returned, Returned)
+        if not self._complete(asked.process, returned.step, returned.staleness):
+            return
+        assert self._layers is not None
+        # New arrays: the values of an assignment may still be on their way.
+        count = len(returned.changed)
+        before, after, others = (
+            asked.arrays[:count],
+            asked.arrays[count : 2 * count],
+            asked.arrays[2 * count :],
+        )
+        for name, start, end in zip(returned.changed, before, after, strict=True):
+            self._layers[name] = combined(self._layers[name], start, end)
+        self._changed_variables |= set(returned.changed)
+        if returned.failure is not None:
+            self._failures[returned.step] = returned.failure
+            self._raised = self._raised or returned.failure
+            self._assigns = False
+        elif returned.result is not None:
+            self._results[returned.step] = returned.result, others
+        else:
+            logs = dict(zip(returned.names, others, strict=True))
+            for name in self._layers.keys() & logs.keys():
+                self._layers[name] = self._layers[name] + logs.pop(name)
+            self._checks[returned.step] = asked.process, returned.check
+            self._logs.append(logs)
+        self._forget()
+
+    def _forget(self) -> None:
+        while self._unwanted:
+            self._forgotten.add(self._unwanted.popleft())
+        for step in self._forgotten & self._results.keys():
+            self._forgotten.remove(step)
+            del self._results[step]
+
+    def _answer(self, process: int, asked: Asked) -> Answered | None:
+        """Return the answer to a kept question; None if it has to wait."""
+        at = _place(asked)
+        if self._over:
+            return Passed(0, kind="close"), []
+        if at.call < 0 or self._passed <= at.call:
+            if process in self._servers:
+                return None
+            if isinstance(asked.message, AtCall) and at.call < 0 and self._is_ahead(process):
+                return self._followed[process]
+            return self._assign(process, at.scheduled)
+        found = self._calls.get(at.call)
+        if found is not None and found.passed.kind == "done" and not found.passed.done:
+            # A program that polls is always ahead of its workers.
+            assigned = None if process in self._servers else self._assign(process, at.scheduled)
+            if assigned is not None:
+                return assigned
+        return self._pass(process, at.call)
+
+    def _pass(self, process: int, call: int) -> Answered:
+        if self._first is not None and not call:
+            return Passed(self._first, completed=self._assignments.completed_below), []
+        later = [number for number in self._calls if number > call]
+        until = min(later, default=self._passed)
+        if (found := self._calls.get(call)) is None:
+            return Passed(until), []
+        found.takers.add(process)
+        for number, one in list(self._calls.items()):
+            if not self._takers() - one.takers:
+                del self._calls[number]
+        return msgspec.structs.replace(found.passed, until=until), list(found.arrays)
+
+    def _may_assign(self, turn: Record) -> bool:
+        """Whether the worker of a recorded assignment waits for it."""
+        asked = self._parked.get(turn.worker)
+        if asked is None or self._layers is None or self._over:
+            return False
+        message, at = asked.message, _place(asked)
+        if (
+            isinstance(message, Returned)
+            and Record(RecordKind.DONE, turn.worker, message.step) in self._arrived
+        ):
+            return False
+        bounds = [at.scheduled] if at.scheduled >= 0 else []
+        if self._assignments.stop is not None:
+            bounds.append(self._assignments.stop)
+        return all(turn.step < bound for bound in bounds)
 
     def _worker(self, process: int) -> int:
         """Return the worker id of a process."""
@@ -275,6 +687,8 @@ class Dispatcher(ABC):
             self._live.add(process)
             self._replace(process, worker)
             note(f"{self._what}: worker {worker} takes the place of worker {replaced}")
+        if self._expected.get(process) == worker:
+            del self._expected[process]
 
     def _replace(self, process: int, worker: int) -> None:
         """Note that a worker has taken the place of a lost one."""
@@ -283,6 +697,7 @@ class Dispatcher(ABC):
 
     def _lose(self, process: int) -> None:
         self._parked.pop(process, None)
+        self._servers.discard(process)
         lost = self._assignments.lose(process)
         known = process in self._live
         self._live.discard(process)
@@ -314,23 +729,21 @@ class Dispatcher(ABC):
                 del self._parked[process]
                 asked.answer(*answer)
 
-    def _assign(self, worker: int, below: int | None = None) -> Answered | None:
-        """Assign a step, perhaps only one below a number, to a worker that waits for one."""
+    def _assign(self, worker: int, below: int) -> Answered | None:
+        """Assign a work below a number, if that is not -1, to a worker that waits for one."""
         if self._layers is None or not self._assigns or self._recorded is not None:
             return None
-        step = self._assignments.assign(worker, below)
+        step = self._assignments.assign(worker, below if below >= 0 else None)
         return None if step is None else self._assigned(worker, step)
 
     def _assigned(self, worker: int, step: int) -> Answered:
         self._writer.add(RecordKind.ASSIGN, worker, step)
         incomplete = tuple(self._assignments.incomplete_below(step))
-        names, arrays = self._layers_for(worker)
-        return Assigned(step, incomplete, names, self._replacements.get(worker, -1)), arrays
-
-    def _layers_for(self, worker: int) -> tuple[tuple[str, ...], list[Array]]:
-        """Return the layers' state that a worker needs for a step."""
         assert self._layers is not None
-        return tuple(self._layers), list(self._layers.values())
+        # Workers have the other ones from the beginning. One process that repeats a run changes its own.
+        given = {k: v for k, v in self._layers.items() if self._here or k in self._changed_variables}
+        replacement = self._replacements.get(worker, -1)
+        return Assigned(step, incomplete, tuple(given), replacement), list(given.values())
 
     def _compute_next(self, here: ComputedHere) -> None:
         """Process what has its turn in the recorded order, which this process computes.
@@ -376,3 +789,15 @@ class Dispatcher(ABC):
                 self._followed[turn.worker] = answer = self._assigned(turn.worker, turn.step)
                 self._parked.pop(turn.worker).answer(*answer)
             recorded.advance()
+
+
+def _place(asked: Asked) -> AtCall:
+    """Return where the process of a question waits."""
+    message = asked.message
+    assert isinstance(message, AtCall | Returned)
+    return message.at if isinstance(message, Returned) else message
+
+
+def as_arrays(values: Mapping[str, Any], to_numpy: Any) -> dict[str, Array]:
+    """Return copies of values of the backend as arrays of NumPy."""
+    return {name: np.array(to_numpy(value)) for name, value in values.items()}

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, DisagreementError
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
 from lockstep.keras.parameter_server.server_process import ServerShards
-from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.keras.parameter_server.standby import record_of
 from lockstep.parameter_server.order import Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard
@@ -29,16 +29,6 @@ Array = npt.NDArray[Any]
 Answered = tuple[Any, list[Array]]
 
 _NO_ROWS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What a worker gives the servers at once; see `Servers.push`."""
-
-    of: Mapping[int, Array]
-    rows: Mapping[int, Array] = field(default_factory=dict)
-    updates: tuple[int, ...] = (0,)
-    part: int = 0
 
 
 @dataclass
@@ -303,8 +293,8 @@ class FollowedOrders:
                 raise _unfit(f"that of parameter server {server.number} has {turn.kind.name}")
 
     def _push(self, server: FollowedServer, attempt: Attempt, gradients: Gradients) -> None:
-        given = gradients.of, gradients.updates, gradients.part, gradients.rows
-        answer, _ = server.answer(attempt.worker, *self.servers.push_of(server.number, attempt.step, *given))
+        push = self.servers.push_of(server.number, attempt.step, gradients)
+        answer, _ = server.answer(attempt.worker, *push)
         if answer.staleness < 0:
             raise _unfit(f"parameter server {server.number} has applied step {attempt.step + 1} twice")
         attempt.staleness = max(attempt.staleness, answer.staleness)

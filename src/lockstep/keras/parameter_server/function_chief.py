@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.dispatcher import Dispatcher
 from lockstep.keras.parameter_server.function_calls import (
     MOST_KEPT,
     CallKind,
@@ -15,7 +16,6 @@ from lockstep.keras.parameter_server.function_calls import (
     ScheduleContext,
     Scheduled,
 )
-from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
 from lockstep.keras.parameter_server.process import TaskProcess, same_bits
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
@@ -35,7 +35,7 @@ class ChiefCalls(FunctionCalls):
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._process = TaskProcess(self._job, self._call, "chief")
-        self._dispatcher: FunctionDispatcher | None = None
+        self._dispatcher: Dispatcher | None = None
         self._servers: Servers | None = None
         self._slots: list[Slot] = []
         self._known: list[Array] = []
@@ -82,7 +82,7 @@ class ChiefCalls(FunctionCalls):
 
     def _open(self) -> None:
         process = self._process
-        self._dispatcher = FunctionDispatcher(process.dispatched(self._program.options.max_staleness))
+        self._dispatcher = Dispatcher(process.dispatched(self._program.options.max_staleness), scheduled=True)
         self._dispatcher.start()
         process.meet(self._dispatcher.put)
         self._dispatcher.keep(process.mesh.workers)

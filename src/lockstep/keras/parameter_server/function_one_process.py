@@ -3,33 +3,28 @@
 It makes the calls as the chief, and runs the functions as their workers; see `FollowedOrders`.
 """
 
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
-from lockstep.errors import LockstepError
 from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.dispatcher import Dispatcher
 from lockstep.keras.parameter_server.followed_orders import (
     Answered,
     Attempt,
     FollowedOrders,
-    Gradients,
     followed_shards,
 )
 from lockstep.keras.parameter_server.function_calls import ScheduleContext, Scheduled
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
-from lockstep.keras.parameter_server.function_dispatcher import FunctionDispatcher
-from lockstep.keras.parameter_server.function_results import pack_result, report_failure
-from lockstep.keras.parameter_server.function_worker import FunctionPulls
 from lockstep.keras.parameter_server.served_variables import ServedVariables
-from lockstep.keras.parameter_server.servers import Servers
-from lockstep.keras.seeds import seed_of
+from lockstep.keras.parameter_server.servers import Gradients, Servers
+from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import FunctionReturned, Pull
+from lockstep.protocol.parameter_server import AtCall, Pull
 
 Array = npt.NDArray[Any]
 Computed = tuple[Answered | None, Gradients | None]
@@ -83,59 +78,30 @@ class OneProcessCalls(ChiefCalls):
         """Run a function with the values of the variables that it has pulled."""
         assert self._orders is not None
         job, orders, scope = self._job, self._orders, self._program.scope.variables
-        step, scheduled = attempt.step, self._kept[attempt.step]
-        lookups, parts = itertools.count(), itertools.count()
-        refused: list[BaseException] = []
+        replacement = attempt.assigned.replacement
 
-        def pull_rows(number: int, rows: Array) -> Array:
-            try:
-                return orders.rows(attempt, number, rows, next(lookups))
-            except LockstepError as error:
-                # TensorFlow raises another error for it.
-                refused.append(error)
-                raise
+        def pull_rows(number: int, rows: Array, lookup: int) -> Array:
+            return orders.rows(attempt, number, rows, lookup)
 
-        def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
+        def exchange(gradients: Gradients) -> Sequence[Array]:
             assert thread is not None
-            first = self._runner.first_of(number)
-            whole = {first + position: gradient for position, gradient in gradients.items()}
             put_back = self._runner.keep_shared()
-            try:
-                new = thread.exchange(Gradients(whole, {}, (number,), next(parts)))
-            except _RunEnds as error:
-                refused.append(error)
-                raise
+            new = thread.exchange(gradients)
             put_back()
             act_as_worker()
-            return list(new)
+            return new
 
         def act_as_worker() -> None:
-            job.process, job.replacement = attempt.worker, attempt.assigned.replacement
-            self._runner.pull_rows, self._runner.exchange = pull_rows, exchange
+            job.process, job.replacement = attempt.worker, replacement
+            run.take_turn()
 
-        def run() -> Any:
-            args, kwargs = scheduled.own()
-            return scheduled.function(*args, **kwargs)
-
+        scheduled = self._kept[attempt.step]
+        run = WorkerFunction(self._runner, scheduled, attempt.step, self._call.seed, pull_rows, exchange)
         act_as_worker()
         others = [scope[int(name)] for name in attempt.assigned.names]
         self._runner.transfers.assign([*self._runner.pulled, *others], [*values, *attempt.layers])
-        seed = seed_of(self._call.seed, "function", step)
-        try:
-            ran = self._runner.run(scheduled.function, run, step, seed, exchange)
-            result, own = pack_result(ran.result)
-        except Exception as raised:
-            if refused:
-                raise refused[0] from None
-            replacement = attempt.assigned.replacement
-            worker = replacement if replacement >= 0 else attempt.worker
-            # TensorFlow raises another error for that of a lookup.
-            failure = report_failure(self._runner.failure or raised, step, scheduled.function, worker)
-            return (FunctionReturned(0, self._scheduled, step, failure=failure), []), None
-        changes = ran.changes.values()
-        arrays = [*(start for start, _ in changes), *(end for _, end in changes), *own]
-        returned = FunctionReturned(0, self._scheduled, step, tuple(ran.changes), 0, result)
-        gradients = Gradients(ran.gradients, ran.rows, ran.updates) if ran.updates else None
+        worker = replacement if replacement >= 0 else attempt.worker
+        returned, arrays, gradients = run.run(AtCall(0, self._scheduled), worker)
         return (returned, arrays), gradients
 
     def _open(self) -> None:
@@ -147,7 +113,7 @@ class OneProcessCalls(ChiefCalls):
         self._orders = FollowedOrders(self._call.name, servers, (), self)
         self._servers = self._orders.servers
         dispatched = process.dispatched(self._program.options.max_staleness, self._orders)
-        self._dispatcher = FunctionDispatcher(dispatched)
+        self._dispatcher = Dispatcher(dispatched, scheduled=True)
 
     def _end(self) -> None:
         # Those of lost workers have not come to their ends.

@@ -1,61 +1,24 @@
 """A worker in the calls of a `ClusterCoordinator`: runs functions while it waits for the chief."""
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
 import numpy.typing as npt
 
-from lockstep.errors import DisagreementError, PeerError
+from lockstep.errors import DisagreementError
 from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import CallKind, FunctionCalls, ScheduleContext, Scheduled
-from lockstep.keras.parameter_server.function_results import pack_result, report_failure
 from lockstep.keras.parameter_server.process import TaskProcess, same_bits
-from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
-from lockstep.keras.parameter_server.server_tables import server_table
-from lockstep.keras.parameter_server.servers import Servers
-from lockstep.keras.seeds import seed_of
+from lockstep.keras.parameter_server.servers import Gradients, Servers
+from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction
 from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, of_scope, of_servers
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import Assigned, AtCall, FunctionReturned, Passed, Question
+from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, Returned
 from lockstep.transport.array_channel import AskingChannel
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class FunctionPulls:
-    """What functions read from the servers.
-
-    Attributes:
-        whole: the numbers of the variables over all optimizers, without `tables`.
-        tables: the tables that only servers have.
-        common: the slots that belong to no variable.
-        variables: the variables, and those of the optimizers for `common`.
-    """
-
-    whole: tuple[int, ...]
-    tables: frozenset[int]
-    common: tuple[Slot, ...]
-    variables: list[Any]
-
-    @classmethod
-    def of(cls, updates: Sequence[Update]) -> "FunctionPulls":
-        """Return what functions read that apply these optimizers."""
-        slots = [slot for one in slots_of_all(updates) for slot in one]
-        variables = [one for each in updates for one in each.optimizer.variables]
-        common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
-        trained = [variable for each in updates for variable in each.variables]
-        whole = {i: one for i, one in enumerate(trained) if server_table(one) is None}
-        tables = frozenset(range(len(trained))) - whole.keys()
-        return cls(tuple(whole), tables, tuple(common), [*whole.values(), *common.values()])
-
-    def values(self, weights: Sequence[Array], common: Mapping[Slot, Array]) -> list[Array]:
-        """Return the values of `variables`, given what `Servers.pull_with_common` returns."""
-        return [*(weights[i] for i in self.whole), *(common[slot] for slot in self.common)]
 
 
 class WorkerCalls(FunctionCalls):
@@ -242,9 +205,7 @@ class WorkerCalls(FunctionCalls):
         self._ahead = frozenset(k for k, value in values.items() if not same_bits(value, self._first[k]))
         self._assigned = assignments.count()
 
-    def _run(
-        self, assigned: Assigned, arrays: Sequence[Array], call: int
-    ) -> tuple[FunctionReturned, list[Array]]:
+    def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[Returned, list[Array]]:
         """Run a function; return what the chief gets."""
         assert self._servers is not None
         timer = self._job.timer
@@ -266,50 +227,28 @@ class WorkerCalls(FunctionCalls):
         self._runner.transfers.assign(changed, given)
         timer.lap("exchange")
 
-        lost: list[PeerError] = []
-        staleness, part, lookups = 0, 0, itertools.count()
+        staleness = 0
 
-        def pull_rows(number: int, rows: Array) -> Array:
-            return servers.pull_rows(step, number, rows, next(lookups))
+        def pull_rows(number: int, rows: Array, lookup: int) -> Array:
+            return servers.pull_rows(step, number, rows, lookup)
 
-        def exchange(number: int, gradients: Mapping[int, Array]) -> list[Array]:
-            nonlocal staleness, part
+        def exchange(gradients: Gradients) -> list[Array]:
+            nonlocal staleness
             timer.lap("compute")
-            first = self._runner.first_of(number)
-            whole = {first + position: gradient for position, gradient in gradients.items()}
-            try:
-                found = servers.push(step, whole, (number,), part)
-                part += 1
-                staleness = max(staleness, found)
-                pulled = self._pulled(step, part)
-                timer.lap("exchange")
-                return pulled
-            except PeerError as error:
-                # TensorFlow raises another error for it.
-                lost.append(error)
-                raise
+            staleness = max(staleness, servers.push(step, gradients))
+            pulled = self._pulled(step, gradients.part + 1)
+            timer.lap("exchange")
+            return pulled
 
-        def run() -> Any:
-            args, kwargs = scheduled.own()
-            return scheduled.function(*args, **kwargs)
-
-        seed = seed_of(self._call.seed, "function", step)
-        self._runner.pull_rows = pull_rows
         compilations = self._compilations(scheduled.function)
-        try:
-            ran = self._runner.run(scheduled.function, run, step, seed, exchange)
-            result, own = pack_result(ran.result)
-        except Exception as raised:
-            # TensorFlow raises another error for that of a lookup.
-            error = lost[0] if lost else self._runner.failure or raised
-            if isinstance(error, PeerError):
-                raise error from None
-            failure = report_failure(error, step, scheduled.function, self._job.worker)
-            return FunctionReturned(call, self._scheduled, step, failure=failure), []
+        run = WorkerFunction(self._runner, scheduled, step, self._call.seed, pull_rows, exchange)
+        returned, result, gradients = run.run(AtCall(call, self._scheduled), self._job.worker)
+        if returned.failure is not None:
+            return returned, result
         self._job.note_step()
         timer.lap("compute")
-        if ran.updates:
-            staleness = servers.push(step, ran.gradients, ran.updates, rows=ran.rows)
+        if gradients is not None:
+            staleness = servers.push(step, gradients)
             timer.lap("exchange")
         self._measured += 1
         timer.end(
@@ -319,12 +258,7 @@ class WorkerCalls(FunctionCalls):
             compiled=self._compilations(scheduled.function) != compilations,
             staleness=staleness,
         )
-        changes = ran.changes.values()
-        return FunctionReturned(call, self._scheduled, step, tuple(ran.changes), staleness, result), [
-            *(start for start, _ in changes),
-            *(end for _, end in changes),
-            *own,
-        ]
+        return msgspec.structs.replace(returned, staleness=staleness), result
 
     def _compilations(self, function: Any) -> int:
         """Return how many functions were compiled for a scheduled function so far, as far as that is known.

@@ -12,21 +12,20 @@ import numpy.typing as npt
 from lockstep.errors import DisagreementError
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
+from lockstep.keras.parameter_server.dispatcher import Dispatcher
 from lockstep.keras.parameter_server.followed_orders import (
     Answered,
     Attempt,
     FollowedOrders,
-    Gradients,
     followed_shards,
 )
 from lockstep.keras.parameter_server.process import ServedCall
 from lockstep.keras.parameter_server.served_variables import ServedVariables
-from lockstep.keras.parameter_server.servers import Servers
-from lockstep.keras.parameter_server.step_dispatcher import StepDispatcher
+from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.parameter_server.worker_step import WorkerStep
 from lockstep.keras.randomness import random_states, set_random_states
-from lockstep.protocol.parameter_server import Done, Pull
+from lockstep.protocol.parameter_server import Pull
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +48,7 @@ class OneProcess(ChiefProcess):
         self._transfers = transfers_of(served.backend)
         self._orders: FollowedOrders | None = None
 
-    def begin(self) -> StepDispatcher:
+    def begin(self) -> Dispatcher:
         """Create the shards of all servers, with the orders that they follow."""
         served = self.served
         self.live = tuple(self.tasks.workers)
@@ -62,7 +61,7 @@ class OneProcess(ChiefProcess):
             variables.add(served.update, own, served.tables.variables)
             servers.append(followed_shards(self, server, variables))
         self._orders = FollowedOrders(self.call.name, servers, served.shards, self)
-        return StepDispatcher(self.dispatched(served.options.max_staleness, self._orders))
+        return Dispatcher(self.dispatched(served.options.max_staleness, self._orders))
 
     def reach_servers(self) -> Servers:
         """Return what asks the servers of this process."""
@@ -105,9 +104,7 @@ class OneProcess(ChiefProcess):
             }
             computed = self._worker.compute(step, data, weights, layers)
         set_random_states(states)
-        found = computed.found
-        done = Done(step, tuple(found), 0, data.check())
-        return (done, list(found.values())), Gradients(computed.gradients, rows)
+        return computed.returned(step, data), Gradients(computed.gradients, rows)
 
     def completed(self, step: int) -> None:
         """Forget the batch of a step that is complete."""

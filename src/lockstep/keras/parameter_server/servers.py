@@ -4,6 +4,7 @@ Each server has some rows of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,23 @@ class RowsOfServer(NamedTuple):
     server: int
     shard: int
     rows: Array
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a worker gives the servers at once.
+
+    Attributes:
+        of: the gradients by the number of the variable; of a table, those of some rows.
+        rows: the distinct rows, in order, of which the gradients of tables are, by their variables.
+        updates: the numbers of the optimizers that are applied.
+        part: how often the step has applied an optimizer before.
+    """
+
+    of: Mapping[int, Array]
+    rows: Mapping[int, Array] = field(default_factory=dict)
+    updates: tuple[int, ...] = (0,)
+    part: int = 0
 
 
 class Servers:
@@ -134,48 +152,32 @@ class Servers:
         ]
         return [place for _, place in sorted(found, key=lambda one: one[0])]
 
-    def push(
-        self,
-        step: int,
-        gradients: Mapping[int, Array],
-        updates: tuple[int, ...] = (0,),
-        part: int = 0,
-        rows: Mapping[int, Array] | None = None,
-    ) -> int:
+    def push(self, step: int, gradients: Gradients) -> int:
         """Let the servers update variables; return the largest staleness.
 
         Args:
             step: the step for which the gradients were computed.
-            gradients: by the number of the variable.
-            updates: the numbers of the optimizers that are applied.
-            part: how often the step has applied an optimizer before.
-            rows: the rows of which the gradients of tables are, as in `pull`.
+            gradients: of all servers' variables.
         """
         for server, channel in enumerate(self._channels):
-            channel.send(*self.push_of(server, step, gradients, updates, part, rows or {}))
+            channel.send(*self.push_of(server, step, gradients))
         answers = [channel.receive()[0] for channel in self._channels]
         # A server that has applied the push before answers with -1.
         return max([0, *(int(answer.staleness) for answer in answers)])
 
-    def push_of(
-        self,
-        server: int,
-        step: int,
-        gradients: Mapping[int, Array],
-        updates: tuple[int, ...],
-        part: int,
-        rows: Mapping[int, Array],
-    ) -> tuple[Push, list[Array]]:
+    def push_of(self, server: int, step: int, gradients: Gradients) -> tuple[Push, list[Array]]:
         """Return what `push` gives one server, with the arrays of the message."""
-        own = {k: one for k, one in enumerate(self._shards[server]) if one.variable in gradients}
+        of, rows = gradients.of, gradients.rows
+        own = {k: one for k, one in enumerate(self._shards[server]) if one.variable in of}
         found = {k: _rows_in(one, rows[one.variable]) for k, one in own.items() if one.variable in rows}
         given = [
-            _part_of(gradients[one.variable], one, rows[one.variable])
+            _part_of(of[one.variable], one, rows[one.variable])
             if k in found
-            else one.part_of(gradients[one.variable])
+            else one.part_of(of[one.variable])
             for k, one in own.items()
         ]
-        return Push(step, tuple(own), updates, part, tuple(found)), [*given, *found.values()]
+        push = Push(step, tuple(own), gradients.updates, gradients.part, tuple(found))
+        return push, [*given, *found.values()]
 
     def read(
         self,

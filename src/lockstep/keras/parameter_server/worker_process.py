@@ -11,24 +11,20 @@ import numpy.typing as npt
 from lockstep.errors import PeerLostError
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
-from lockstep.keras.parameter_server.worker_step import WorkerStep
+from lockstep.keras.parameter_server.servers import Gradients
+from lockstep.keras.parameter_server.worker_step import ANY_STEP, WorkerStep
 from lockstep.keras.randomness import set_generator_state
-from lockstep.protocol.parameter_server import (
-    Assigned,
-    Begin,
-    Done,
-    Ended,
-    Enter,
-    EpochDone,
-    Next,
-    Opened,
-)
+from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Returned
 
 Array = npt.NDArray[Any]
 
 
 _ASK_EVERY = 1.0
 """Seconds between two questions whether the training has ended, while a worker skips batches."""
+
+
+_BEGINNING = AtCall(0, 0)
+"""The beginning of the call, before any step."""
 
 
 class _TrainingEnded(BaseException):
@@ -65,17 +61,17 @@ class WorkerProcess(FitProcess):
             try:
                 self._servers = self.connect_servers(self.served.shards)
                 self._chief = self.connect_chief()
-                answer, _ = self._chief.ask(Enter())
+                begun, _ = self._chief.ask(_BEGINNING)
             except PeerLostError:
                 if joins is None:
                     raise
                 # The call has ended meanwhile: its end tells, also whether the chief is lost.
                 return
-            if isinstance(answer, Ended):
+            assert isinstance(begun, Passed)
+            if begun.kind == "close":
                 return
-            assert isinstance(answer, Begin)
-            given.update(initial_epoch=answer.epoch)
-            self._skipped = answer.completed
+            given.update(initial_epoch=begun.until - 1)
+            self._skipped = begun.completed
             self.served.install(self._take)
             with self._step.rows, contextlib.suppress(_TrainingEnded):
                 keras_fit([_EpochEnd(self._end_epoch)])
@@ -93,7 +89,7 @@ class WorkerProcess(FitProcess):
             return {}, self._step.state
         self._kept[step] = batch
         if self._assigned is None:
-            self._ask(Next())
+            self._ask(ANY_STEP)
         self._compute_visited()
         return {}, self._step.state
 
@@ -102,7 +98,7 @@ class WorkerProcess(FitProcess):
         now = time.monotonic()
         if now - self._asked_at >= _ASK_EVERY:
             self._asked_at = now
-            if isinstance(self._chief.ask(Enter())[0], Ended):
+            if self._chief.ask(_BEGINNING)[0].kind == "close":
                 raise _TrainingEnded
 
     def _compute_visited(self) -> None:
@@ -112,7 +108,7 @@ class WorkerProcess(FitProcess):
             step = self._assigned.step
             self._ask(*self._computed(step, self._kept[step]))
 
-    def _computed(self, step: int, batch: Any) -> tuple[Done, list[Array]]:
+    def _computed(self, step: int, batch: Any) -> tuple[Returned, list[Array]]:
         timer = self.job.timer
         timer.begin(self.call.name)
         data = read_batch(batch)
@@ -126,7 +122,7 @@ class WorkerProcess(FitProcess):
         computed = self._step.compute(step, data, weights, self._layers)
         self.job.note_step()
         timer.lap("compute")
-        staleness = self._servers.push(step, computed.gradients, rows=rows)
+        staleness = self._servers.push(step, Gradients(computed.gradients, rows))
         timer.lap("exchange")
         self._measured += 1
         trained = self.served.trained + step + 1
@@ -138,14 +134,13 @@ class WorkerProcess(FitProcess):
             compiled=self._step.traced != traced,
             staleness=staleness,
         )
-        found = computed.found
-        return Done(step, tuple(found), staleness, data.check()), list(found.values())
+        return computed.returned(step, data, staleness)
 
-    def _ask(self, question: Next | Done, arrays: Sequence[Array] = ()) -> None:
+    def _ask(self, question: AtCall | Returned, arrays: Sequence[Array] = ()) -> None:
         """Ask the chief for the next step."""
         answer, values = self._chief.ask(question, arrays)
         self.job.timer.lap("wait")
-        if isinstance(answer, Ended):
+        if isinstance(answer, Passed):
             raise _TrainingEnded
         self._accept(answer, values)
 
@@ -158,14 +153,12 @@ class WorkerProcess(FitProcess):
     def _end_epoch(self, epoch: int) -> None:
         """Wait until the next epoch begins; compute steps that lost workers have left."""
         while True:
-            answer, values = self._chief.ask(EpochDone(epoch, self._steps))
+            answer, values = self._chief.ask(AtCall(epoch + 1, self._steps))
             # Workers wait while the chief evaluates: that time belongs to no step.
             self.job.timer.stop()
             self._assigned = None
-            if isinstance(answer, Ended):
-                self.model.stop_training = True
-                return
-            if isinstance(answer, Opened):
+            if isinstance(answer, Passed):
+                self.model.stop_training = self.model.stop_training or answer.kind == "close"
                 return
             self._accept(answer, values)
             self._compute_visited()

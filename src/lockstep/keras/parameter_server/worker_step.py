@@ -9,12 +9,17 @@ import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.backends.contract import ServedProgram
+from lockstep.keras.parameter_server.dispatcher import as_arrays
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess
-from lockstep.keras.parameter_server.step_dispatcher import as_arrays
 from lockstep.keras.seeds import key_of_replica
+from lockstep.protocol.parameter_server import AtCall, Returned
 
 Array = npt.NDArray[Any]
+
+
+ANY_STEP = AtCall(-1, -1)
+"""A worker waits for any step, whatever the call."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,11 @@ class ComputedStep:
 
     gradients: Mapping[int, Array]
     found: Mapping[str, Array]
+
+    def returned(self, step: int, data: GlobalBatch, staleness: int = 0) -> tuple[Returned, list[Array]]:
+        """Return what the chief gets; the worker then waits for another step."""
+        message = Returned(ANY_STEP, step, names=tuple(self.found), staleness=staleness, check=data.check())
+        return message, list(self.found.values())
 
 
 class WorkerStep:

@@ -1,0 +1,133 @@
+"""What a worker computes of a scheduled function; `worker_step.py` has the same of a step of `fit`."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.parameter_server.function_calls import Scheduled
+from lockstep.keras.parameter_server.function_results import pack_result, report_failure
+from lockstep.keras.parameter_server.function_run import FunctionRunner
+from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
+from lockstep.keras.parameter_server.server_tables import server_table
+from lockstep.keras.parameter_server.servers import Gradients
+from lockstep.keras.seeds import seed_of
+from lockstep.protocol.parameter_server import AtCall, Returned
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class FunctionPulls:
+    """What functions read from the servers.
+
+    Attributes:
+        whole: the numbers of the variables over all optimizers, without `tables`.
+        tables: the tables that only servers have.
+        common: the slots that belong to no variable.
+        variables: the variables, and those of the optimizers for `common`.
+    """
+
+    whole: tuple[int, ...]
+    tables: frozenset[int]
+    common: tuple[Slot, ...]
+    variables: list[Any]
+
+    @classmethod
+    def of(cls, updates: Sequence[Update]) -> "FunctionPulls":
+        """Return what functions read that apply these optimizers."""
+        slots = [slot for one in slots_of_all(updates) for slot in one]
+        variables = [one for each in updates for one in each.optimizer.variables]
+        common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
+        trained = [variable for each in updates for variable in each.variables]
+        whole = {i: one for i, one in enumerate(trained) if server_table(one) is None}
+        tables = frozenset(range(len(trained))) - whole.keys()
+        return cls(tuple(whole), tables, tuple(common), [*whole.values(), *common.values()])
+
+    def values(self, weights: Sequence[Array], common: Mapping[Slot, Array]) -> list[Array]:
+        """Return the values of `variables`, given what `Servers.pull_with_common` returns."""
+        return [*(weights[i] for i in self.whole), *(common[slot] for slot in self.common)]
+
+
+class WorkerFunction:
+    """One run of a scheduled function.
+
+    Args:
+        runner: runs it.
+        scheduled: the function.
+        step: its number.
+        seed: of all functions of the calls.
+        pull_rows: reads rows of a table that only servers have, given the number of its variable, those of
+            the rows, and that of the lookup in the function.
+        exchange: gives gradients to the servers while the function runs; returns the values of
+            `FunctionRunner.pulled` after that.
+    """
+
+    def __init__(
+        self,
+        runner: FunctionRunner,
+        scheduled: Scheduled,
+        step: int,
+        seed: int,
+        pull_rows: Callable[[int, Array, int], Array],
+        exchange: Callable[[Gradients], Sequence[Array]],
+    ) -> None:
+        self._runner, self._scheduled, self._step, self._seed = runner, scheduled, step, seed
+        self._pull, self._give = pull_rows, exchange
+        self._lookups, self._parts = itertools.count(), itertools.count()
+        self._errors: list[BaseException] = []
+
+    def take_turn(self) -> None:
+        """Let what runs now look up rows, and exchange gradients, for this function."""
+        self._runner.pull_rows, self._runner.exchange = self._pull_rows, self._exchange
+
+    def run(self, at: AtCall, worker: int) -> tuple[Returned, list[Array], Gradients | None]:
+        """Run it; return what the chief gets, with its arrays, and what the servers get.
+
+        Args:
+            at: where the worker waits afterwards.
+            worker: the worker, for messages.
+
+        Raises:
+            LockstepError: by `pull_rows` or `exchange`.
+        """
+        function, step = self._scheduled.function, self._step
+
+        def call() -> Any:
+            args, kwargs = self._scheduled.own()
+            return function(*args, **kwargs)
+
+        self.take_turn()
+        seed = seed_of(self._seed, "function", step)
+        try:
+            ran = self._runner.run(function, call, step, seed, self._exchange)
+            result, own = pack_result(ran.result)
+        except Exception as raised:
+            # TensorFlow raises another error for one of ours.
+            if self._errors:
+                raise self._errors[0] from None
+            failure = report_failure(self._runner.failure or raised, step, function, worker)
+            return Returned(at, step, failure=failure), [], None
+        changes = ran.changes.values()
+        arrays = [*(start for start, _ in changes), *(end for _, end in changes), *own]
+        gradients = Gradients(ran.gradients, ran.rows, ran.updates) if ran.updates else None
+        return Returned(at, step, tuple(map(str, ran.changes)), result=result), arrays, gradients
+
+    def _pull_rows(self, number: int, rows: Array) -> Array:
+        try:
+            return self._pull(number, rows, next(self._lookups))
+        except BaseException as error:
+            self._errors.append(error)
+            raise
+
+    def _exchange(self, number: int, gradients: Mapping[int, Array]) -> list[Array]:
+        first = self._runner.first_of(number)
+        whole = {first + position: gradient for position, gradient in gradients.items()}
+        try:
+            return list(self._give(Gradients(whole, {}, (number,), next(self._parts))))
+        except BaseException as error:
+            self._errors.append(error)
+            raise
