@@ -1,6 +1,6 @@
 """The chief in a call of `fit`: runs Keras's loop, whose steps the workers compute."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,16 +12,14 @@ from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.dispatcher import Dispatcher, as_arrays
-from lockstep.keras.parameter_server.process import FitProcess, ServedCall, same_bits
+from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.reading_states import ReadingStates
-from lockstep.keras.parameter_server.served_variables import Slot, slots_of
+from lockstep.keras.parameter_server.served_variables import slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
-from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.parameter_server.servers import KnownState, Servers, same_bits
 from lockstep.keras.private.common import embedding_table, given_rate
 from lockstep.keras.randomness import random_states
 from lockstep.keras.state.snapshots import KnownOnServers
-from lockstep.system.notes import note
-from lockstep.system.prose import count
 
 Array = npt.NDArray[Any]
 
@@ -40,8 +38,7 @@ class ChiefProcess(FitProcess):
         self._steps = 0
         self._counted: int | None = None
         self._program = self.program()
-        self._known: tuple[list[Array], list[Array]] | None = None
-        self._slots: tuple[Slot, ...] = ()
+        self._known = KnownState()
         self._written: set[int] = set()
         self._last = False
         self._current = True
@@ -67,8 +64,9 @@ class ChiefProcess(FitProcess):
         """
         self._steps_per_epoch = steps_per_epoch
         self._dispatcher = self.begin()
-        self._slots = slots_of(self.model.optimizer, self.model.trainable_variables)
-        self._known, self._known_others = self._values(None), self._others(None)
+        self._known.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
+        self._known.weights, self._known.values = self._values(None)
+        self._known_others = self._others(None)
         self._first_others, self._random = self._known_others, random_states()
         self.reading = ReadingStates(self.served.generators)
         batches = training.batches
@@ -83,15 +81,8 @@ class ChiefProcess(FitProcess):
             self.reading.resume()
             # Workers may have been assigned steps beyond the last one: these are part of the order, too.
             self._dispatcher.drain()
-            self._dispatcher.finish()
-            self._servers.end_call()
-            self.writer.end()
+            self.end(self._dispatcher, self._servers)
         self.call.steps = self._steps
-        if stale := self._dispatcher.staleness:
-            note(
-                f"{self.call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
-                f"{len(stale)} steps of {count(len(self.live), 'worker')}"
-            )
 
     def begin(self) -> Dispatcher:
         """Let workers connect."""
@@ -119,10 +110,9 @@ class ChiefProcess(FitProcess):
         These are a table and its slots, whose other rows have the values from before the call. The key is the
         position of the table among the trainable variables.
         """
-        assert self._known is not None
-        weights = zip(self.model.trainable_variables, self._known[0], strict=True)
+        weights = zip(self.model.trainable_variables, self._known.weights, strict=True)
         found: dict[int, list[tuple[Any, Array]]] = {i: [pair] for i, pair in enumerate(weights)}
-        slots = zip(self._slots, self.model.optimizer.variables, self._known[1], strict=True)
+        slots = zip(self._known.slots, self.model.optimizer.variables, self._known.values, strict=True)
         for (position, _), variable, known in slots:
             found.setdefault(position, []).append((variable, known))
         return {
@@ -150,7 +140,7 @@ class ChiefProcess(FitProcess):
         if keras.backend.backend() == "jax":
             self.model.jax_state_sync()
             state = tuple([variable.value for variable in group] for group in variables)
-        state = self._with(state, *self._pulled(), self._dispatcher.layers)
+        state = self._pulled(state)
         for group, values in zip(variables, state or (), strict=False):
             for variable, value in zip(group, values, strict=True):
                 variable.assign(value)
@@ -225,8 +215,7 @@ class ChiefProcess(FitProcess):
         self._compare_batches()
         self._current = self._last
         if self._current:
-            weights, slots = self._pulled()
-            state = self._with(state, weights, slots, self._dispatcher.layers)
+            state = self._pulled(state)
             self._known_others = self._others(state)
             timer.lap("exchange")
         timer.end(step + 1, logs, trained=self.served.trained + step + 1, examples=data.examples)
@@ -243,16 +232,11 @@ class ChiefProcess(FitProcess):
         present ones, of tables the rows that the call has updated. The other variables, such as the states of
         random generators, are those at the beginning of the call, from which a worker computes any step.
         """
-        assert self._known is not None
-        groups = (self.model.trainable_variables, self.model.optimizer.variables)
-        values = [
-            pair
-            for group, known in zip(groups, self._known, strict=True)
-            for pair in zip(group, known, strict=True)
-        ]
+        weights = zip(self.model.trainable_variables, self._known.weights, strict=True)
+        slots = zip(self.model.optimizer.variables, self._known.values, strict=True)
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
         facts = self.mesh.facts() | {"generators": self.reading.begun}
-        known = KnownOnServers([*values, *others], self._random, facts)
+        known = KnownOnServers([*weights, *slots, *others], self._random, facts)
         return self.served.take(whole, self._steps, known)
 
     def _compare_batches(self) -> None:
@@ -278,27 +262,16 @@ class ChiefProcess(FitProcess):
         rate = given_rate(self.model.optimizer)
         if not isinstance(rate, keras.Variable):
             return
-        assert self._known is not None
         if self._rate is None:
             self._rate = next(i for i, one in enumerate(self.model.optimizer.variables) if one is rate)
         index = self._rate
         now = self.backend.to_numpy(rate.value if state is None else state[2][index])
-        if now.tobytes() != self._known[1][index].tobytes():
+        if now.tobytes() != self._known.values[index].tobytes():
             raise ModelError(
                 "a callback changes the learning rate within an epoch, which parameter servers do not "
                 "support: use a keras.optimizers.schedules.LearningRateSchedule, or change it at the "
                 "beginning or end of epochs"
             )
-
-    def _with(
-        self, state: Any, weights: Sequence[Array], slots: Sequence[Array], layers: Mapping[str, Array]
-    ) -> Any:
-        state = self._program.put(state, weights, layers)
-        if state is not None:
-            return *state[:2], [keras.ops.convert_to_tensor(one) for one in slots], *state[3:]
-        for variable, value in zip(self.model.optimizer.variables, slots, strict=True):
-            variable.assign(value)
-        return None
 
     def _values(self, state: Any) -> tuple[list[Array], list[Array]]:
         """Return the weights and the optimizer's variables."""
@@ -315,14 +288,20 @@ class ChiefProcess(FitProcess):
         values = state[1] if state is not None else [v.value for v in self.model.non_trainable_variables]
         return [np.array(self.backend.to_numpy(value)) for value in values]
 
-    def _pulled(self) -> tuple[list[Array], list[Array]]:
-        """Read the weights and the optimizer's variables from the servers, while no step is in work."""
+    def _pulled(self, state: Any) -> Any:
+        """Return the state with what the servers and the dispatcher have, while no step is in work."""
         assert self._dispatcher is not None
-        self._known = self._servers.read(self._steps, self._slots, self._known)
+        known = self._known
+        known.read(self._servers, self._steps)
         if self.tables is not None:
             self._dispatcher.set_layers(self._digests())
             self.tables.closed = ""
-        return self._known
+        state = self._program.put(state, known.weights, self._dispatcher.layers)
+        if state is not None:
+            return *state[:2], [keras.ops.convert_to_tensor(one) for one in known.values], *state[3:]
+        for variable, value in zip(self.model.optimizer.variables, known.values, strict=True):
+            variable.assign(value)
+        return None
 
     def _digests(self) -> dict[str, Array]:
         """Return the digests of tables that only servers have, by the names of the layers' state."""
@@ -338,7 +317,6 @@ class ChiefProcess(FitProcess):
 
     def _write_changes(self, state: Any) -> None:
         """Give servers and workers what the program or its callbacks have changed since the last epoch."""
-        assert self._known is not None
         assert self._dispatcher is not None
         others, metrics = self._others(state), {id(variable) for variable in self.model.metrics_variables}
         given = {}
@@ -348,21 +326,8 @@ class ChiefProcess(FitProcess):
         if given:
             self._dispatcher.set_layers(given)
         self._known_others = others
-        now = self._values(state)
-        changed = [
-            {i for i, (old, new) in enumerate(zip(*pair, strict=True)) if not same_bits(old, new)}
-            for pair in zip(self._known, now, strict=True)
-        ]
-        if not any(changed):
-            return
-        weights, slots = now
-        self._written |= {*changed[0], *(self._slots[i][0] for i in changed[1])}
-        self._servers.write(
-            self._steps,
-            {i: weights[i] for i in changed[0]},
-            {self._slots[i]: slots[i] for i in sorted(changed[1])},
-        )
-        self._known = now
+        changed, slots = self._known.write_changes(self._servers, self._steps, *self._values(state))
+        self._written |= {*changed, *(position for position, _ in slots)}
 
 
 class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]

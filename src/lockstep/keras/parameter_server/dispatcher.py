@@ -133,6 +133,7 @@ class Dispatcher:
         scheduled: whether the works are functions, which the program schedules.
 
     Attributes:
+        unit: names a work in messages.
         staleness: the staleness of the completed steps, in their order.
         when_completed: called by a thread that waits when steps were completed.
         look: is called every second while the chief waits.
@@ -145,7 +146,7 @@ class Dispatcher:
         self.look: Callable[[], object] = lambda: None
         self.silent: Callable[[float], Sequence[str]] = lambda _: ()
         self._tasks, self._what, self._timeout = call.tasks, call.name, call.timeout
-        self._unit = "function" if scheduled else "step"
+        self.unit = "function" if scheduled else "step"
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
         self._replacements = call.replacements
         self._assignments = Assignments(call.max_staleness, 0 if scheduled else None)
@@ -504,11 +505,11 @@ class Dispatcher:
                     if leaving:
                         late = f" has ended, but {silent}{self._left()} {limit}"
                     else:
-                        late = f": no {self._unit} was completed {limit}; {silent}{self._in_work()}"
+                        late = f": no {self.unit} was completed {limit}; {silent}{self._in_work()}"
                     raise PeerStuckError(f"{self._what}{late}; {_SHOWN}, and --timeout sets the limit")
                 if now - reported > _REPORT_EVERY:
                     reported = now + (now - begun)
-                    late = self._left() if leaving else f"no {self._unit} completed; {self._in_work()}"
+                    late = self._left() if leaving else f"no {self.unit} completed; {self._in_work()}"
                     note(f"{self._what}, after {now - begun:.0f} s: {late}")
                 for process in self._lost():
                     worker = self._worker(process)
@@ -537,14 +538,12 @@ class Dispatcher:
 
     def _in_work(self) -> str:
         steps = [
-            f"worker {self._worker(process)} computes {self._unit} {step + 1}"
+            f"worker {self._worker(process)} computes {self.unit} {step + 1}"
             for step, process in self._assignments.in_work().items()
         ]
         if self._recorded is not None and (turn := self._recorded.awaited()) is not None:
-            steps.append(
-                f"{self._unit} {turn.step + 1} of worker {turn.worker} is next in the recorded order"
-            )
-        return ", ".join(steps) or f"no worker has begun a {self._unit}"
+            steps.append(f"{self.unit} {turn.step + 1} of worker {turn.worker} is next in the recorded order")
+        return ", ".join(steps) or f"no worker has begun a {self.unit}"
 
     def _run(self) -> None:
         while (asked := self._inbox.get()) is not None:
@@ -703,12 +702,12 @@ class Dispatcher:
         self._live.discard(process)
         if known and not self._ended:
             numbers = ", ".join(str(step + 1) for step in lost)
-            steps = f"; another worker computes {self._unit} {numbers}" if lost else ""
+            steps = f"; another worker computes {self.unit} {numbers}" if lost else ""
             note(f"{self._what}: worker {self._worker(process)} has ended{steps}")
             step = self._assignments.lost_with_all(self._tasks.workers)
             if step is not None and self._live:
                 raise PeerLostError(
-                    f"{self._what}: each worker that has computed {self._unit} {step + 1} has ended with it; "
+                    f"{self._what}: each worker that has computed {self.unit} {step + 1} has ended with it; "
                     "their logs say why"
                 )
 
@@ -759,7 +758,7 @@ class Dispatcher:
             or turn.kind not in (RecordKind.ASSIGN, RecordKind.DONE, RecordKind.JOINED)
         ):
             raise DisagreementError(
-                f"{self._what}: the new run needs a further {self._unit}, which the recorded one has not "
+                f"{self._what}: the new run needs a further {self.unit}, which the recorded one has not "
                 "computed at this point: the script, its data or its libraries have changed"
             )
         recorded.advance()

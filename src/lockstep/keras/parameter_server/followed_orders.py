@@ -310,20 +310,24 @@ class FollowedOrders:
         )
 
 
-def followed_shards(
-    process: TaskProcess, server: int, variables: ServedVariables
-) -> tuple[ServerShards, RecordedOrder]:
-    """Return the shards of a server in this process, and the recorded order that they follow.
+def followed_orders(
+    process: TaskProcess, variables: Mapping[int, ServedVariables], workers: ReplayedWorkers
+) -> FollowedOrders:
+    """Return the servers of a call in this process, which follow their recorded orders.
 
     Args:
         process: the process of the call, in a replay.
-        server: its number.
-        variables: its shards.
+        variables: the shards of each server.
+        workers: computes the steps.
     """
-    writer, order = process.order(f"ps-{server}")
-    assert order is not None
-    answers = None if process.tables is None else process.tables.answers_of(server)
-    return ServerShards(variables, writer, order, None, answers), order
+    process.live = tuple(process.tasks.workers)
+    servers = []
+    for server, shards in variables.items():
+        writer, order = process.order(f"ps-{server}")
+        assert order is not None
+        answers = None if process.tables is None else process.tables.answers_of(server)
+        servers.append((ServerShards(shards, writer, order, None, answers), order))
+    return FollowedOrders(process.call.name, servers, (), workers)
 
 
 def _named(record: Record | None) -> str:

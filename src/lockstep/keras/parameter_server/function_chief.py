@@ -16,15 +16,13 @@ from lockstep.keras.parameter_server.function_calls import (
     ScheduleContext,
     Scheduled,
 )
-from lockstep.keras.parameter_server.process import TaskProcess, same_bits
-from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
+from lockstep.keras.parameter_server.process import TaskProcess
+from lockstep.keras.parameter_server.served_variables import slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
-from lockstep.keras.parameter_server.servers import Servers
+from lockstep.keras.parameter_server.servers import KnownState, Servers, same_bits
 from lockstep.keras.state.function_log import FoundByCall, of_scope, of_servers
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import FunctionFailure, FunctionResult, Passed
-from lockstep.system.notes import note
-from lockstep.system.prose import count
 
 Array = npt.NDArray[Any]
 
@@ -37,8 +35,7 @@ class ChiefCalls(FunctionCalls):
         self._process = TaskProcess(self._job, self._call, "chief")
         self._dispatcher: Dispatcher | None = None
         self._servers: Servers | None = None
-        self._slots: list[Slot] = []
-        self._known: list[Array] = []
+        self._known = KnownState()
         self._others: dict[int, Array] = {}
         self._learned = True
         self._assigned = 0
@@ -65,14 +62,7 @@ class ChiefCalls(FunctionCalls):
         dispatcher = self._dispatcher
         self._ending = True
         dispatcher.wait_until_taken()
-        dispatcher.finish()
-        self._servers.end_call()
-        self._process.writer.end()
-        if stale := dispatcher.staleness:
-            note(
-                f"{self._call.name}: staleness {np.mean(stale):.1f} on average, at most {max(stale)}, over "
-                f"{len(stale)} functions of {count(len(self._process.live), 'worker')}"
-            )
+        self._process.end(dispatcher, self._servers)
         self._process.close()
         dispatcher.close()
 
@@ -183,11 +173,9 @@ class ChiefCalls(FunctionCalls):
         for position in positions:
             self._others.pop(position, None)
         # Of all optimizers that a trial has found, of which this may not be the last one.
-        self._slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
-        before = self._runner.first_of(number)
-        weights, slots = self._known[:before], self._known[before:]
-        weights += [self._array(one) for one in update.variables]
-        self._known = [*weights, *slots, *(self._array(one) for one in update.optimizer.variables)]
+        self._known.slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
+        self._known.weights += map(self._array, update.variables)
+        self._known.values += map(self._array, update.optimizer.variables)
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: the chief runs no functions."""
@@ -265,40 +253,26 @@ class ChiefCalls(FunctionCalls):
         assert self._dispatcher is not None
         assert self._servers is not None
         others = {int(position): array for position, array in self._dispatcher.snapshot(number).items()}
-        before = len(self._known) - len(self._slots)
-        known = self._known[:before], self._known[before:]
-        weights, slots = self._servers.read(number, self._slots, known)
+        self._known.read(self._servers, number)
         for variable, digest in self._servers.digests.items():
             table = server_table(self._runner.served[variable])
             assert table is not None
             position = self._program.scope.position(table.digest_variable)
             assert position is not None
             others[position] = digest.view(np.int32)
-        served = [*weights, *slots]
-        self._known = served
         self._others |= others
         self._learned = True
-        return tuple(others), [*served, *others.values()]
+        return tuple(others), [*self._known.weights, *self._known.values, *others.values()]
 
     def _write_changes(self, number: int) -> None:
         """Give the servers and workers what the program has changed since it has last learned the
         variables."""
         assert self._dispatcher is not None
         assert self._servers is not None
-        served, others = self._runner.served, self._runner.others()
-        now = [self._array(variable) for variable in served]
-        changed = [
-            i for i, (old, new) in enumerate(zip(self._known, now, strict=True)) if not same_bits(old, new)
-        ]
-        weights = len(served) - len(self._slots)
-        if changed:
-            self._servers.write(
-                number,
-                {i: now[i] for i in changed if i < weights},
-                {self._slots[i - weights]: now[i] for i in changed if i >= weights},
-            )
-        self._known = now
-        arrays = {position: self._array(variable) for position, variable in others.items()}
+        now = list(map(self._array, self._runner.served))
+        weights = len(self._known.weights)
+        self._known.write_changes(self._servers, number, now[:weights], now[weights:])
+        arrays = {position: self._array(variable) for position, variable in self._runner.others().items()}
         new = {position: array for position, array in arrays.items() if position not in self._others}
         self._dispatcher.add_variables({str(position): array for position, array in new.items()})
         written = {

@@ -16,7 +16,7 @@ from lockstep.keras.parameter_server.followed_orders import (
     Answered,
     Attempt,
     FollowedOrders,
-    followed_shards,
+    followed_orders,
 )
 from lockstep.keras.parameter_server.function_calls import ScheduleContext, Scheduled
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
@@ -39,7 +39,8 @@ class OneProcessCalls(ChiefCalls):
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._orders: FollowedOrders | None = None
-        self._variables: list[ServedVariables] = []
+        servers = range(self._process.tasks.servers)
+        self._variables = {server: ServedVariables(self._backend, own=True) for server in servers}
         self._added: Sequence[Shard] = ()
         self._pulls = FunctionPulls.of(())
         self._kept: dict[int, Scheduled] = {}
@@ -105,14 +106,9 @@ class OneProcessCalls(ChiefCalls):
         return (returned, arrays), gradients
 
     def _open(self) -> None:
-        process, servers = self._process, []
-        process.live = tuple(process.tasks.workers)
-        for server in range(process.tasks.servers):
-            self._variables.append(ServedVariables(self._backend, own=True))
-            servers.append(followed_shards(process, server, self._variables[server]))
-        self._orders = FollowedOrders(self._call.name, servers, (), self)
+        self._orders = followed_orders(self._process, self._variables, self)
         self._servers = self._orders.servers
-        dispatched = process.dispatched(self._program.options.max_staleness, self._orders)
+        dispatched = self._process.dispatched(self._program.options.max_staleness, self._orders)
         self._dispatcher = Dispatcher(dispatched, scheduled=True)
 
     def _end(self) -> None:
@@ -133,12 +129,9 @@ class OneProcessCalls(ChiefCalls):
 
     def _add(self, update: Update, number: int) -> None:
         super()._add(update, number)
-        if self._tables is not None:
-            self._tables.note_optimizer(update.optimizer)
-        first = self._runner.first_of(number)
-        tables = frozenset(first + position for position in self._runner.tables_of(number))
-        for server, variables in enumerate(self._variables):
-            variables.add(update, [one for one in self._added if one.server == server], tables)
+        self._process.add_variables(
+            self._variables, update, self._added, self._runner.numbers_of_tables(number)
+        )
         self._pulls = FunctionPulls.of(self._runner.updates)
         self._runner.pulled = self._pulls.variables
 

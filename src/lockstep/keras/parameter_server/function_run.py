@@ -408,6 +408,11 @@ class FunctionRunner:
         variables = self.updates[number].variables
         return [position for position, one in enumerate(variables) if server_table(one) is not None]
 
+    def numbers_of_tables(self, number: int) -> frozenset[int]:
+        """Return the numbers of these tables over all optimizers."""
+        first = self.first_of(number)
+        return frozenset(first + position for position in self.tables_of(number))
+
     def number_of_table(self, table: ServerTable, raised: str) -> int:
         """Return the number of the variable of a table over all optimizers.
 

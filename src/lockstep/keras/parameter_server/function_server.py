@@ -47,9 +47,7 @@ class ServerCalls(FunctionCalls):
         self._added = shards
 
     def _add(self, update: Update, number: int) -> None:
-        first = self._runner.first_of(number)
-        tables = frozenset(first + position for position in self._runner.tables_of(number))
-        self._process.add(update, self._added, tables)
+        self._process.add(update, self._added, self._runner.numbers_of_tables(number))
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: servers run no functions."""

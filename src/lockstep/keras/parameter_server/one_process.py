@@ -17,7 +17,7 @@ from lockstep.keras.parameter_server.followed_orders import (
     Answered,
     Attempt,
     FollowedOrders,
-    followed_shards,
+    followed_orders,
 )
 from lockstep.keras.parameter_server.process import ServedCall
 from lockstep.keras.parameter_server.served_variables import ServedVariables
@@ -51,16 +51,14 @@ class OneProcess(ChiefProcess):
     def begin(self) -> Dispatcher:
         """Create the shards of all servers, with the orders that they follow."""
         served = self.served
-        self.live = tuple(self.tasks.workers)
-        if self.tables is not None:
-            self.tables.note_optimizer(served.update.optimizer)
-        servers = []
-        for server in range(self.tasks.servers):
-            variables = ServedVariables(self.backend, own=True, plain=served.options.max_staleness == 0)
-            own = [one for one in served.shards if one.server == server]
-            variables.add(served.update, own, served.tables.variables)
-            servers.append(followed_shards(self, server, variables))
-        self._orders = FollowedOrders(self.call.name, servers, served.shards, self)
+        plain = served.options.max_staleness == 0
+        variables = {
+            server: ServedVariables(self.backend, own=True, plain=plain)
+            for server in range(self.tasks.servers)
+        }
+        self.add_variables(variables, served.update, served.shards, served.tables.variables)
+        self._orders = followed_orders(self, variables, self)
+        self._orders.servers.add(served.shards)
         return Dispatcher(self.dispatched(served.options.max_staleness, self._orders))
 
     def reach_servers(self) -> Servers:

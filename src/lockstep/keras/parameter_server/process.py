@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.checkpoint_files import Contents
@@ -16,10 +15,10 @@ from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.numbered_calls import NumberedCall
-from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall
+from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall, Dispatcher
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.mesh import mesh_of_job
-from lockstep.keras.parameter_server.served_variables import place_weights
+from lockstep.keras.parameter_server.served_variables import ServedVariables, place_weights
 from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
 from lockstep.keras.parameter_server.servers import Servers
@@ -29,7 +28,9 @@ from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrder, RecordKind, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
 from lockstep.parameter_server.tasks import ServerPlace, Tasks, TaskType
+from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
+from lockstep.system.prose import count
 from lockstep.transport.array_channel import Asked, AskingChannel
 from lockstep.worker.job import Job
 
@@ -206,6 +207,26 @@ class TaskProcess:
         self.mesh.places = places
         self.live = tuple(sorted(process for process in processes if process in self.tasks.workers))
 
+    def add_variables(
+        self,
+        variables: Mapping[int, ServedVariables],
+        update: Update,
+        shards: Sequence[Shard],
+        tables: frozenset[int] = frozenset(),
+    ) -> None:
+        """Add the variables of a further optimizer to those of servers; see `ServedVariables.add`.
+
+        Args:
+            variables: of the servers that this process is, or whose standby it is.
+            update: the optimizer.
+            shards: of all servers, of all variables.
+            tables: the variables of which workers read and update rows.
+        """
+        if self.tables is not None:
+            self.tables.note_optimizer(update.optimizer)
+        for server, served in variables.items():
+            served.add(update, [one for one in shards if one.server == server], tables)
+
     def connect_servers(self, shards: Sequence[Shard]) -> Servers:
         """Connect to all servers, which have these shards."""
         channels = self.mesh.servers(self.mesh.places, self.timeout)
@@ -218,6 +239,18 @@ class TaskProcess:
         chief = self.mesh.channel(0, timeout=self.timeout)
         chief.be_patient()
         return chief
+
+    def end(self, dispatcher: Dispatcher, servers: Servers) -> None:
+        """End the call for the other processes, on the chief, once no work is in progress."""
+        dispatcher.finish()
+        servers.end_call()
+        self.writer.end()
+        if stale := dispatcher.staleness:
+            mean, done = sum(stale) / len(stale), f"{len(stale)} {dispatcher.unit}s"
+            note(
+                f"{self.call.name}: staleness {mean:.1f} on average, at most {max(stale)}, over {done} of "
+                f"{count(len(self.live), 'worker')}"
+            )
 
     def close(self) -> None:
         """Leave the call."""
@@ -281,11 +314,3 @@ class FitProcess(TaskProcess):
                 )
         arrays = {name: self.backend.to_numpy(value) for name, value in partial.items()}
         return divided(self.model, program.parts(0, arrays))
-
-
-def same_bits(one: Array, other: Array) -> bool:
-    """Whether two arrays have the same shape and bits."""
-    if one is other:
-        return True
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
-    return one.shape == other.shape and np.array_equal(first, second)

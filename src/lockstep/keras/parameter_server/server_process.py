@@ -7,7 +7,7 @@ depend on the process that has its shards, and a replay needs no loss.
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -273,19 +273,9 @@ class ServerProcess(TaskProcess):
             elif self.tables is not None:
                 self._repeating[server] = self._made(server, OrderWriter(None))
 
-    def add(self, update: Update, shards: Iterable[Shard], tables: frozenset[int] = frozenset()) -> None:
-        """Add the variables of a further optimizer; see `ServedVariables.add`.
-
-        Args:
-            update: the optimizer.
-            shards: of all servers, of all variables.
-            tables: the variables of which workers read and update rows.
-        """
-        placed = list(shards)
-        if self.tables is not None:
-            self.tables.note_optimizer(update.optimizer)
-        for server, variables in self._variables.items():
-            variables.add(update, [one for one in placed if one.server == server], tables)
+    def add(self, update: Update, shards: Sequence[Shard], tables: frozenset[int] = frozenset()) -> None:
+        """Add the variables of a further optimizer; see `TaskProcess.add_variables`."""
+        self.add_variables(self._variables, update, shards, tables)
 
     def interrupt(self) -> None:
         """Let `serve` return; called in another thread."""

@@ -265,6 +265,48 @@ class Servers:
         return [_joined(parts[variable], None) for variable in range(len(parts))]
 
 
+class KnownState:
+    """The variables and slots that the servers have, as the chief has last read or written them.
+
+    Attributes:
+        slots: for each variable of the optimizers, which slot it is.
+        weights: the values of the variables.
+        values: those of the slots.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.weights: list[Array] = []
+        self.values: list[Array] = []
+
+    def read(self, servers: Servers, step: int) -> None:
+        """Read them, after a number of steps."""
+        self.weights, self.values = servers.read(step, self.slots, (self.weights, self.values))
+
+    def write_changes(
+        self, servers: Servers, step: int, weights: list[Array], values: list[Array]
+    ) -> tuple[list[int], list[Slot]]:
+        """Replace what differs from present values, after a number of steps; return what does."""
+        changed = _changed(self.weights, weights)
+        slots = {self.slots[i]: values[i] for i in _changed(self.values, values)}
+        if changed or slots:
+            servers.write(step, {i: weights[i] for i in changed}, slots)
+        self.weights, self.values = weights, values
+        return changed, list(slots)
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Whether two arrays have the same shape and bits."""
+    if one is other:
+        return True
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    return one.shape == other.shape and np.array_equal(first, second)
+
+
+def _changed(before: Sequence[Array], now: Sequence[Array]) -> list[int]:
+    return [i for i, pair in enumerate(zip(before, now, strict=True)) if not same_bits(*pair)]
+
+
 def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], known: Array | None) -> Array:
     """Return a variable or slot, given its pieces, or what has changed of them, and its last known value."""
     if not pieces:
