@@ -14,7 +14,7 @@ from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.parameter_server.order import OrderWriter, Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, place_variables
-from lockstep.protocol.parameter_server import Assigned, AtCall, Pull, Returned
+from lockstep.protocol.parameter_server import Assigned, AtCall, Pull, WorkDone
 
 ROWS = 4
 
@@ -146,9 +146,9 @@ class Workers:
         arrays = [array for _, (array,) in pulled]
         self.seen[attempt.worker, attempt.step] = np.concatenate(arrays)
         if part == self.parts[attempt.step] and part > 1:
-            return (Returned(AtCall(-1, -1), attempt.step), []), None
+            return (WorkDone(AtCall(-1, -1), attempt.step), []), None
         gradients = Gradients({0: gradient_of(attempt.step, part, arrays)}, part=part)
-        returned = (Returned(AtCall(-1, -1), attempt.step), []) if self.parts[attempt.step] == 1 else None
+        returned = (WorkDone(AtCall(-1, -1), attempt.step), []) if self.parts[attempt.step] == 1 else None
         return returned, gradients
 
     def completed(self, step: int) -> None:

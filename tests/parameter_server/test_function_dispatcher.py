@@ -27,7 +27,7 @@ from lockstep.protocol.parameter_server import (
     FunctionResult,
     Passed,
     Question,
-    Returned,
+    WorkDone,
 )
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 
@@ -130,7 +130,7 @@ def at(call: int, scheduled: int = 999) -> AtCall:
 
 
 def returned(call: int, step: int, change: float, result: float, start: float = 10.0) -> tuple[Any, ...]:
-    done = Returned(at(call), step, ("0",), result=FunctionResult(b"null", ("r",)))
+    done = WorkDone(at(call), step, ("0",), result=FunctionResult(b"null", ("r",)))
     return done, start, start + change, result
 
 
@@ -207,7 +207,7 @@ def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make,
     for call in range(5):
         assert dispatcher.schedule(call) is None
     assert [worker.ask(at(5)).step for worker in (one, two)] == [0, 1]
-    one.send(Returned(at(5), 0, failure=FAILURE))
+    one.send(WorkDone(at(5), 0, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     thread, found = within(lambda: dispatcher.schedule(5))
     two.send(*returned(5, 1, 1.0, 3.0))
@@ -246,7 +246,7 @@ def test_a_failure_ends_polling_and_fetching(make: Make, connect: Any, how: str)
     for call in range(3):
         assert dispatcher.schedule(call) is None
     assert one.ask(at(3)) == Assigned(0, (), ())
-    one.send(Returned(at(3), 0, failure=FAILURE))
+    one.send(WorkDone(at(3), 0, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     assert (dispatcher.done(3) if how == "done" else dispatcher.results(3, [2]))[1] == FAILURE
     assert dispatcher.done(4) == (True, None)
@@ -257,7 +257,7 @@ def test_a_failure_that_was_fetched_is_known(make: Make, connect: Any) -> None:
     (one,) = connect(dispatcher, 1)
     assert dispatcher.schedule(0) is None
     assert one.ask(at(1)) == Assigned(0, (), ())
-    one.send(Returned(at(1), 0, failure=FAILURE))
+    one.send(WorkDone(at(1), 0, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     assert not dispatcher.was_delivered(FAILURE)
     assert dispatcher.results(1, [0])[1] == FAILURE
@@ -298,7 +298,7 @@ def test_a_join_waits_for_a_failure_and_raises_it(make: Make, connect: Any) -> N
     assert dispatcher.schedule(0) is None
     assert one.ask(at(1)) == Assigned(0, (), ())
     thread, found = within(lambda: dispatcher.join(1))
-    one.send(Returned(at(1), 0, failure=FAILURE))
+    one.send(WorkDone(at(1), 0, failure=FAILURE))
     ended(thread)
     assert found == [FAILURE]
     assert dispatcher.join(2) is None
@@ -465,7 +465,7 @@ def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) 
     assert one.ask(at(3)).step == 1
     assert dispatcher.done(3) == (False, None)
     assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
-    two.send(Returned(at(3), 2, failure=FAILURE))
+    two.send(WorkDone(at(3), 2, failure=FAILURE))
     until(dispatcher, lambda: dispatcher._raised)
     one.send(*returned(3, 1, 2.0, 1.0))
     assert dispatcher.join(4) == FAILURE
@@ -491,7 +491,7 @@ def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) 
     assert again.layers["0"] == 10.0
     assert two.ask(*returned(3, 0, 1.0, 1.0)).step == 2
     thread, found = within(lambda: again.join(4))
-    two.send(Returned(at(3), 2, failure=FAILURE))
+    two.send(WorkDone(at(3), 2, failure=FAILURE))
     ended(thread)
     assert found == [FAILURE]
     assert again.snapshot(4) == {"0": 13.0}

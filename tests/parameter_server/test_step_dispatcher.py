@@ -20,7 +20,7 @@ from lockstep.parameter_server.order import (
     read_order,
 )
 from lockstep.parameter_server.tasks import Tasks
-from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, Returned
+from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, WorkDone
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel
 
 PATIENCE = 120.0
@@ -126,7 +126,7 @@ def opened(epoch: int) -> Passed:
 
 
 def done(step: int, staleness: int = 0, **arrays: float) -> tuple[Any, ...]:
-    return Returned(
+    return WorkDone(
         NEXT, step, names=tuple(arrays), staleness=staleness, check=b"batch %d" % step
     ), *arrays.values()
 
@@ -395,7 +395,7 @@ def test_workers_that_begin_nothing_are_named_as_stuck(make: Make, enter: Any) -
 def test_an_error_of_the_thread_reaches_the_chief(make: Make, enter: Any) -> None:
     coordinator, (one, *_) = begun(make, enter)
     assert one.ask(NEXT).step == 0
-    one.send(Returned(NEXT, 0, names=("loss", "more")), 1.0)
+    one.send(WorkDone(NEXT, 0, names=("loss", "more")), 1.0)
     with pytest.raises(ValueError, match="zip"):
         coordinator.result()
 

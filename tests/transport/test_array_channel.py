@@ -29,14 +29,14 @@ from lockstep.protocol.parameter_server import (
     Passed,
     Pull,
     Push,
-    Returned,
     ServedValues,
+    WorkDone,
 )
 from lockstep.transport import array_channel
 from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
 
 PATIENCE = 120.0
-RETURNED = Returned(AtCall(1, 2), 3, (), ("loss", "accuracy"), 2, b"check")
+WORK_DONE = WorkDone(AtCall(1, 2), 3, (), ("loss", "accuracy"), 2, b"check")
 SHORT = 0.05
 THREADS = ("lockstep-accept", "lockstep-serve")
 MANY = 3 << 20
@@ -211,9 +211,9 @@ def test_bytes_that_arrive_in_any_pieces_are_read_in_any_pieces(
 
 def test_a_message_without_arrays_arrives_equal(connect: Connect, inbox: Inbox) -> None:
     channel = connect()
-    channel.send(RETURNED)
+    channel.send(WORK_DONE)
     asked = inbox.get(timeout=PATIENCE)
-    assert (asked.process, asked.message, asked.arrays) == (1, RETURNED, [])
+    assert (asked.process, asked.message, asked.arrays) == (1, WORK_DONE, [])
     asked.answer(Assigned(5, (3, 4), ()))
     assert channel.receive(AtCall(1, 2)) == (Assigned(5, (3, 4), ()), [])
 

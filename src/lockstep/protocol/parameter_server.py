@@ -219,7 +219,7 @@ class FunctionFailure(msgspec.Struct, frozen=True):
     worker: int
 
 
-class Returned(msgspec.Struct, frozen=True, tag="returned"):
+class WorkDone(msgspec.Struct, frozen=True, tag="returned"):
     """A worker has done a work, whose gradients all servers have; the answer is as for `AtCall`.
 
     Attributes:
@@ -362,7 +362,7 @@ Question = (
     | KeepState
     | EndCall
     | AtCall
-    | Returned
+    | WorkDone
     | ReadRows
     | WriteRows
     | CopyRows

@@ -32,7 +32,7 @@ from lockstep.protocol.parameter_server import (
     FunctionFailure,
     FunctionResult,
     Passed,
-    Returned,
+    WorkDone,
 )
 from lockstep.system.notes import note
 from lockstep.transport.array_channel import Asked
@@ -563,7 +563,7 @@ class Dispatcher:
         """Process a question of a worker, and keep it until it can be answered."""
         process = asked.process
         match asked.message:
-            case Returned(step=step):
+            case WorkDone(step=step):
                 followed = self._followed.get(process)
                 if followed is not None and followed[0].step == step:
                     del self._followed[process]
@@ -590,7 +590,7 @@ class Dispatcher:
     def _take(self, asked: Asked) -> None:
         """Process a completed work."""
         returned = asked.message
-        assert isinstance(returned, Returned)
+        assert isinstance(returned, WorkDone)
         if not self._complete(asked.process, returned.step, returned.staleness):
             return
         assert self._layers is not None
@@ -664,7 +664,7 @@ class Dispatcher:
             return False
         message, at = asked.message, _place(asked)
         if (
-            isinstance(message, Returned)
+            isinstance(message, WorkDone)
             and Record(RecordKind.DONE, turn.worker, message.step) in self._arrived
         ):
             return False
@@ -793,8 +793,8 @@ class Dispatcher:
 def _place(asked: Asked) -> AtCall:
     """Return where the process of a question waits."""
     message = asked.message
-    assert isinstance(message, AtCall | Returned)
-    return message.at if isinstance(message, Returned) else message
+    assert isinstance(message, AtCall | WorkDone)
+    return message.at if isinstance(message, WorkDone) else message
 
 
 def as_arrays(values: Mapping[str, Any], to_numpy: Any) -> dict[str, Array]:

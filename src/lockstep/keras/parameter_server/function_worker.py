@@ -15,7 +15,7 @@ from lockstep.keras.parameter_server.servers import Gradients, Servers, same_bit
 from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction
 from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, of_scope, of_servers
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, Returned
+from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, WorkDone
 from lockstep.transport.array_channel import AskingChannel
 
 Array = npt.NDArray[Any]
@@ -205,7 +205,7 @@ class WorkerCalls(FunctionCalls):
         self._ahead = frozenset(k for k, value in values.items() if not same_bits(value, self._first[k]))
         self._assigned = assignments.count()
 
-    def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[Returned, list[Array]]:
+    def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[WorkDone, list[Array]]:
         """Run a function; return what the chief gets."""
         assert self._servers is not None
         timer = self._job.timer

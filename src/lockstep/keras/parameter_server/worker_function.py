@@ -15,7 +15,7 @@ from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.servers import Gradients
 from lockstep.keras.seeds import seed_of
-from lockstep.protocol.parameter_server import AtCall, Returned
+from lockstep.protocol.parameter_server import AtCall, WorkDone
 
 Array = npt.NDArray[Any]
 
@@ -84,7 +84,7 @@ class WorkerFunction:
         """Let what runs now look up rows, and exchange gradients, for this function."""
         self._runner.pull_rows, self._runner.exchange = self._pull_rows, self._exchange
 
-    def run(self, at: AtCall, worker: int) -> tuple[Returned, list[Array], Gradients | None]:
+    def run(self, at: AtCall, worker: int) -> tuple[WorkDone, list[Array], Gradients | None]:
         """Run it; return what the chief gets, with its arrays, and what the servers get.
 
         Args:
@@ -110,11 +110,11 @@ class WorkerFunction:
             if self._errors:
                 raise self._errors[0] from None
             failure = report_failure(self._runner.failure or raised, step, function, worker)
-            return Returned(at, step, failure=failure), [], None
+            return WorkDone(at, step, failure=failure), [], None
         changes = ran.changes.values()
         arrays = [*(start for start, _ in changes), *(end for _, end in changes), *own]
         gradients = Gradients(ran.gradients, ran.rows, ran.updates) if ran.updates else None
-        return Returned(at, step, tuple(map(str, ran.changes)), result=result), arrays, gradients
+        return WorkDone(at, step, tuple(map(str, ran.changes)), result=result), arrays, gradients
 
     def _pull_rows(self, number: int, rows: Array) -> Array:
         try:

@@ -14,7 +14,7 @@ from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.servers import Gradients
 from lockstep.keras.parameter_server.worker_step import ANY_STEP, WorkerStep
 from lockstep.keras.randomness import set_generator_state
-from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Returned
+from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, WorkDone
 
 Array = npt.NDArray[Any]
 
@@ -108,7 +108,7 @@ class WorkerProcess(FitProcess):
             step = self._assigned.step
             self._ask(*self._computed(step, self._kept[step]))
 
-    def _computed(self, step: int, batch: Any) -> tuple[Returned, list[Array]]:
+    def _computed(self, step: int, batch: Any) -> tuple[WorkDone, list[Array]]:
         timer = self.job.timer
         timer.begin(self.call.name)
         data = read_batch(batch)
@@ -136,7 +136,7 @@ class WorkerProcess(FitProcess):
         )
         return computed.returned(step, data, staleness)
 
-    def _ask(self, question: AtCall | Returned, arrays: Sequence[Array] = ()) -> None:
+    def _ask(self, question: AtCall | WorkDone, arrays: Sequence[Array] = ()) -> None:
         """Ask the chief for the next step."""
         answer, values = self._chief.ask(question, arrays)
         self.job.timer.lap("wait")

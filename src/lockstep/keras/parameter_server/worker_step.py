@@ -13,7 +13,7 @@ from lockstep.keras.parameter_server.dispatcher import as_arrays
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess
 from lockstep.keras.seeds import key_of_replica
-from lockstep.protocol.parameter_server import AtCall, Returned
+from lockstep.protocol.parameter_server import AtCall, WorkDone
 
 Array = npt.NDArray[Any]
 
@@ -34,9 +34,9 @@ class ComputedStep:
     gradients: Mapping[int, Array]
     found: Mapping[str, Array]
 
-    def returned(self, step: int, data: GlobalBatch, staleness: int = 0) -> tuple[Returned, list[Array]]:
+    def returned(self, step: int, data: GlobalBatch, staleness: int = 0) -> tuple[WorkDone, list[Array]]:
         """Return what the chief gets; the worker then waits for another step."""
-        message = Returned(ANY_STEP, step, names=tuple(self.found), staleness=staleness, check=data.check())
+        message = WorkDone(ANY_STEP, step, names=tuple(self.found), staleness=staleness, check=data.check())
         return message, list(self.found.values())
 
 
