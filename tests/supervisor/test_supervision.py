@@ -770,6 +770,29 @@ def test_a_job_with_parameter_servers_ends_with_a_process_that_it_cannot_lose(wo
     assert failed.stage is Stage.ENDING
 
 
+@pytest.mark.parametrize("blaming", [(0, 3, 4), (0,)])
+def test_a_job_whose_members_end_because_all_workers_have_failed_ends(blaming: tuple[int, ...]) -> None:
+    """No worker that would replace one of them could learn where the training is."""
+    state, shown = replace(SERVED, vital=frozenset({0})), list[str]()
+    events: list[tuple[float, Event]] = [
+        (9.0, failure(worker, 1, "ModelError: no", blames=False, prints=True)) for worker in (2, 1)
+    ]
+    events += [(10.0, DeadlinePassed())]
+    events += [(10.1, failure(worker, 1, "no worker", blames=True, prints=False)) for worker in blaming]
+    events += [(10.2, WorkerExited(2, -9)), (10.2, WorkerExited(1, -9)), (11.1, DeadlinePassed())]
+    for now, event in events:
+        decision = decide(state, event, now)
+        state = decision.state
+        shown += [type(action).__name__ for action in decision.actions]
+    assert "StartView" not in shown
+    assert state.stage is Stage.ENDING
+    assert state.shutdown.outcome is not None
+    assert state.shutdown.outcome.message == "worker 2 exited with status 1: ModelError: no"
+    for worker in (0, 3, 4):
+        state = decide(state, WorkerExited(worker, 1), 11.2).state
+    assert state.stage is Stage.FINISHED
+
+
 def test_a_chief_that_blames_a_worker_counts_more_than_a_server_that_blames_the_chief() -> None:
     state = SERVED
     for worker, summary in ((3, "the chief has ended"), (0, "worker 2 is stuck"), (4, "the chief has ended")):

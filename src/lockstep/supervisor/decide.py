@@ -707,6 +707,10 @@ def _stage_over(state: State, now: float) -> Decision:
         case Stage.RUNNING:
             there = running.union(state.members)
             if failed := tuple(worker for worker in state.failures if worker in there):
+                blaming = [worker for worker in state.present if state.workers[worker].blames]
+                if blaming and (not state.staying or state.vital.intersection(blaming)):
+                    # They cannot continue without the failed ones.
+                    return _end(state, state.failures[failed[0]], now)
                 return _without_failed(state, failed, now)
             if state.shutdown.suspect:
                 return _end(state, state.shutdown.suspect, now)

@@ -93,6 +93,11 @@ class WorkerRecord:
     condemned: bool = False
 
     @property
+    def is_over(self) -> bool:
+        """Whether its script has raised, or its process has failed."""
+        return self.raised or self.failure is not None
+
+    @property
     def blames(self) -> bool:
         """Whether its script has raised, but only because of another worker or of the end of the job."""
         return self.raised and self.failure is None
@@ -427,9 +432,9 @@ class State:
 
     @property
     def staying(self) -> tuple[int, ...]:
-        """The members of the view that run and have not failed, the longest-serving first."""
+        """The members of the view that run and have not raised or failed, the longest-serving first."""
         there = self.present
-        staying = [w for w in self.members if w in there and self.workers[w].failure is None]
+        staying = [w for w in self.members if w in there and not self.workers[w].is_over]
         return tuple(sorted(staying, key=lambda worker: (self.workers[worker].member_since, worker)))
 
     @property
