@@ -206,6 +206,31 @@ def test_the_rows_keep_their_variable_when_they_take_the_place_of_a_table_again(
     assert sum(one is not other for one, other in zip(first, before, strict=True)) == 1
 
 
+@pytest.mark.parametrize("others", [{}, {"another": X["users"]}], ids=["all", "more"])
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_named_inputs_find_those_of_a_functional_model(as_dict: bool, others: dict[str, np.ndarray]) -> None:
+    """Inputs of one shape would take each other's place otherwise."""
+    users, items = (layers.Input((), dtype="int32", name=name) for name in ("users", "items"))
+    tables = layers.Embedding(USERS, 4, name="of_users"), layers.Embedding(ITEMS, 2, name="of_items")
+    outputs = layers.Dense(1)(layers.Concatenate()([tables[0](users), tables[1](items)]))
+    inputs = {"users": users, "items": items} if as_dict else [users, items]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    calls, reasons = found(model, {"items": X["users"] % ITEMS, "users": X["users"], **others})
+    assert reasons == {}
+    named = {path.rpartition("/")[2]: ids for path, (ids,) in calls.items()}
+    np.testing.assert_array_equal(named["of_users"], X["users"])
+    np.testing.assert_array_equal(named["of_items"], X["users"] % ITEMS)
+
+
+def test_one_named_input_is_found() -> None:
+    users = layers.Input((), dtype="int32", name="users")
+    model = keras.Model(users, layers.Dense(1)(layers.Embedding(USERS, 2)(users)))
+    model.compile("sgd", "mse")
+    ((ids,),) = found(model, {"users": X["users"]})[0].values()
+    np.testing.assert_array_equal(ids, X["users"])
+
+
 def test_inputs_get_the_ranks_of_a_functional_model() -> None:
     users = layers.Input((1,), dtype="int32")
     model = keras.Model(users, layers.Dense(1)(layers.Flatten()(layers.Embedding(USERS, 2)(users))))

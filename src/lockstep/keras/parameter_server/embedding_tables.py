@@ -480,13 +480,23 @@ def _arranged(model: Any, x: Any) -> Any:
     struct = symbolic_inputs(model)
     if struct is None:
         return x
-    if isinstance(struct, dict) and isinstance(x, dict) and struct.keys() <= x.keys():
-        x = {name: x[name] for name in struct}
+    if isinstance(x, dict):
+        x = _named_inputs(struct, x)
     leaves, inputs = keras.tree.flatten(x), keras.tree.flatten(struct)
     if len(leaves) != len(inputs):
         return x
     pairs = zip(leaves, inputs, strict=True)
     return keras.tree.pack_sequence_as(struct, [_with_rank(leaf, one.shape) for leaf, one in pairs])
+
+
+def _named_inputs(struct: Any, x: dict[str, Any]) -> Any:
+    """Return named inputs for those of a functional model: by the keys of these, or by their names."""
+    if isinstance(struct, dict):
+        return {name: x[name] for name in struct} if struct.keys() <= x.keys() else x
+    symbolic = [struct] if isinstance(struct, keras.KerasTensor) else list(struct)
+    if all(isinstance(one, keras.KerasTensor) and one.name in x for one in symbolic):
+        return [x[one.name] for one in symbolic]
+    return x
 
 
 def _with_rank(leaf: Any, shape: Sequence[int | None]) -> Any:
