@@ -202,3 +202,15 @@ def test_the_call_before_counts_while_the_last_one_is_too_short(tmp_path: Path) 
     run.update()
     for averages in (False, True):
         assert overview(run.state, "run", 1051.0, averages=averages).advice == (READING.format(70),)
+
+
+def test_many_short_calls_are_judged_together(tmp_path: Path) -> None:
+    folder = record(tmp_path, job(), started(0), started(1))
+    for number in range(1, 31):
+        time, name = 1000.0 + number, {"call": f"fit {number}"}
+        for worker in (0, 1):
+            record(folder, event(time, "call", worker=worker, name=f"fit {number}"))
+            record(folder, steps(worker, time + 0.5, 9, input=0.07, compute=0.02, wait=0.01) | name)
+    run = RunFolder(folder)
+    run.update()
+    assert overview(run.state, "run", 1031.0, averages=True).advice == (READING.format(70),)

@@ -48,8 +48,8 @@ def training_times(run: RunState, *, live: bool) -> CallTimes:
 
     Args:
         run: the run.
-        live: whether the last seconds count, as long as there are steps in them; otherwise, those of the last
-            call count that took a second or more.
+        live: whether the last seconds count, as long as there are steps in them; otherwise, the last call
+            counts that took a second or more, or all calls that train if none did.
     """
     calls = [index for index, call in enumerate(run.calls) if trains(call.name)]
     if live and calls:
@@ -57,13 +57,27 @@ def training_times(run: RunState, *, live: bool) -> CallTimes:
         times = _times(run, "", calls, since)
         if _seconds(times) >= SHORTEST:
             return times
-    longest = CallTimes()
-    for index in reversed(calls):
-        times = _times(run, run.calls[index].name, [index])
-        if _seconds(times) >= SHORTEST:
-            return times
-        longest = max(longest, times, key=_seconds)
-    return longest
+    seconds = _seconds_by_call(run)
+    long_calls = [index for index in calls if seconds[index] >= SHORTEST]
+    return (
+        _times(run, run.calls[long_calls[-1]].name, long_calls[-1:]) if long_calls else _times(run, "", calls)
+    )
+
+
+def _seconds_by_call(run: RunState) -> "npt.NDArray[np.float64]":
+    """Return the seconds of the slowest member in each call, without first steps, which compile."""
+    import numpy as np
+
+    seconds = np.zeros(len(run.calls))
+    for worker in run.members:
+        info = run.workers.find(worker)
+        if info is not None and len(info.steps):
+            steps = info.steps
+            first = (steps.column("count") == 1) & (steps.column("number") == 1)
+            taken = np.where(first, 0.0, sum(steps.column(part) for part in STEP_PARTS))
+            calls = steps.column("call").astype(int)
+            seconds = np.maximum(seconds, np.bincount(calls, taken, len(run.calls)))
+    return seconds
 
 
 def _seconds(times: CallTimes) -> float:
