@@ -161,7 +161,7 @@ let palette = {};
 function readPalette() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
-  palette = { read, text: read("text"), muted: read("muted"), grid: read("grid"), line: read("line"), bad: read("bad"), page: read("page") };
+  palette = { read, text: read("text"), muted: read("muted"), grid: read("grid"), line: read("line"), bad: read("bad"), raised: read("raised") };
   palette.series = Array.from({ length: COLORS }, (_, at) => read(`series-${at}`));
 }
 
@@ -645,16 +645,15 @@ class Timeline extends Chart {
     });
     context.textAlign = "left";
     let free = -Infinity;
-    for (const view of views) {
-      const x = toX(view.time);
-      if (x < box.left || x > box.left + box.width) continue;
-      context.fillStyle = palette.muted;
-      context.fillRect(Math.round(x), box.top, 2, box.height);
+    const shown = views.map((view) => [view, toX(view.time)]).filter(([, x]) => x >= box.left && x <= box.left + box.width);
+    context.fillStyle = palette.muted;
+    for (const [, x] of shown) context.fillRect(Math.round(x), box.top, 2, box.height);
+    for (const [view, x] of shown) {
       const text = `view ${view.number}` + (view.pause === null ? "" : `, pause ${duration(view.pause)}`);
       const room = context.measureText(text).width + 8;
       const left = Math.min(x + 4, box.left + box.width - room);
       if (left < free) continue;
-      context.fillStyle = palette.page;
+      context.fillStyle = palette.raised;
       context.fillRect(left, box.top + box.height - 16, room - 4, 16);
       context.fillStyle = palette.text;
       context.fillText(text, left + 2, box.top + box.height - 8);
@@ -1206,6 +1205,8 @@ function start() {
       else chart.fillLegend();
       chart.redraw();
     }
+    state.drawn = {};
+    draw();
   });
   const metricCharts = () => [...metricSpan.charts];
   byId("smoothing").addEventListener("input", () => {
