@@ -1,11 +1,9 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.batch import GlobalBatch, JoinedBatch
+from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import SAMPLED_ROWS, digest_arrays, sample_rows
-from lockstep.errors import InternalError
 
 
 @given(st.integers(1, 100), st.integers(1, 12))
@@ -25,18 +23,6 @@ def test_a_share_reads_only_its_rows() -> None:
     assert read == []
     share.data()
     assert read == [slice(3, 6)]
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
-def test_shares_of_a_joined_batch_are_weighted_by_their_examples(counts: list[int]) -> None:
-    batch = JoinedBatch.of(counts, lambda replica: replica * 10, lambda: b"c")
-    shares = [batch.share(replica, len(counts)) for replica in range(len(counts))]
-    assert batch.examples == sum(counts)
-    assert [share.examples for share in shares] == counts
-    assert [share.data() for share in shares] == [10 * replica for replica in range(len(counts))]
-    assert sum(share.weight for share in shares) == pytest.approx(1)
-    with pytest.raises(InternalError):
-        batch.read(slice(0, 1))
 
 
 def test_the_digest_of_strings_depends_on_their_text() -> None:

@@ -1,6 +1,5 @@
 """Map-style DataLoaders are read divided: the batches are those of plain PyTorch on any worker."""
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,8 +15,8 @@ from lockstep.errors import DataError
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input
 from lockstep.keras.input.loader_reading import LoaderReading, loader_reading
 from lockstep.keras.input.readings import ReadingWorker
-from lockstep.keras.input.sources import DividedSource, GlobalBatchSource, Pass
-from lockstep.keras.input.streams import host_nest
+from lockstep.keras.input.sources import GlobalBatchSource, StreamReading
+from lockstep.keras.input.streams import Stream, host_nest
 from lockstep.keras.randomness import random_states, same_states
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.topology import View, place
@@ -463,18 +462,19 @@ def test_a_distributed_loader_gives_each_replica_its_rows(worker: Make) -> None:
     member = worker(1, 2)
     reading = loader_reading(loader(), member.reader, host_nest)
     assert isinstance(reading, LoaderReading)
-    joint = GlobalBatchSource(loader(), REPLICAS)
-    divided = DividedSource(loader(), member.reader, reading)
+    stream = Stream(loader())
+    joint = GlobalBatchSource(member.job, stream, StreamReading(stream))
+    divided = GlobalBatchSource(member.job, Stream(loader()), reading)
     torch.manual_seed(4)
-    expected = [[*pass_elements(joint.begin())] for _ in range(2)]
+    expected = [[*elements(joint, joint.begin())] for _ in range(2)]
     torch.manual_seed(4)
     form = divided.form()
     assert form == joint.form()
     first, second = divided.begin(), divided.begin()
-    assert equal([*pass_elements(first)], expected[0])
+    assert equal([*elements(divided, first)], expected[0])
     for _ in range(2):
         second.skip()
-    assert equal([*pass_elements(second)], expected[1][2:])
+    assert equal([*elements(divided, second)], expected[1][2:])
     short = divided.begin()
     for _ in range(4):
         short.skip()
@@ -482,12 +482,11 @@ def test_a_distributed_loader_gives_each_replica_its_rows(worker: Make) -> None:
         short.skip()
 
 
-def pass_elements(current: Pass) -> Iterator[list[Any]]:
+def elements(source: GlobalBatchSource, batches: Iterator[GlobalBatch]) -> Iterator[list[Any]]:
     """The rows of each replica of the remaining elements."""
-    with contextlib.suppress(StopIteration):
-        while True:
-            values = next(current).values
-            yield [values.of(replica) for replica in range(REPLICAS)]
+    for number, batch in enumerate(batches, 1):
+        values = source.values(batch, number)
+        yield [values.of(replica) for replica in range(REPLICAS)]
 
 
 def results(run: Any, workers: int, ended: int, *marks: str) -> set[tuple[str, ...]]:

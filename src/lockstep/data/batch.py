@@ -1,11 +1,31 @@
-"""A global batch, and the share of each replica."""
+"""Batches: the data of one step, of which each replica has a share.
 
-from collections.abc import Callable, Sequence
+`fit` and custom loops train on the same batches, read by the same readers:
+
+    Reading         reads a dataset of global batches on all workers: keras/input/readings.py
+      GlobalBatch   rows; the share of a replica is a range of them
+    Pipelines       reads a dataset for each replica: keras/input/pipelines.py
+      PipelinesBatch    the next batch of each of these datasets; the share of a replica is its own batch
+
+`fit` gives shares to the backend's program. A distributed dataset is a `Source` (keras/input/sources.py): a
+reading or pipelines, and the form of their batches. Its iterator shows shares as the `Values` of a
+`PerReplica`, which `strategy.run` gives to the function of a replica; a share becomes `Values`, and never the
+other way round.
+
+A batch is the same on all workers: `check` returns what they compare in the reduce of the step. A share is
+read when it is needed, by the worker that computes the replica; after a loss, that is another one.
+
+One fact is not known to all of them. The weight of a share is its part of the global batch. The batch of
+pipelines has no rows of its own, so only an exchange before the step tells how many examples the other
+replicas have. `fit` makes it, because it averages over examples. A custom loop does not: its function divides
+by what it likes, and a dataset with a known length then needs no exchange to be read.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
-
-from lockstep.errors import InternalError
+from typing import Any, NamedTuple
 
 
 class Share(NamedTuple):
@@ -14,7 +34,7 @@ class Share(NamedTuple):
     Attributes:
         replica: the replica's id.
         examples: their number; may be 0 if the batch is smaller than the number of replicas.
-        weight: `examples` divided by the number of examples of the global batch.
+        weight: `examples` divided by the number of examples of the batch; NaN if that is not known.
         seed: 64 bits, the same for all replicas of a step; with the replica's id, it determines the random
             numbers that do not come from a generator of the model.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
@@ -27,19 +47,59 @@ class Share(NamedTuple):
     data: Callable[[], Any]
 
 
-@dataclass(eq=False, slots=True)
-class GlobalBatch:
-    """The examples of one step. Immutable by convention: creating a frozen object takes as long as the split.
+class Batch(ABC):
+    """The data of one step."""
 
-    Attributes:
-        examples: their number, over all replicas.
-        read: reads a range of rows of this batch.
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def examples(self) -> int:
+        """The number of examples, over all replicas.
+
+        Raises:
+            InternalError: it is not known.
+        """
+
+    @abstractmethod
+    def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
+        """Return the examples of a replica, which `data` of the share reads.
+
+        A share without examples may read some of the same form.
+
+        Args:
+            replica: its id.
+            replicas: R.
+            seed: see `Share`.
+        """
+
+    @abstractmethod
+    def check(self) -> bytes:
+        """Return bytes that are equal on all workers that have the same batch."""
+
+    def is_here(self, replica: int) -> bool:
+        """Whether this worker can read the share of a replica without reading ahead of another worker."""
+        return True
+
+
+class GlobalBatch(Batch):
+    """A batch of rows. Each replica has a contiguous range of them.
+
+    Args:
+        examples: the number of rows.
+        read: reads a range of rows.
         check: returns bytes that are equal on all workers that have the same batch.
     """
 
+    __slots__ = ("check", "examples", "read")
+
     examples: int
-    read: Callable[[slice], Any]
     check: Callable[[], bytes]
+
+    def __init__(self, examples: int, read: Callable[[slice], Any], check: Callable[[], bytes]) -> None:
+        self.examples = examples
+        self.read = read
+        self.check = check
 
     def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
         """Return the contiguous rows of `replica`; the shares of `replicas` differ by at most one row."""
@@ -47,30 +107,9 @@ class GlobalBatch:
         count = rows.stop - rows.start
         return Share(replica, count, count / self.examples, seed, lambda: self.read(rows))
 
-
-@dataclass(eq=False, slots=True)
-class JoinedBatch(GlobalBatch):
-    """The examples of one step, each of which belongs to a certain replica.
-
-    Attributes:
-        counts: the number of examples of each replica; `examples` is their sum.
-        part: reads the examples of a replica.
-    """
-
-    counts: Sequence[int]
-    part: Callable[[int], Any]
-
-    @classmethod
-    def of(
-        cls, counts: Sequence[int], part: Callable[[int], Any], check: Callable[[], bytes]
-    ) -> "JoinedBatch":
-        """Return the batch in which replica r has `counts[r]` examples, which `part(r)` reads."""
-        return cls(sum(counts), _scattered, check, counts, part)
-
-    def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
-        """Return the examples of `replica`."""
-        count = self.counts[replica]
-        return Share(replica, count, count / self.examples, seed, lambda: self.part(replica))
+    def whole(self) -> Any:
+        """Read all rows."""
+        return self.read(slice(0, self.examples))
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +138,3 @@ def owned_rows(examples: int, owned: range, replicas: int) -> slice:
         return slice(0, 0)
     first, last = (replica_rows(examples, replica, replicas) for replica in (owned[0], owned[-1]))
     return slice(first.start, last.stop)
-
-
-def _scattered(rows: slice) -> NoReturn:
-    raise InternalError("each replica has its own part of this batch; no part has rows of the whole batch")

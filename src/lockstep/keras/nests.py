@@ -30,7 +30,7 @@ def structure_of(nest: Nest) -> str:
 
 def leaves_of(nest: Nest) -> list[Any]:
     """Return the leaves of a nest that are not None."""
-    return [leaf for leaf in keras.tree.flatten(nest) if leaf is not None]
+    return [leaf for leaf in parts_of(nest)[0] if leaf is not None]
 
 
 def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.collectives.contract import Communicator
-from lockstep.data.batch import GlobalBatch, Share
+from lockstep.data.batch import Batch, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
@@ -103,7 +103,7 @@ class GlobalStep:
         self.timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
 
-    def compute_once(self, batch: GlobalBatch) -> tuple[Any, Any, list[Total]]:
+    def compute_once(self, batch: Batch) -> tuple[Any, Any, list[Total]]:
         """Take one step from the values of the variables, which does not count.
 
         Returns:
@@ -178,7 +178,7 @@ class GlobalStep:
     def _step(
         self,
         state: Any,
-        batch: GlobalBatch,
+        batch: Batch,
         record: RecordedStep | None = None,
         totals: list[Total] | None = None,
     ) -> tuple[Any, Any]:
@@ -237,7 +237,7 @@ class GlobalStep:
         self.calls.current.steps += 1
         return rows, state
 
-    def _part(self, state: Any, batch: GlobalBatch, share: Share, outputs: Any) -> ReplicaOutputs:
+    def _part(self, state: Any, batch: Batch, share: Share, outputs: Any) -> ReplicaOutputs:
         """Return the outputs of a replica, with a trial of them if it is the first of several replicas."""
         leaves = leaves_by_path(outputs, self.backend.to_numpy)
         packed = [pack(name, array) for name, array in leaves]
@@ -322,7 +322,7 @@ class StepRound(Round):
         self,
         step: GlobalStep,
         state: Any,
-        batch: GlobalBatch,
+        batch: Batch,
         earlier: Sequence[Total] = (),
         record: RecordedStep | None = None,
     ) -> None:

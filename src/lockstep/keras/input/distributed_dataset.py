@@ -6,10 +6,10 @@ from math import inf
 from typing import Any, NamedTuple
 
 from lockstep.errors import DataError
-from lockstep.keras.input.sources import Pass, Source
+from lockstep.keras.input.sources import BatchValues, Pass, Source
 from lockstep.keras.input.streams import Form
 from lockstep.keras.nests import packed
-from lockstep.keras.per_replica import Values, ValueStore
+from lockstep.keras.per_replica import ValueStore
 from lockstep.keras.replica_run.runner import Runner
 from lockstep.worker import job
 
@@ -51,7 +51,7 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._dataset.distributed(*job.current().timer.charging("input", self._take)())
+        return self._dataset.distributed(job.current().timer.charging("input", self._take)())
 
     def get_next(self) -> Any:
         """Return the next element, or raise the error of `next` at the end."""
@@ -89,10 +89,10 @@ class DistributedIterator:
                 ) from None
             self._taken += 1
 
-    def _take(self) -> tuple[Any, Values]:
-        element = next(self._current)
+    def _take(self) -> BatchValues:
+        batch = next(self._current)
         self._taken += 1
-        return element.nest, element.values
+        return self._dataset.source.values(batch, self._taken)
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class DistributedDataset:
         """A nest of (dtype, shape) for the leaves of the elements, as far as they are known."""
         return _described(self.source.form())
 
-    def distributed(self, nest: Any, values: Values) -> Any:
+    def distributed(self, values: BatchValues) -> Any:
         """Return an element with a `PerReplica` for each leaf."""
-        return packed(nest, self._runner.per_replica(values, self.store))
+        return packed(values.form.nest, self._runner.per_replica(values, self.store))
 
 
 def _described(form: Form) -> Any:

@@ -13,8 +13,8 @@ from lockstep.keras.input.loader_reading import is_loader, loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import Reading, ReadingWorker, explain_reading, note_once
 from lockstep.keras.input.shards import policy_of, shard_pipelines
-from lockstep.keras.input.sources import DividedSource, GlobalBatchSource, Source
-from lockstep.keras.input.streams import array_of, host_nest, is_tensorflow, spec_of
+from lockstep.keras.input.sources import GlobalBatchSource, Source, StreamReading
+from lockstep.keras.input.streams import Stream, array_of, host_nest, spec_of
 from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
 from lockstep.keras.replica_run.runner import Runner
 from lockstep.worker.job import Job
@@ -45,27 +45,28 @@ def distribute(
     if isinstance(dataset, DistributedDataset):
         raise DataError("the dataset is already distributed")
     explain_sharding(job, dataset)
-    source: Source = GlobalBatchSource(dataset, job.view.replicas)
-    if not job.settings.joint_input:
-        source = shard_pipelines(job, dataset, seed) or _divided(job, dataset, seed, call) or source
+    stream = Stream(dataset, parts=job.view.replicas)
+    shards = None if job.settings.joint_input else shard_pipelines(job, dataset, seed)
+    source: Source = shards or GlobalBatchSource(job, stream, _reading(job, stream, dataset, seed, call))
     explain_reading(job, source.way)
     return _dataset(runner, source)
 
 
-def _divided(job: Job, dataset: Any, seed: Callable[[], int], call: Callable[[], int]) -> Source | None:
-    """Return the source of a dataset of which each worker reads the rows of its replicas; None for others."""
-    if not (is_loader(dataset) or is_tensorflow(dataset)):
-        return None
+def _reading(
+    job: Job, stream: Stream, dataset: Any, seed: Callable[[], int], call: Callable[[], int]
+) -> Reading:
+    """Return how the workers read a dataset of global batches: divided if that gives the same."""
+    if job.settings.joint_input or not (is_loader(dataset) or stream.is_tensorflow):
+        return StreamReading(stream)
     reader = ReadingWorker(job, seed(), call=call)
+    divided: Reading | str
     if is_loader(dataset):
-        reading: Reading | str = loader_reading(dataset, reader, host_nest)
+        divided = loader_reading(dataset, reader, host_nest)
     else:
         from lockstep.keras.input.tf_reading import tf_reading
 
-        reading = tf_reading(dataset, reader, weighed=False)
-    if isinstance(reading, str):
-        return GlobalBatchSource(dataset, job.view.replicas, reading)
-    return DividedSource(dataset, reader, reading)
+        divided = tf_reading(dataset, reader, weighed=False)
+    return StreamReading(stream, divided) if isinstance(divided, str) else divided
 
 
 def distribute_from_function(

@@ -10,6 +10,7 @@ possible, and refused where it is not.
 import struct
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from math import inf
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 
-from lockstep.data.batch import GlobalBatch, JoinedBatch, PendingBatch
+from lockstep.data.batch import Batch, GlobalBatch, PendingBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
@@ -28,7 +29,7 @@ from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.grain_batches import grain_batches
 from lockstep.keras.input.loader_reading import is_loader, loader_reading
-from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.pipelines import Pipelines, PipelinesBatch
 from lockstep.keras.input.readings import (
     JOINT_INPUT,
     PassNumbers,
@@ -36,10 +37,9 @@ from lockstep.keras.input.readings import (
     ReadingWorker,
     Way,
     joint_batch,
-    whole_batch,
 )
 from lockstep.keras.input.shards import shard_pipelines
-from lockstep.keras.input.sources import DividedSource, Element, GlobalBatchPass, GlobalBatchSource, Source
+from lockstep.keras.input.sources import GlobalBatchSource, Source
 from lockstep.keras.input.sparse_rows import is_sparse
 from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, is_ragged, on_host, readable, refuse_ragged
@@ -50,7 +50,7 @@ from lockstep.keras.input.visits import (
     first_of_pass,
     visits,
 )
-from lockstep.keras.nests import Nest, packed, parts_of
+from lockstep.keras.nests import Nest, parts_of
 from lockstep.keras.private.common import (
     NUM_BATCHES_FOR_TENSOR_SPEC,
     ArrayDataAdapter,
@@ -84,7 +84,7 @@ AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.P
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
-    """An input that yields one `GlobalBatch` per step, the same on every worker.
+    """An input that yields one batch per step, the same on every worker.
 
     Args:
         inner: Keras's adapter, for sizes and conversions.
@@ -103,7 +103,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
 
-    def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
+    def batches(self) -> Iterator[Batch | PendingBatch]:
         """Begin the next pass over the input; yield its global batches, or those that are not read yet."""
         raise NotImplementedError
 
@@ -546,7 +546,7 @@ class StreamInput(GlobalInput):
         rest = self._begun or self._begin()
         first = next(rest)
         self._begun = chain([first], rest)
-        return first.read(slice(0, first.examples))
+        return first.whole()
 
 
 class DistributedInput(StreamInput):
@@ -557,38 +557,25 @@ class DistributedInput(StreamInput):
     """
 
     def __init__(self, source: GlobalBatchSource) -> None:
-        size, reading = _DistributedSize(source), _SourceReading(source)
-        super().__init__(size, "a distributed dataset", reading, unsplit=False)
+        super().__init__(_DistributedSize(source), "a distributed dataset", source, unsplit=False)
         self._source = source
+
+    def _begin(self) -> Iterator[GlobalBatch]:
+        """Begin the next pass when Keras would begin one over the dataset itself."""
+        self.before_pass()
+        if self._source.is_joint:  # Divided readings draw and begin as Keras does.
+            _draw_for(self._source)
+            if not _begins_at_once(self._source.stream.dataset):
+                return self._begin_late()
+        return map(_as_tuples, self._source.begin())
+
+    def _begin_late(self) -> Iterator[GlobalBatch]:
+        yield from map(_as_tuples, self._source.begin())
 
     def first(self) -> Any:
         """Return an element to build a model with."""
         _draw_for(self._source)
         return _as_tuple(self._source.sample())
-
-
-class _SourceReading:
-    """The `Reading` of a source of global batches."""
-
-    def __init__(self, source: GlobalBatchSource) -> None:
-        self._source = source
-        self.way = source.way
-
-    def begin(self) -> Iterator[GlobalBatch]:
-        """Begin the next pass when Keras would begin one over the dataset itself; yield its batches."""
-        if isinstance(self._source, DividedSource):
-            return map(_as_tuples, iter(self._source.begin().batch, None))
-        _draw_for(self._source)
-        if _begins_at_once(self._source.stream.dataset):
-            return self._batches(self._source.begin())
-        return self._lazily()
-
-    def _lazily(self) -> Iterator[GlobalBatch]:
-        yield from self._batches(self._source.begin())
-
-    def _batches(self, begun: GlobalBatchPass) -> Iterator[GlobalBatch]:
-        for step, element in enumerate(iter(lambda: next(begun, None), None)):
-            yield whole_batch(_as_tuple(element.nest), step)
 
 
 class PipelinesInput(GlobalInput):
@@ -607,13 +594,13 @@ class PipelinesInput(GlobalInput):
         """That of the source."""
         return self._source.way
 
-    def batches(self) -> Iterator[GlobalBatch]:
+    def batches(self) -> Iterator[PipelinesBatch]:
         """Yield the global batches of the next pass, which begins with the first one."""
         current = self._source.begin()
         while (counts := current.counts()) is not None:
-            element = current.element()
+            batch = current.batch()
             if any(counts):
-                yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
+                yield replace(batch, counts=counts, convert=_as_tuple)
 
     def facts(self) -> dict[str, str]:
         """Describe the number of elements, which are compared when they are read."""
@@ -642,17 +629,6 @@ class _DistributedSize:
 
     def on_epoch_end(self) -> None:
         """Do nothing: the dataset is not notified."""
-
-
-def _part_reader(element: Element) -> Callable[[int], Any]:
-    """Return a function that reads a replica's part; for one without examples, rows of the same form."""
-
-    def read(replica: int) -> Any:
-        values = element.values
-        nest = packed(element.nest, values.of(replica)) if values.examples(replica) else element.nest
-        return _as_tuple(nest)
-
-    return read
 
 
 def _draw_for(source: GlobalBatchSource) -> None:
@@ -879,9 +855,8 @@ def _own_leaf(leaf: Any) -> Any:
     return on_host(leaf)
 
 
-def _whole(batch: GlobalBatch | PendingBatch) -> Any:
-    known = batch.read(nullcontext) if isinstance(batch, PendingBatch) else batch
-    return known.read(slice(0, known.examples))
+def _whole(batch: Batch | PendingBatch) -> Any:
+    return (batch.read(nullcontext) if isinstance(batch, PendingBatch) else batch).share(0, 1).data()
 
 
 def _nothing() -> None:
@@ -889,7 +864,7 @@ def _nothing() -> None:
 
 
 def _tensors(data: Any) -> Any:
-    if isinstance(data, GlobalBatch | PendingBatch):
+    if isinstance(data, Batch | PendingBatch):
         return data
     return keras.tree.map_structure(_tensor, data)
 

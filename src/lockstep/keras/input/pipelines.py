@@ -6,9 +6,11 @@ created, a pass begins or an element is read. So pipelines shuffle in the same o
 the number of pipelines in a process has no effect on the program's own random numbers.
 """
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.contract import Communicator
+from lockstep.data.batch import Batch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
-from lockstep.errors import DataError
+from lockstep.errors import DataError, InternalError
 from lockstep.keras.input.batches_in_turn import batches_in_turn, has_fixed_shapes
 from lockstep.keras.input.readings import Way
-from lockstep.keras.input.sources import Element, count_examples
-from lockstep.keras.input.streams import Form, Reader, Stream, is_tensorflow, spec_of
+from lockstep.keras.input.sources import BatchValues, count_examples
+from lockstep.keras.input.streams import Form, Reader, Stream, is_tensorflow
 from lockstep.keras.nests import Nest, leaves_of, packed
 from lockstep.keras.per_replica import Spec
 from lockstep.keras.randomness import RandomNumbers
@@ -111,6 +114,11 @@ class Pipelines:
             self._warn_of_equals()
         self.read.append(0)
         return PipelinesPass(self, len(self.read) - 1, self.length)
+
+    def values(self, batch: "PipelinesBatch", number: int) -> BatchValues:
+        """Return the values of the replicas in a batch."""
+        form = self.form() if self.declares else Form.of(batch.stand_in)
+        return BatchValues(batch, self.job.view.replicas, form)
 
     def form(self) -> Form:
         """Return the form of the elements."""
@@ -266,14 +274,14 @@ class PipelinesPass:
         for replica in source.own:
             self.cursor(replica)
 
-    def __next__(self) -> Element:
+    def __next__(self) -> "PipelinesBatch":
         if self._length is None:
             if self.counts() is None:
                 raise StopIteration
         elif self._taken >= self._length:
             self._refuse_more()
             raise StopIteration
-        return self.element()
+        return self.batch()
 
     def skip(self) -> None:
         """Skip an element; each pipeline skips it when it is next read."""
@@ -291,18 +299,17 @@ class PipelinesPass:
             nest = self.cursor(replica).at(self._taken)
             return _ENDED if nest is None else _examples(nest)
 
-        found = self._source.gather(count, f"element {self._taken + 1} of the replicas' datasets")
-        if all(examples == _ENDED for examples in found):
+        counts = self._source.gather(count, f"element {self._taken + 1} of the replicas' datasets")
+        if all(examples == _ENDED for examples in counts):
             return None
-        return [max(0, examples) for examples in found]
+        return [max(0, examples) for examples in counts]
 
-    def element(self) -> Element:
-        """Take the next element, which at least one replica has."""
+    def batch(self) -> "PipelinesBatch":
+        """Take the next batch, of which at least one replica has an element."""
         index, self._taken = self._taken, self._taken + 1
         self._request(self._taken)
-        found = {replica: self.cursor(replica).at(index) for replica in self._source.own}
-        nest = self._source.example_among(found.values())
-        return Element(nest, PipelineValues(self._source, self, index, found, nest))
+        nests = {replica: self.cursor(replica).at(index) for replica in self._source.own}
+        return PipelinesBatch(self, index, nests, self._source.example_among(nests.values()))
 
     def cursor(self, replica: int) -> Cursor:
         """Return the cursor of a replica's pass, which begins now if it was not read here."""
@@ -330,65 +337,65 @@ class PipelinesPass:
         return self._source.form()
 
 
-class PipelineValues:
-    """The `Values` of one element, from the pipelines of the replicas.
+@dataclass(eq=False)
+class PipelinesBatch(Batch):
+    """The next elements of all pipelines; the share of a replica is that of its own.
 
-    Args:
-        source: the pipelines.
+    Attributes:
         current: the pass.
-        index: the index of the element in it, from 0.
-        found: the nests of this worker's replicas; None for those whose pipeline has ended.
-        stand_in: a nest of the same form.
+        index: the index of the elements in it, from 0.
+        nests: the elements of replicas that this worker has read; None for those whose pipeline has ended.
+        stand_in: an element of the same form, with examples; replicas without examples read it.
+        counts: the number of examples of each replica, once an exchange has told it.
+        convert: converts the element of a replica.
     """
 
-    anywhere = True
+    current: PipelinesPass
+    index: int
+    nests: dict[int, Nest]
+    stand_in: Nest
+    counts: Sequence[int] | None = None
+    convert: Callable[[Nest], Nest] = lambda nest: nest
 
-    def __init__(
-        self, source: Pipelines, current: PipelinesPass, index: int, found: dict[int, Nest], stand_in: Nest
-    ) -> None:
-        self._source = source
-        self._current = current
-        self._index = index
-        self._ready = {replica: None if nest is None else leaves_of(nest) for replica, nest in found.items()}
-        self._stand_in = leaves_of(stand_in)
-        self.specs: tuple[Spec, ...] = (
-            current.form().specs if source.declares else tuple(map(spec_of, self._stand_in))
-        )
-
-    def of(self, replica: int) -> Sequence[Any]:
-        """Return a replica's leaves, without rows if its pipeline has ended.
-
-        For a replica that this worker did not own when the element was taken, they are read now.
-        """
-        leaves = self._leaves(replica)
-        return [leaf[:0] for leaf in self._stand_in] if leaves is None else leaves
-
-    def leaf(self, position: int, replica: int) -> Any:
-        """Return one leaf of a replica, without rows if its pipeline has ended.
+    @property
+    def examples(self) -> int:
+        """The number of examples, over all replicas.
 
         Raises:
-            DataError: another worker has it.
+            InternalError: no exchange has told it.
         """
-        if replica not in self._ready:
-            raise DataError(
-                f"the examples of replica {replica} are on another worker: get them with strategy.gather"
-            )
-        leaves = self._ready[replica]
-        return self._stand_in[position][:0] if leaves is None else leaves[position]
+        if self.counts is None:
+            raise InternalError("no exchange has told the numbers of examples of all replicas")
+        return sum(self.counts)
 
-    def examples(self, replica: int) -> int | None:
-        """Return the number of examples of a replica."""
-        return _examples(self._leaves(replica))
+    def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
+        """Return the element of a replica.
+
+        A worker that did not own the replica when the batch was taken reads its element now.
+        """
+        if self.counts is None:
+            count, weight = _examples(self._nest(replica)), math.nan
+        else:
+            count = self.counts[replica]
+            weight = count / self.examples
+        return Share(replica, count, weight, seed, lambda: self._read(replica))
 
     def check(self) -> bytes:
-        """Identify the element by its position; the data differ between replicas."""
-        return struct.pack("<2Q", self._current.number, self._index)
+        """Identify the elements by their position; the data differ between replicas."""
+        return struct.pack("<2Q", self.current.number, self.index)
 
-    def _leaves(self, replica: int) -> Sequence[Any] | None:
-        if replica not in self._ready:
-            nest = self._current.cursor(replica).at(self._index)
-            self._ready[replica] = None if nest is None else leaves_of(nest)
-        return self._ready.get(replica)
+    def is_here(self, replica: int) -> bool:
+        """Whether this worker has read the element of a replica."""
+        return replica in self.nests
+
+    def _read(self, replica: int) -> Nest:
+        nest = self._nest(replica)
+        return self.convert(nest if _examples(nest) else self.stand_in)
+
+    def _nest(self, replica: int) -> Nest:
+        if replica not in self.nests:
+            self.nests[replica] = self.current.cursor(replica).at(self.index)
+        return self.nests[replica]
 
 
 def _examples(nest: Nest) -> int:

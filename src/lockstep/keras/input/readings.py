@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.batch import GlobalBatch, PendingBatch, owned_rows, replica_rows
+from lockstep.data.batch import Batch, GlobalBatch, PendingBatch, owned_rows, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.sparse_rows import SparseRows
@@ -242,10 +242,8 @@ def whole_batch(
     return GlobalBatch(examples, read, computed_once(check))
 
 
-def read_batch(
-    element: Any, catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> GlobalBatch:
-    """Return the global batch of an element of Keras's loop; all members of a view do this together.
+def read_batch(element: Any, catching_up: Callable[[], AbstractContextManager[None]] = nullcontext) -> Batch:
+    """Return the batch of an element of Keras's loop; all members of a view do this together.
 
     Args:
         element: a batch that is read or still pending, or a nest of arrays or tensors with all rows.
@@ -253,7 +251,7 @@ def read_batch(
     """
     if isinstance(element, PendingBatch):
         return element.read(catching_up)
-    return element if isinstance(element, GlobalBatch) else whole_batch(element)
+    return element if isinstance(element, Batch) else whole_batch(element)
 
 
 def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:

@@ -46,6 +46,12 @@ class Form:
     nest: Nest
     specs: tuple[Spec, ...]
 
+    @classmethod
+    def of(cls, element: Nest) -> "Form":
+        """Return the form of elements like this one."""
+        marks = keras.tree.map_structure(lambda leaf: None if leaf is None else True, element)
+        return cls(marks, tuple(spec_of(leaf) for leaf in leaves_of(element)))
+
 
 class Stream:
     """A dataset that is read in its own order: `tf.data`, PyTorch's, a `PyDataset`, or any iterable.
@@ -74,21 +80,12 @@ class Stream:
     def begin(self) -> "Reader":
         """Begin a pass."""
         begun, self._begun = self._begun, None
-        return begun or self._opened()
+        return begun or self.opened()
 
     def peek(self) -> Nest:
         """Return the first element of the next pass, which still yields it; None if it is empty."""
-        self._begun = self._begun or self._opened()
+        self._begun = self._begun or self.opened()
         return self._begun.peek()
-
-    def sample(self) -> Nest:
-        """Return an element as Keras reads one to build a model: by beginning a pass, unless that loses data.
-
-        Later passes then yield the same elements as in plain Keras.
-        """
-        if not isinstance(self.dataset, Iterator):
-            return self._opened().peek()
-        return self.peek()
 
     def form(self) -> Form:
         """Return the form of the elements; read the first one ahead if the form is not known otherwise.
@@ -113,10 +110,10 @@ class Stream:
     def note(self, element: Nest) -> None:
         """Record the form of an element."""
         if self._form is None:
-            marks = keras.tree.map_structure(lambda leaf: None if leaf is None else True, element)
-            self._form = Form(marks, tuple(spec_of(leaf) for leaf in leaves_of(element)))
+            self._form = Form.of(element)
 
-    def _opened(self) -> "Reader":
+    def opened(self) -> "Reader":
+        """Begin a pass that does not count: the next one begins anew."""
         with self.apart():
             return Reader(self, read(self.dataset))
 

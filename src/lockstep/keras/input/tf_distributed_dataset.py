@@ -16,7 +16,7 @@ import tensorflow as tf
 from lockstep.errors import DataError, LockstepError
 from lockstep.keras.backends.tf_graphs import call_python
 from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
-from lockstep.keras.input.sources import GlobalBatchPass, GlobalBatchSource, Pass, Source
+from lockstep.keras.input.sources import GlobalBatchPass, GlobalBatchSource, Pass, Source, StreamBatches
 from lockstep.keras.input.streams import Form, array_of
 from lockstep.keras.nests import leaves_of, packed
 from lockstep.keras.per_replica import Registry, Spec, ValueStore
@@ -101,7 +101,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
 
     def _begin_in_python(self) -> int:
         assert isinstance(self.source, GlobalBatchSource)
-        self._begun.append(self.begin(self.source.begun(None)))
+        self._begun.append(self.begin(self.source.begin_in_graph()))
         return self._begun[-1].number
 
 
@@ -157,8 +157,8 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
 
     def _made(self) -> "GraphIterator":
         number, dataset = tf.constant(self.number, tf.int64), self._dataset_number
-        if isinstance(self._current, GlobalBatchPass) and self._current.reader is not None:
-            iterator = self._current.reader.iterator
+        if (batches := self._stream_batches()) is not None and batches.reader is not None:
+            iterator = batches.reader.iterator
             if isinstance(iterator, tf.data.Iterator):
                 return GraphIterator(number, iterator, dataset, False)
         specs = self._current.form().specs
@@ -167,11 +167,16 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
 
     def publish(self, leaves: Sequence[Any]) -> int:
         """Store an element that a graph has taken from `tf.data`; return its handle."""
-        assert isinstance(self._current, GlobalBatchPass)
-        nest = packed(self._current.form().nest, [array_of(leaf) for leaf in leaves])
-        element = self._current.element(nest)
+        batches = self._stream_batches()
+        assert batches is not None
+        batch = batches.batch_of(packed(self._current.form().nest, [array_of(leaf) for leaf in leaves]))
         self._taken += 1
-        return self._dataset.store.put(element.values)
+        return self._dataset.store.put(self._dataset.source.values(batch, self._taken))
+
+    def _stream_batches(self) -> StreamBatches | None:
+        """Return the batches of the pass if every worker reads all of them; otherwise None."""
+        batches = self._current.batches if isinstance(self._current, GlobalBatchPass) else None
+        return batches if isinstance(batches, StreamBatches) else None
 
     def handles(self, specs: Sequence[Spec]) -> Iterator[int]:
         """Read the remaining elements one by one as requested; yield their handles.
@@ -182,7 +187,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         try:
             while True:
                 try:
-                    _, values = self._take()
+                    values = self._take()
                 except StopIteration:
                     return
                 if values.specs != specs:
@@ -341,5 +346,5 @@ def dataset_of_handles(handles: Callable[[], Iterator[int]]) -> Any:
 
 def _signature(form: Form, store: ValueStore) -> Any:
     with tf.init_scope():
-        handles = symbolic(tf.zeros((), tf.int64), store, form.specs)
-    return packed(form.nest, [tf.type_spec_from_value(one) for one in handles])
+        leaves = symbolic(tf.zeros((), tf.int64), store, form.specs)
+    return packed(form.nest, [tf.type_spec_from_value(leaf) for leaf in leaves])

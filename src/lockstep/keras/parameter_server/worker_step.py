@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy.typing as npt
 
-from lockstep.data.batch import GlobalBatch
+from lockstep.data.batch import Batch
 from lockstep.keras.backends.contract import ServedProgram
 from lockstep.keras.parameter_server.dispatcher import as_arrays
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
@@ -34,7 +34,7 @@ class ComputedStep:
     gradients: Mapping[int, Array]
     found: Mapping[str, Array]
 
-    def returned(self, step: int, data: GlobalBatch, staleness: int = 0) -> tuple[WorkDone, list[Array]]:
+    def returned(self, step: int, data: Batch, staleness: int = 0) -> tuple[WorkDone, list[Array]]:
         """Return what the chief gets; the worker then waits for another step."""
         message = WorkDone(ANY_STEP, step, names=tuple(self.found), staleness=staleness, check=data.check())
         return message, list(self.found.values())
@@ -63,14 +63,14 @@ class WorkerStep:
         """How many times the backend has traced the step; see `Program`."""
         return 0 if self._program is None else self._program.traced
 
-    def look_up(self, data: GlobalBatch) -> dict[int, Array]:
+    def look_up(self, data: Batch) -> dict[int, Array]:
         """Return the distinct rows that a batch looks up; see `LookedUpRows.look_up`.
 
         The next calls of `make_room` and `compute` are for this batch.
         """
         return self.rows.look_up(lambda: _inputs(data))
 
-    def make_room(self, step: int, data: GlobalBatch) -> bool:
+    def make_room(self, step: int, data: Batch) -> bool:
         """Compile the step if it does not fit the batch; return whether it was compiled."""
         if not self.rows.make_room() and self._program is not None:
             return False
@@ -83,7 +83,7 @@ class WorkerStep:
         return True
 
     def compute(
-        self, step: int, data: GlobalBatch, weights: Sequence[Array], layers: Mapping[str, Array]
+        self, step: int, data: Batch, weights: Sequence[Array], layers: Mapping[str, Array]
     ) -> ComputedStep:
         """Compute a step.
 
@@ -112,7 +112,7 @@ class WorkerStep:
         return ComputedStep(self.rows.collected(gradients), found)
 
 
-def _inputs(data: GlobalBatch) -> Any:
+def _inputs(data: Batch) -> Any:
     """Return the inputs of the model in a batch."""
     return keras.utils.unpack_x_y_sample_weight(data.share(0, 1).data())[0]
 
