@@ -94,7 +94,7 @@ def taken(batches: Iterable[Any]) -> Iterator[Any]:
 
     for given_batch in batches:
         batch = given_batch.read(nullcontext) if isinstance(given_batch, PendingBatch) else given_batch
-        share = batch.share(OWN_REPLICA, REPLICAS, 1)
+        share = batch.share(OWN_REPLICA, 1)
         data = share.data()
         batch.check()
         yield data

@@ -9,8 +9,8 @@ from lockstep.data.digest import SAMPLED_ROWS, digest_arrays, sample_rows
 @given(st.integers(1, 100), st.integers(1, 12))
 def test_shares_cover_the_batch_in_order_and_their_weights_sum_to_one(examples: int, replicas: int) -> None:
     rows = np.arange(examples)
-    batch = GlobalBatch(examples, lambda wanted: rows[wanted], lambda: b"")
-    shares = [batch.share(replica, replicas) for replica in range(replicas)]
+    batch = GlobalBatch(examples, replicas, lambda wanted: rows[wanted], lambda: b"")
+    shares = [batch.share(replica) for replica in range(replicas)]
     assert [row for share in shares for row in share.data()] == list(range(examples))
     assert [len(share.data()) for share in shares] == [share.examples for share in shares]
     assert sum(share.weight for share in shares) == 1 or abs(sum(s.weight for s in shares) - 1) < 1e-12
@@ -18,8 +18,8 @@ def test_shares_cover_the_batch_in_order_and_their_weights_sum_to_one(examples: 
 
 def test_a_share_reads_only_its_rows() -> None:
     read: list[slice] = []
-    batch = GlobalBatch(10, read.append, lambda: b"")
-    share = batch.share(1, 4)
+    batch = GlobalBatch(10, 4, read.append, lambda: b"")
+    share = batch.share(1)
     assert read == []
     share.data()
     assert read == [slice(3, 6)]

@@ -23,8 +23,8 @@ def test_the_table_lists_the_rows_that_training_reads(
         if not numbers:
             assert not reading.rows.numbers
             continue
-        batch = GlobalBatch(len(numbers), lambda rows, numbers=numbers: numbers[rows], lambda: b"")
-        assert list(reading.rows.numbers) == batch.share(reading.replica, replicas).data()
+        batch = GlobalBatch(len(numbers), replicas, lambda rows, numbers=numbers: numbers[rows], lambda: b"")
+        assert list(reading.rows.numbers) == batch.share(reading.replica).data()
 
 
 def test_the_table_has_a_line_for_each_replica_and_step() -> None:

@@ -254,7 +254,7 @@ class Worker:
 
     def _take(self, batch: GlobalBatch, view: View, step: int) -> None:
         for replica in view.replicas_of(self.worker):
-            share = batch.share(replica, view.replicas)
+            share = batch.share(replica)
             if share.examples and step:
                 data = share.data()
                 self.got[step, replica] = digest_arrays(leaves_of(data)).hex()

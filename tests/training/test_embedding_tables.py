@@ -347,7 +347,7 @@ def test_ids_that_are_floats_are_those_of_the_model() -> None:
 def gradients_of(model: keras.Model, state: Any, batch: GlobalBatch) -> dict[int, np.ndarray]:
     backend = adapter().steps()
     program: Any = backend.program(model, "train")
-    partial = program.compute(state, batch.share(0, 1, 5), ())
+    partial = program.compute(state, batch.share(0, 5), ())
     arrays = program.parts(0, {name: backend.to_numpy(value) for name, value in partial.items()})
     return {
         int(name.partition("/")[2]): np.array(array)
@@ -373,7 +373,7 @@ def state_of(model: keras.Model) -> Any:
 def test_the_gradients_of_rows_are_those_of_the_tables(make: Callable[[], keras.Model]) -> None:
     model, backend = compiled(make), adapter().steps()
     tables, _ = find_tables(model, lambda: X, backend.to_numpy)
-    batch = whole_batch((X, Y))
+    batch = whole_batch((X, Y), 1)
     expected = gradients_of(model, state_of(model), batch)
     weights = [np.array(backend.to_numpy(variable.value)) for variable in model.trainable_variables]
     before = [id(variable) for variable in model.trainable_variables]

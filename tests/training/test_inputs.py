@@ -28,6 +28,15 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def joint() -> ReadingWorker:
+    """The only worker of a job with three replicas, which reads everything."""
+    return ReadingWorker(job.current(), 0, joint=True)
+
+
+def input_of(data: Any, **options: Any) -> GlobalInput:
+    return global_input(data, **{**OPTIONS, "reader": joint(), **options})
+
+
 class Noted(np.ndarray):
     """An array that records which of its rows are read."""
 
@@ -47,14 +56,14 @@ def noted(count: int) -> Noted:
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_a_share_reads_its_own_rows_only(shuffle: Any) -> None:
     rows = noted(20)
-    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), shuffle, SEED, unsplit=False)
+    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), shuffle, SEED, joint(), unsplit=False)
     batch = next(source.batches())
     assert rows.reads == []
     whole = batch.read(slice(0, 8))
     del rows.reads[:]
-    x = batch.share(2, 4).data()
-    assert [len(read) for read in rows.reads] == [2]
-    np.testing.assert_array_equal(x, whole[4:6])
+    x = batch.share(1).data()
+    assert [len(read) for read in rows.reads] == [3]
+    np.testing.assert_array_equal(x, whole[3:6])
     del rows.reads[:]
     batch.check()
     assert [len(read) for read in rows.reads] == [1]
@@ -62,7 +71,7 @@ def test_a_share_reads_its_own_rows_only(shuffle: Any) -> None:
 
 def test_a_calls_facts_read_a_bounded_sample() -> None:
     rows = noted(10_000)
-    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), False, SEED, unsplit=False)
+    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), False, SEED, joint(), unsplit=False)
     facts = source.facts()
     assert sum(map(len, rows.reads)) == 64
     assert facts["data"] == "float32[10000, 2]"
@@ -70,7 +79,7 @@ def test_a_calls_facts_read_a_bounded_sample() -> None:
 
 def inputs(**options: Any) -> GlobalInput:
     x = np.arange(12, dtype="float32").reshape(6, 2)
-    return global_input(x, **OPTIONS | {"batch_size": 4, "shuffle": True} | options)
+    return input_of(x, **{"batch_size": 4, "shuffle": True} | options)
 
 
 def test_each_pass_has_an_order_that_another_process_reproduces() -> None:
@@ -98,8 +107,8 @@ def test_the_check_of_a_step_depends_on_its_rows_and_their_source() -> None:
     other = x.copy()
     other[2:] += 1
     for shuffle in (False, True):
-        options = OPTIONS | {"batch_size": 2, "shuffle": shuffle}
-        checks, others = ([b.check() for b in global_input(a, **options).batches()] for a in (x, other))
+        options = {"batch_size": 2, "shuffle": shuffle}
+        checks, others = ([b.check() for b in input_of(a, **options).batches()] for a in (x, other))
         assert len(set(checks)) == 3
         assert sum(a == b for a, b in zip(checks, others, strict=True)) == 1
 
@@ -114,25 +123,25 @@ def test_the_check_of_a_step_depends_on_its_rows_and_their_source() -> None:
     ids=["flat", "without targets", "nested"],
 )
 def test_a_whole_batch_is_read_and_hashed_in_place(data: Any) -> None:
-    batch = whole_batch(data, 3)
-    share = batch.share(1, 2).data()
+    batch = whole_batch(data, 2, 3)
+    share = batch.share(1).data()
     keras.tree.assert_same_structure(share, data)
     for part, whole in zip(keras.tree.flatten(share), keras.tree.flatten(data), strict=True):
         assert part is whole or (np.shares_memory(part, whole) and part.shape[0] == 2)
     before = batch.check()
-    assert before == whole_batch(data, 3).check() != whole_batch(data, 4).check()
+    assert before == whole_batch(data, 2, 3).check() != whole_batch(data, 2, 4).check()
     keras.tree.flatten(data)[0][3] += 1
-    assert whole_batch(data, 3).check() != before == batch.check()
+    assert whole_batch(data, 2, 3).check() != before == batch.check()
 
 
 def test_tensors_of_a_dataset_are_read_in_place() -> None:
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices((np.arange(8).reshape(4, 2), np.zeros(4))).batch(4)
-    source = global_input(dataset, **OPTIONS)
+    source = input_of(dataset)
     looked = [source.first(), source.peek()]
     batch = next(source.batches())
     assert {type(leaf) for data in looked for leaf in data} == {np.ndarray}
-    parts = [batch.share(replica, 2).data()[0] for replica in range(2)]
+    parts = [batch.share(replica).data()[0] for replica in range(3)]
     assert np.concatenate(parts).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert parts[1].ctypes.data == parts[0].ctypes.data + parts[0].nbytes
     assert not parts[0].flags.writeable
@@ -140,11 +149,11 @@ def test_tensors_of_a_dataset_are_read_in_place() -> None:
 
 def test_sparse_tensors_become_dense_as_in_keras() -> None:
     tf = pytest.importorskip("tensorflow")
-    dataset = tf.data.Dataset.from_tensor_slices(np.arange(4.0).reshape(4, 1)).batch(2)
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(6.0).reshape(6, 1)).batch(3)
     sparse = dataset.map(tf.sparse.from_dense)
-    batches = [list(global_input(data, **OPTIONS).batches()) for data in (dataset, sparse)]
-    given, made = ([batch.share(1, 2).data().tolist() for batch in found] for found in batches)
-    assert made == given == [[[1.0]], [[3.0]]]
+    batches = [list(input_of(data).batches()) for data in (dataset, sparse)]
+    plain, made = ([batch.share(1).data().tolist() for batch in of_kind] for of_kind in batches)
+    assert made == plain == [[[1.0]], [[4.0]]]
 
 
 def test_one_generator_feeds_two_inputs_in_the_order_of_keras() -> None:
@@ -156,7 +165,7 @@ def test_one_generator_feeds_two_inputs_in_the_order_of_keras() -> None:
             yield np.full((4, 1), number), np.zeros((4, 1))
 
     data = endless()
-    training, validation = (global_input(data, **OPTIONS) for _ in range(2))
+    training, validation = (input_of(data) for _ in range(2))
     assert training.facts() == validation.facts()
     assert taken == []
     assert training.num_batches is None
@@ -187,7 +196,7 @@ def test_a_grain_dataset_has_the_batches_of_keras() -> None:
     shuffled = grain.MapDataset.source(Sequences()).seed(4).shuffle()
     for dataset in (shuffled.batch(4), shuffled.to_iter_dataset().batch(4)):
         expected = [x[:, 0].tolist() for x, _ in dataset]
-        source = global_input(dataset, **OPTIONS)
+        source = input_of(dataset)
         for _ in range(2):
             batches = [batch.read(slice(0, batch.examples))[0][:, 0].tolist() for batch in source.batches()]
             assert batches == expected
@@ -220,7 +229,7 @@ def test_a_grain_dataset_is_divided_by_its_batches(kind: str) -> None:
     make, why = GRAIN[kind]
     dataset = make(grain.MapDataset.source(Sequences()))
     expected = [np.concatenate(keras.tree.flatten(batch), axis=1).tolist() for batch in dataset]
-    source = global_input(dataset, **OPTIONS, reader=ReadingWorker(job.current(), 0))
+    source = input_of(dataset, reader=ReadingWorker(job.current(), 0))
     assert why in source.way.why
     assert source.way.how == ("every worker reads the whole dataset" if why else HANDED_OVER)
     assert source.num_batches is None
@@ -238,7 +247,7 @@ def test_an_endless_grain_dataset_is_divided() -> None:
     endless = grain.MapDataset.source(Sequences()).batch(4).repeat()
     if not is_grain_dataset(endless):
         pytest.skip("this version of Keras does not read datasets of Grain")
-    batches = global_input(endless, **OPTIONS, reader=ReadingWorker(job.current(), 0)).batches()
+    batches = input_of(endless, reader=ReadingWorker(job.current(), 0)).batches()
     read = [next(batches).read(nullcontext).read(slice(0, 1))[0][0, 0] for _ in range(5)]
     assert read == [0, 4, 8, 0, 4]
 
@@ -263,12 +272,12 @@ def test_sparse_batches_are_cut_into_dense_rows(kind: str) -> None:
     dataset = SparseBatches(pytest.importorskip("scipy.sparse").csr_matrix(dense))
 
     def source() -> GlobalInput:
-        return global_input(dataset if kind == "dataset" else (dataset[i] for i in range(2)), **OPTIONS)
+        return input_of(dataset if kind == "dataset" else (dataset[i] for i in range(2)))
 
     np.testing.assert_array_equal(source().first()[0], dense[:4])
     for index, pending in enumerate(source().batches()):
         batch = pending.read(nullcontext) if isinstance(pending, PendingBatch) else pending
-        x, y = batch.share(2, 3).data()
+        x, y = batch.share(2).data()
         np.testing.assert_array_equal(x, dense[4 * index + 3 : 4 * index + 4], strict=True)
         np.testing.assert_array_equal(y, [[index]])
 
@@ -280,7 +289,7 @@ def test_one_replica_trains_on_sparse_batches_as_they_are(kind: str) -> None:
         pytest.skip("Keras passes no sparse batches to PyTorch")
     dataset = SparseBatches(pytest.importorskip("scipy.sparse").eye(8, format="csr"))
     data = dataset if kind == "dataset" else (dataset[i] for i in range(2))
-    alone = global_input(data, **{**OPTIONS, "unsplit": True})
+    alone = input_of(data, unsplit=True)
     read = [x for x, _ in (alone.get_jax_iterator() if backend == "jax" else alone.get_tf_dataset())]
     assert [type(x).__name__ for x in read] == 2 * ["BCOO" if backend == "jax" else "SparseTensor"]
     np.testing.assert_array_equal(on_host(read[1]), np.eye(8)[4:])

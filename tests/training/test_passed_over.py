@@ -18,6 +18,7 @@ from lockstep.checkpoint.store import Store
 from lockstep.keras.backends.jax import JaxBackend
 from lockstep.keras.fit.model_methods import ModelMethods
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input
+from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
@@ -78,7 +79,8 @@ def test_the_rest_of_a_pass_has_its_order() -> None:
     def begun(snapshots: Snapshots) -> GlobalInput:
         keras.utils.set_random_seed(3)
         rows = np.arange(20, dtype="float32")
-        data = global_input(rows, batch_size=5, steps=None, shuffle=True, seed=None, unsplit=False)
+        options: dict[str, Any] = {"batch_size": 5, "steps": None, "shuffle": True, "seed": None}
+        data = global_input(rows, **options, unsplit=False, reader=ReadingWorker(job.current(), 0))
         data.before_pass = snapshots.resumable.begin_pass
         return data
 

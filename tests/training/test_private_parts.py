@@ -508,7 +508,7 @@ def test_jax_passes_a_global_batch_through_to_the_train_function() -> None:
     import lockstep.keras.backends.jax
 
     assert lockstep.keras.backends.jax.JaxBackend
-    batch = GlobalBatch(1, lambda rows: None, lambda: b"")
+    batch = GlobalBatch(1, 3, lambda rows: None, lambda: b"")
     assert keras.tree.map_structure(jax.device_put, batch) is batch
 
 

@@ -495,12 +495,12 @@ def test_a_metric_is_checked_before_the_first_single_batch(
 
 
 def test_unequal_parts_of_a_batch_are_split_in_proportion_or_refused() -> None:
-    batch = whole_batch((np.arange(12), np.arange(6)))
-    shares = [batch.share(replica, 3).data() for replica in range(3)]
+    batch = whole_batch((np.arange(12), np.arange(6)), 3)
+    shares = [batch.share(replica).data() for replica in range(3)]
     assert [(a.tolist(), b.tolist()) for a, b in shares] == [
         ([0, 1, 2, 3], [0, 1]),
         ([4, 5, 6, 7], [2, 3]),
         ([8, 9, 10, 11], [4, 5]),
     ]
     with pytest.raises(DataError, match="parts of 12 and 5 rows"):
-        whole_batch((np.arange(12), np.arange(5))).share(0, 3).data()
+        whole_batch((np.arange(12), np.arange(5)), 3).share(0).data()

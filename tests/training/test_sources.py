@@ -25,7 +25,7 @@ BATCHES = [[ROWS[:4], ROWS[:4, 0]], [ROWS[4:9], ROWS[4:9, 0]], [ROWS[9:], ROWS[9
 
 def of_batches(job: Job, batches: Any = BATCHES) -> GlobalBatchSource:
     stream = Stream(batches)
-    return GlobalBatchSource(job, stream, StreamReading(stream))
+    return GlobalBatchSource(job, stream, StreamReading(stream, REPLICAS))
 
 
 def of_replicas(job: Job) -> Pipelines:
@@ -68,7 +68,7 @@ def test_fit_and_a_loop_get_the_same_shares(job_of_one_worker: Job, make: Any) -
     for batch, of_replica in zip(batches, values, strict=True):
         assert of_replica.specs == form.specs
         assert of_replica.check() == batch.check()
-        shares = [batch.share(replica, REPLICAS) for replica in range(REPLICAS)]
+        shares = [batch.share(replica) for replica in range(REPLICAS)]
         assert sum(share.weight for share in shares) == pytest.approx(1)
         for share in shares:
             data = share.data()
@@ -123,7 +123,7 @@ def test_a_batch_that_cannot_be_split_is_named(job_of_one_worker: Job, leaves: A
 def test_a_loop_does_not_know_how_many_examples_the_others_have(job_of_one_worker: Job) -> None:
     source = of_replicas(job_of_one_worker)
     batch = next(source.begin())
-    assert math.isnan(batch.share(1, REPLICAS).weight)
+    assert math.isnan(batch.share(1).weight)
     with pytest.raises(InternalError):
         assert batch.examples
     assert batch.is_here(1)

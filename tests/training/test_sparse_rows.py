@@ -77,9 +77,9 @@ def test_dense_arrays_are_not_sparse() -> None:
 
 
 def test_a_batch_reads_and_hashes_rows_of_a_sparse_array() -> None:
-    batch, dense = (whole_batch((x, np.arange(5))) for x in (of_scipy("csr_matrix"), DENSE))
+    batch, dense = (whole_batch((x, np.arange(5)), 2) for x in (of_scipy("csr_matrix"), DENSE))
     assert batch.check() == dense.check()
-    x, y = batch.share(1, 2).data()
+    x, y = batch.share(1).data()
     np.testing.assert_array_equal(x, DENSE[3:])
     assert y.tolist() == [3, 4]
 

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.keras.input.fit_inputs import ArrayInput, global_input, split_validation
+from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input, split_validation
+from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.stored_arrays import StoredArray, stored
+from lockstep.worker import job
 
 ROWS, BATCH = 4096, 64
 X = np.random.default_rng(0).normal(size=(ROWS, 128))
 Y = (X[:, :1] > 0).astype("int64")
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "steps": None, "seed": (0, 0, 1), "unsplit": False}
+
+
+def input_of(*data: Any, shuffle: Any) -> GlobalInput:
+    return global_input(*data, **OPTIONS, shuffle=shuffle, reader=ReadingWorker(job.current(), 0))
 
 
 @pytest.fixture(params=["map", "rows of a map", "array on a map", "h5py"])
@@ -39,11 +45,11 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_only_rows_that_are_needed_are_read(opened: tuple[Any, Any], shuffle: Any) -> None:
-    expected = global_input(X, Y, **OPTIONS, shuffle=shuffle)
+    expected = input_of(X, Y, shuffle=shuffle)
     assert expected.held == X.nbytes // 2 + Y.nbytes
     tracemalloc.start()
     try:
-        source = global_input(*opened, **OPTIONS, shuffle=shuffle)
+        source = input_of(*opened, shuffle=shuffle)
         assert source.facts() == expected.facts()
         assert source.held == 0
         found = [
@@ -101,4 +107,4 @@ def test_training_is_that_on_arrays_in_memory(opened: tuple[Any, Any]) -> None:
 
 def test_other_arrays_are_those_of_keras() -> None:
     assert stored(X) is stored(None) is stored(np.float32(1)) is None
-    assert isinstance(global_input(X, **OPTIONS, shuffle=False), ArrayInput)
+    assert isinstance(input_of(X, shuffle=False), ArrayInput)

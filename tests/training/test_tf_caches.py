@@ -11,7 +11,8 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 from lockstep.keras.input.fit_inputs import global_input
-from lockstep.worker import tf_caches
+from lockstep.keras.input.readings import ReadingWorker
+from lockstep.worker import job, tf_caches
 from lockstep.worker.patch_registry import PATCHES
 from lockstep.worker.tf_caches import CacheOwner, caches_of_replica, divide_caches
 
@@ -106,7 +107,7 @@ def test_a_cache_is_complete_when_the_last_batch_is_read(tmp_path: Path, batches
     path = tmp_path / "cache"
     dataset = tf.data.Dataset.range(12).map(lambda number: number + 1)
     dataset = dataset.batch(4).cache(str(path)) if batches_first else dataset.cache(str(path)).batch(4)
-    source = global_input(dataset, **OPTIONS, unsplit=False)
+    source = global_input(dataset, **OPTIONS, unsplit=False, reader=ReadingWorker(job.current(), 0))
     assert source.num_batches == 3
     batches = source.batches()
     for _ in range(3):

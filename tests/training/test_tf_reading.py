@@ -134,11 +134,13 @@ def digest(nest: Any) -> bytes:
 
 def passes(dataset: Any, count: int = 2) -> list[list[bytes]]:
     """Return hashes of the share of each replica of each batch, as plain iteration yields them."""
-    return [[shares(whole_batch(data)) for data in dataset.as_numpy_iterator()] for _ in range(count)]
+    return [
+        [shares(whole_batch(data, REPLICAS)) for data in dataset.as_numpy_iterator()] for _ in range(count)
+    ]
 
 
 def shares(batch: GlobalBatch) -> Any:
-    return [digest(batch.share(replica, REPLICAS).data()) for replica in range(REPLICAS)]
+    return [digest(batch.share(replica).data()) for replica in range(REPLICAS)]
 
 
 @pytest.mark.ci(*[*PURE][::2])
@@ -158,7 +160,7 @@ def test_rows_are_those_of_plain_iteration_however_the_view_changes(name: str) -
                     job.view = place(REPLICAS, (job.worker, 9))
                 own = job.view.replicas_of(job.worker)
                 order = sorted(range(REPLICAS), key=lambda replica, own=own: replica not in own)
-                parts = {replica: digest(batch.share(replica, REPLICAS).data()) for replica in order}
+                parts = {replica: digest(batch.share(replica).data()) for replica in order}
                 found.append([parts[replica] for replica in range(REPLICAS)])
             assert found == plain[number]
 
@@ -585,7 +587,7 @@ def test_a_worker_maps_its_own_rows_and_those_that_are_compared() -> None:
     job = Alone(1, (0, 1))
     for batch in divided(counted(calls), job).begin():
         for replica in job.view.replicas_of(1):
-            batch.share(replica, REPLICAS).data()
+            batch.share(replica).data()
         batch.check()
     own = {row for row in range(40) if row % 8 >= 4}
     assert own <= set(calls)
@@ -647,10 +649,11 @@ def test_a_pass_that_is_not_finished_is_freed_while_a_graph_is_built() -> None:
 def test_weights_of_classes_are_added_to_own_rows() -> None:
     options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": (0, 0, 1)}
     options |= {"class_weight": {label: label / 4 for label in range(ROWS)}, "unsplit": False}
-    reader = ReadingWorker(Alone(1, (0, 1)), 7)  # type: ignore[arg-type]
+    alone: Any = Alone(1, (0, 1))
+    readers = [ReadingWorker(alone, 7, joint=is_joint) for is_joint in (True, False)]
     for drop in (False, True):
         dataset = source().map(scaled).batch(8, drop_remainder=drop)
-        joint, own = (global_input(dataset, **options, reader=by) for by in (None, reader))
+        joint, own = (global_input(dataset, **options, reader=reader) for reader in readers)
         assert "each worker reads the rows of its replicas" in own.facts()["data reading"]
         pairs = zip(joint.batches(), own.batches(), strict=True)
         for one, other in pairs:

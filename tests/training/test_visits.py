@@ -12,9 +12,10 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from lockstep import show_input
 from lockstep.keras.input.fit_inputs import AN_ITERATOR, global_input
+from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, order_seed, visits
 from lockstep.keras.randomness import script_seeds
-from lockstep.worker import script_seed
+from lockstep.worker import job, script_seed
 from lockstep.worker.patch_registry import PATCHES
 
 ROWS = np.arange(20, dtype="float32")
@@ -36,7 +37,9 @@ class Rows(keras.utils.PyDataset):  # type: ignore[misc]
 
 def passes(x: Any, shuffle: Any, seed: OrderSeed) -> list[list[float]]:
     """The rows that Keras reads before the first pass, and those of two passes."""
-    source = global_input(x, batch_size=6, steps=None, shuffle=shuffle, seed=seed, unsplit=False)
+    reader = ReadingWorker(job.current(), 0, joint=True)
+    options: dict[str, Any] = {"batch_size": 6, "steps": None, "shuffle": shuffle, "seed": seed}
+    source = global_input(x, **options, unsplit=False, reader=reader)
     looked = [] if keras.backend.backend() == "tensorflow" else np.asarray(source.first()).tolist()
     visited = [looked]
     for _ in range(2):
@@ -139,7 +142,8 @@ def test_a_dataset_that_changes_between_epochs_is_visited_as_by_keras(
     assert list(map(len, expected)) == list(counts)
 
     keras.utils.set_random_seed(4)
-    source = global_input(Changing(*counts), seed=None, **options)
+    reader = ReadingWorker(job.current(), 0, joint=True)
+    source = global_input(Changing(*counts), seed=None, reader=reader, **options)
     found = []
     for _ in counts:
         source.on_epoch_begin()

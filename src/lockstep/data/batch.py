@@ -62,15 +62,10 @@ class Batch(ABC):
         """
 
     @abstractmethod
-    def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
-        """Return the examples of a replica, which `data` of the share reads.
+    def share(self, replica: int, seed: int = 0) -> Share:
+        """Return the share of a replica in a step with this seed.
 
         A share without examples may read some of the same form.
-
-        Args:
-            replica: its id.
-            replicas: R.
-            seed: see `Share`.
         """
 
     @abstractmethod
@@ -87,23 +82,27 @@ class GlobalBatch(Batch):
 
     Args:
         examples: the number of rows.
+        replicas: R.
         read: reads a range of rows.
         check: returns bytes that are equal on all workers that have the same batch.
     """
 
-    __slots__ = ("check", "examples", "read")
+    __slots__ = ("check", "examples", "read", "replicas")
 
     examples: int
     check: Callable[[], bytes]
 
-    def __init__(self, examples: int, read: Callable[[slice], Any], check: Callable[[], bytes]) -> None:
+    def __init__(
+        self, examples: int, replicas: int, read: Callable[[slice], Any], check: Callable[[], bytes]
+    ) -> None:
         self.examples = examples
+        self.replicas = replicas
         self.read = read
         self.check = check
 
-    def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
-        """Return the contiguous rows of `replica`; the shares of `replicas` differ by at most one row."""
-        rows = replica_rows(self.examples, replica, replicas)
+    def share(self, replica: int, seed: int = 0) -> Share:
+        """Return the rows of a replica; the shares of two replicas differ by at most one row."""
+        rows = replica_rows(self.examples, replica, self.replicas)
         count = rows.stop - rows.start
         return Share(replica, count, count / self.examples, seed, lambda: self.read(rows))
 

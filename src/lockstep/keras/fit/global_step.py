@@ -138,7 +138,7 @@ class GlobalStep:
             label, _, count = call.name.partition(" ")
             number = int(count.partition(" ")[0])
         self.timer.begin(label)
-        batch = read_batch(element, partial(self.program.published, state))
+        batch = read_batch(element, self.job.view.replicas, partial(self.program.published, state))
         self.timer.lap("input")
         trains = self.kind == "train"
         record = self._digests.begin(self.calls.taken + trains, call.name, number, trains=trains)
@@ -167,7 +167,9 @@ class GlobalStep:
         Raises:
             CallFinishedElsewhere: the members have finished the call.
         """
-        _, state = self._step(state, read_batch(element, partial(self.program.published, state)))
+        _, state = self._step(
+            state, read_batch(element, self.job.view.replicas, partial(self.program.published, state))
+        )
         self.backend.settle()
         if self._snapshots.resumable.join():
             # The step has reused the memory of the variables' values.
@@ -207,7 +209,7 @@ class GlobalStep:
     def _predict(self, state: Any, element: Any) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self.timer.stop()
-        batch = read_batch(element, partial(self.program.published, state))
+        batch = read_batch(element, self.job.view.replicas, partial(self.program.published, state))
         self._verifications.begin(0)
         self.program.outputs()  # Drops those of a step that failed.
         if self.program.varies:
@@ -241,10 +243,7 @@ class GlobalStep:
         """Return the outputs of a replica, with a trial of them if it is the first of several replicas."""
         leaves = leaves_by_path(outputs, self.backend.to_numpy)
         packed = [pack(name, array) for name, array in leaves]
-        replicas = self.job.view.replicas
-        if share.examples == batch.examples or any(
-            batch.share(r, replicas).examples for r in range(share.replica)
-        ):
+        if share.examples == batch.examples or any(batch.share(r).examples for r in range(share.replica)):
             return ReplicaOutputs(share.replica, packed)
         call, trials = self._trials
         if call is not self.calls.current:
@@ -341,7 +340,7 @@ class StepRound(Round):
         self.shares: dict[int, Share] = {}
 
     def _share(self, replica: int) -> Share:
-        return self._batch.share(replica, self._step.job.view.replicas, self._seed)
+        return self._batch.share(replica, self._seed)
 
     def contributes(self, replica: int) -> bool:
         """Whether the replica has examples."""

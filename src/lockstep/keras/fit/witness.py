@@ -200,7 +200,7 @@ class _Comparison:
         self._model = model
         self._kind: StepKind = kind
         self._batch = keras.tree.map_structure(self._host, batch)
-        self._global = whole_batch(self._batch)
+        self._global = whole_batch(self._batch, self._job.view.replicas)
         self._function: Any = None
         self._gradients_in_logs = _GradientsInLogs(model)
         self._program = self._backend.program(model, kind)
@@ -234,7 +234,7 @@ class _Comparison:
         model, batch = self._model, self._batch
         layers = [layer for layer in layers_of(model) if layer is not model]
         replicas = self._job.view.replicas
-        shares = [self._global.share(replica, replicas) for replica in range(replicas)]
+        shares = [self._global.share(replica) for replica in range(replicas)]
         parts = [share.data() for share in shares if share.examples]
         order: list[Any] = []
 

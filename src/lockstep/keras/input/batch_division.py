@@ -63,10 +63,10 @@ Standardize = Callable[[Any], Any]
 
 
 def division(
-    dataset: ReorderedDataset, standardize: Standardize, reader: ReadingWorker | None
+    dataset: ReorderedDataset, standardize: Standardize, reader: ReadingWorker
 ) -> "BatchDivision | str":
     """Return a reading that divides the batches of a dataset, or why every worker has to read all of them."""
-    if reader is None or reader.joint:
+    if reader.joint:
         return JOINT_INPUT
     if dataset.num_batches == 0:
         return "it has no batches"

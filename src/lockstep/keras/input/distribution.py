@@ -57,7 +57,7 @@ def _reading(
 ) -> Reading:
     """Return how the workers read a dataset of global batches: divided if that gives the same."""
     if job.settings.joint_input or not (is_loader(dataset) or stream.is_tensorflow):
-        return StreamReading(stream)
+        return StreamReading(stream, job.view.replicas)
     reader = ReadingWorker(job, seed(), call=call)
     divided: Reading | str
     if is_loader(dataset):
@@ -66,7 +66,7 @@ def _reading(
         from lockstep.keras.input.tf_reading import tf_reading
 
         divided = tf_reading(dataset, reader, weighed=False)
-    return StreamReading(stream, divided) if isinstance(divided, str) else divided
+    return StreamReading(stream, job.view.replicas, divided) if isinstance(divided, str) else divided
 
 
 def distribute_from_function(

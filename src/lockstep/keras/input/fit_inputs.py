@@ -9,7 +9,6 @@ possible, and refused where it is not.
 
 import struct
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -37,6 +36,7 @@ from lockstep.keras.input.readings import (
     ReadingWorker,
     Way,
     joint_batch,
+    read_batch,
 )
 from lockstep.keras.input.shards import shard_pipelines
 from lockstep.keras.input.sources import GlobalBatchSource, Source
@@ -217,8 +217,17 @@ class ArrayInput(GlobalInput):
 
     way = ARRAYS
 
-    def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
+    def __init__(
+        self,
+        inner: ArrayDataAdapter,
+        shuffle: Shuffle,
+        seed: OrderSeed,
+        reader: ReadingWorker,
+        *,
+        unsplit: bool,
+    ) -> None:
         super().__init__(inner, unsplit=unsplit)
+        self._replicas = reader.job.view.replicas
         arrays, self._count, size = array_parts(inner)
         leaves, self._pack = parts_of(arrays)
         rows = [_rows_of(leaf) for leaf in leaves]
@@ -257,11 +266,13 @@ class ArrayInput(GlobalInput):
             start, stop = indices.start, indices.stop
             return GlobalBatch(
                 stop - start,
+                self._replicas,
                 lambda rows: self._take(slice(start + rows.start, start + rows.stop)),
                 lambda: self._check(start, struct.pack("<3q", step, start, stop)),
             )
         return GlobalBatch(
             len(indices),
+            self._replicas,
             lambda rows: self._take(indices[rows]),
             lambda: self._check(int(indices[0]), struct.pack("<q", step) + indices.tobytes()),
         )
@@ -284,7 +295,7 @@ class DatasetInput(GlobalInput):
     """
 
     def __init__(
-        self, dataset: ReorderedDataset, class_weight: Any, reader: ReadingWorker | None, *, unsplit: bool
+        self, dataset: ReorderedDataset, class_weight: Any, reader: ReadingWorker, *, unsplit: bool
     ) -> None:
         adapter = PyDatasetAdapter(dataset, class_weight=class_weight)
         super().__init__(adapter, unsplit=unsplit)
@@ -421,14 +432,14 @@ class JointReading:
 
     Args:
         inner: Keras's adapter of the dataset.
-        reader: this worker; without it, all rows are compared.
+        reader: this worker.
         why: the reason.
 
     Attributes:
         inner: Keras's adapter.
     """
 
-    def __init__(self, inner: DataAdapter, reader: ReadingWorker | None = None, why: str = "") -> None:
+    def __init__(self, inner: DataAdapter, reader: ReadingWorker, why: str = "") -> None:
         self.inner = inner
         self._reader = reader
         self._numbers = PassNumbers(reader)
@@ -645,7 +656,7 @@ def _begins_at_once(dataset: Any) -> bool:
 
 def _as_tuples(batch: GlobalBatch) -> GlobalBatch:
     """Return a batch whose rows have a form that Keras accepts."""
-    return GlobalBatch(batch.examples, lambda rows: _as_tuple(batch.read(rows)), batch.check)
+    return GlobalBatch(batch.examples, batch.replicas, lambda rows: _as_tuple(batch.read(rows)), batch.check)
 
 
 def _as_tuple(nest: Nest) -> Any:
@@ -664,7 +675,7 @@ def global_input(
     class_weight: Any = None,
     seed: OrderSeed,
     unsplit: bool,
-    reader: ReadingWorker | None = None,
+    reader: ReadingWorker,
     in_order: bool = False,
 ) -> GlobalInput:
     """Convert the input of `fit` or `evaluate` into global batches.
@@ -679,7 +690,7 @@ def global_input(
         class_weight: weights by class.
         seed: determines that order.
         unsplit: see `GlobalInput`.
-        reader: this worker; without it, it reads all of each batch.
+        reader: this worker.
         in_order: whether the order of the examples counts, so that replicas have no shards of their own.
 
     Raises:
@@ -700,7 +711,7 @@ def global_input(
         inner = ArrayDataAdapter(
             x, y, sample_weight, batch_size, steps, shuffle=shuffle, class_weight=class_weight
         )
-        return ArrayInput(inner, shuffle, seed, unsplit=unsplit)
+        return ArrayInput(inner, shuffle, seed, reader, unsplit=unsplit)
     if isinstance(x, keras.utils.PyDataset):
         if y is not None or sample_weight is not None:
             raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
@@ -708,7 +719,7 @@ def global_input(
     if is_tf_dataset(x) or is_torch_dataloader(x) or is_grain_dataset(x) or isinstance(x, GeneratorType):
         adapter = partial(get_data_adapter, x, y, sample_weight, class_weight=class_weight)
         inner = LateAdapter(adapter) if isinstance(x, GeneratorType) and not unsplit else adapter()
-        if reader is not None and not (unsplit or in_order or reader.joint):
+        if not (unsplit or in_order or reader.joint):
 
             def weighted(shard: Any) -> Any:
                 return get_data_adapter(shard, class_weight=class_weight).get_tf_dataset()
@@ -716,12 +727,12 @@ def global_input(
             if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
                 return PipelinesInput(source)
         reading: Reading = JointReading(inner, reader)
-        if is_grain_dataset(x) and reader is not None and not unsplit:
+        if is_grain_dataset(x) and not unsplit:
             found = GrainInput.divided(x, seed, reader)
             if isinstance(found, GrainInput):
                 return found
             reading = JointReading(inner, reader, found)
-        elif reader is not None and not unsplit:
+        elif not unsplit:
             reading = _reading(x, inner, reader, class_weight)
             inner = reading.inner if isinstance(reading, JointReading) else inner
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
@@ -856,7 +867,9 @@ def _own_leaf(leaf: Any) -> Any:
 
 
 def _whole(batch: Batch | PendingBatch) -> Any:
-    return (batch.read(nullcontext) if isinstance(batch, PendingBatch) else batch).share(0, 1).data()
+    rows = read_batch(batch)
+    assert isinstance(rows, GlobalBatch)
+    return rows.whole()
 
 
 def _nothing() -> None:

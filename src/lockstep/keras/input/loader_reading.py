@@ -327,14 +327,10 @@ class _LoaderPass:
         if not batch.indices:
             raise DataError(f"batch {batch.step + 1} of the input has no rows")
         rows = _BatchRows(self, batch)
-        given = self.reader.partial_batch(
-            len(batch.indices), rows.read, batch.identity, self.number, batch.step
-        )
-        return GlobalBatch(
-            given.examples,
-            given.read,
-            computed_once(lambda: xxhash.xxh3_128_digest(given.check() + rows.form())),
-        )
+        count, identity = len(batch.indices), batch.identity
+        unformed = self.reader.partial_batch(count, rows.read, identity, self.number, batch.step)
+        check = computed_once(lambda: xxhash.xxh3_128_digest(unformed.check() + rows.form()))
+        return GlobalBatch(count, unformed.replicas, rows.read, check)
 
     def read_ahead(self, batch: _SampledBatch) -> dict[int, Any]:
         """Return the rows of replicas that PyTorch's processes have read; begin with this batch if needed."""

@@ -118,7 +118,7 @@ class Pipelines:
     def values(self, batch: "PipelinesBatch", number: int) -> BatchValues:
         """Return the values of the replicas in a batch."""
         form = self.form() if self.declares else Form.of(batch.stand_in)
-        return BatchValues(batch, self.job.view.replicas, form)
+        return BatchValues(batch, form)
 
     def form(self) -> Form:
         """Return the form of the elements."""
@@ -368,7 +368,7 @@ class PipelinesBatch(Batch):
             raise InternalError("no exchange has told the numbers of examples of all replicas")
         return sum(self.counts)
 
-    def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
+    def share(self, replica: int, seed: int = 0) -> Share:
         """Return the element of a replica.
 
         A worker that did not own the replica when the batch was taken reads its element now.

@@ -165,7 +165,7 @@ class ReadingWorker:
             arrays = () if rows is None else map(on_host, leaves_of(read(rows)))
             return digest_arrays(arrays, identity)
 
-        return GlobalBatch(examples, read, computed_once(check))
+        return GlobalBatch(examples, self.job.view.replicas, read, computed_once(check))
 
 
 def computed_once(function: Callable[[], bytes]) -> Callable[[], bytes]:
@@ -190,11 +190,11 @@ class PassNumbers:
     In the call that has made this object, the numbers count from 0.
 
     Args:
-        reader: this worker; None if only one process reads.
+        reader: this worker.
     """
 
-    def __init__(self, reader: ReadingWorker | None) -> None:
-        self._call = _one_call if reader is None else reader.call
+    def __init__(self, reader: ReadingWorker) -> None:
+        self._call = reader.call
         self._first = self._latest = self._call()
         self._passes = 0
 
@@ -208,12 +208,13 @@ class PassNumbers:
 
 
 def whole_batch(
-    data: Any, step: int = 0, compared: Callable[[int], slice | None] | None = None
+    data: Any, replicas: int, step: int = 0, compared: Callable[[int], slice | None] | None = None
 ) -> GlobalBatch:
     """Wrap a batch of which this worker holds all rows, without copying it.
 
     Args:
         data: a nest of arrays or tensors.
+        replicas: R.
         step: the index of the batch in its pass.
         compared: returns the rows that all workers hash, given the number of examples, None for the first;
             all by default.
@@ -239,26 +240,30 @@ def whole_batch(
         hashed = (_near(leaf, rows, examples) for leaf in known)
         return digest_arrays(hashed, struct.pack("<2q", step, examples))
 
-    return GlobalBatch(examples, read, computed_once(check))
+    return GlobalBatch(examples, replicas, read, computed_once(check))
 
 
-def read_batch(element: Any, catching_up: Callable[[], AbstractContextManager[None]] = nullcontext) -> Batch:
+def read_batch(
+    element: Any,
+    replicas: int = 1,
+    catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Batch:
     """Return the batch of an element of Keras's loop; all members of a view do this together.
 
     Args:
         element: a batch that is read or still pending, or a nest of arrays or tensors with all rows.
+        replicas: R; 1 where a process trains by itself.
         catching_up: see `lockstep.worker.job.Job.exchange`.
     """
     if isinstance(element, PendingBatch):
         return element.read(catching_up)
-    return element if isinstance(element, Batch) else whole_batch(element)
+    return element if isinstance(element, Batch) else whole_batch(element, replicas)
 
 
-def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
-    """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
-    if reader is None:
-        return whole_batch(data, step)
-    return whole_batch(data, step, lambda examples: reader.compared_rows(examples, number, step))
+def joint_batch(data: Any, reader: ReadingWorker, number: int, step: int) -> GlobalBatch:
+    """Wrap a batch of pass `number` that every worker holds; in some steps, rows of it are compared."""
+    replicas = reader.job.view.replicas
+    return whole_batch(data, replicas, step, lambda examples: reader.compared_rows(examples, number, step))
 
 
 def rows_in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any] | SparseRows) -> slice:

@@ -83,15 +83,13 @@ class BatchValues:
 
     Args:
         batch: the batch.
-        replicas: R.
         form: the form of the shares.
     """
 
     anywhere = True
 
-    def __init__(self, batch: Batch, replicas: int, form: Form) -> None:
+    def __init__(self, batch: Batch, form: Form) -> None:
         self._batch = batch
-        self._replicas = replicas
         self.form = form
 
     @property
@@ -101,7 +99,7 @@ class BatchValues:
 
     def of(self, replica: int) -> Sequence[Any]:
         """Return the leaves of a replica, without rows if it has no examples."""
-        share = self._batch.share(replica, self._replicas)
+        share = self._batch.share(replica)
         leaves = leaves_of(share.data())
         return leaves if share.examples else [leaf[:0] for leaf in leaves]
 
@@ -119,7 +117,7 @@ class BatchValues:
 
     def examples(self, replica: int) -> int | None:
         """Return the number of examples of a replica."""
-        return self._batch.share(replica, self._replicas).examples
+        return self._batch.share(replica).examples
 
     def check(self) -> bytes:
         """Return the check of the batch."""
@@ -169,7 +167,7 @@ class GlobalBatchSource:
 
     def begin_in_graph(self) -> "GlobalBatchPass":
         """Begin a pass of which a graph of TensorFlow reads the rows."""
-        return GlobalBatchPass(self, StreamBatches(None))
+        return GlobalBatchPass(self, StreamBatches(None, self._job.view.replicas))
 
     def values(self, batch: Batch, number: int) -> BatchValues:
         """Return the values of the replicas in a batch.
@@ -179,15 +177,14 @@ class GlobalBatchSource:
         Raises:
             DataError: they have no examples, or different numbers of them.
         """
-        view = self._job.view
         if (form := self._declared) is None:
-            owned = view.replicas_of(self._job.worker)
-            share = batch.share(owned[0] if owned else 0, view.replicas)
-            nest = (share if share.examples else batch.share(0, view.replicas)).data()
+            owned = self._job.view.replicas_of(self._job.worker)
+            share = batch.share(owned[0] if owned else 0)
+            nest = (share if share.examples else batch.share(0)).data()
             count_examples(leaves_of(nest), f"batch {number} of the dataset")
             form = Form.of(nest)
             self.shown_form = self.shown_form or form
-        return BatchValues(batch, view.replicas, form)
+        return BatchValues(batch, form)
 
     def form(self) -> Form:
         """Return the form of the elements; read the first one of the next pass if nothing else shows it."""
@@ -261,16 +258,18 @@ class StreamReading:
 
     Args:
         stream: the dataset.
+        replicas: R.
         why: the reason.
     """
 
-    def __init__(self, stream: Stream, why: str = "") -> None:
+    def __init__(self, stream: Stream, replicas: int, why: str = "") -> None:
         self._stream = stream
+        self._replicas = replicas
         self.way = Way.joint(why)
 
     def begin(self) -> "StreamBatches":
         """Begin the next pass."""
-        return StreamBatches(self._stream.begin())
+        return StreamBatches(self._stream.begin(), self._replicas)
 
 
 class StreamBatches:
@@ -278,13 +277,15 @@ class StreamBatches:
 
     Args:
         reader: reads their rows; None if a graph of TensorFlow does.
+        replicas: R.
 
     Attributes:
         reader: see above.
     """
 
-    def __init__(self, reader: Reader | None) -> None:
+    def __init__(self, reader: Reader | None, replicas: int) -> None:
         self.reader = reader
+        self._replicas = replicas
         self._taken = 0
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -302,7 +303,7 @@ class StreamBatches:
         """
         self._taken += 1
         count_examples(leaves_of(nest), f"batch {self._taken} of the dataset")
-        return whole_batch(nest, self._taken - 1)
+        return whole_batch(nest, self._replicas, self._taken - 1)
 
 
 def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str, *, may_be_empty: bool = False) -> int:

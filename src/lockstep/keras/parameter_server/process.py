@@ -292,7 +292,7 @@ class FitProcess(TaskProcess):
         """
         data = read_batch(batch)
         seed = seed_at(self.call.seed, self.call.number, step)
-        share = data.share(0, 1, seed)
+        share = data.share(0, seed)
         partial = program.compute(state, share, ())
         if not program.is_last(0):
             raise ModelError(

@@ -114,7 +114,7 @@ class WorkerStep:
 
 def _inputs(data: Batch) -> Any:
     """Return the inputs of the model in a batch."""
-    return keras.utils.unpack_x_y_sample_weight(data.share(0, 1).data())[0]
+    return keras.utils.unpack_x_y_sample_weight(data.share(0).data())[0]
 
 
 def seeds_in(layers: Mapping[str, Array]) -> dict[str, Array]:
