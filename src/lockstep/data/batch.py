@@ -1,24 +1,22 @@
 """Batches: the data of one step, of which each replica has a share.
 
-`fit` and custom loops train on the same batches, read by the same readers:
+`fit` and custom loops train on the same two kinds of batches:
 
-    Reading         reads a dataset of global batches on all workers: keras/input/readings.py
-      GlobalBatch   rows; the share of a replica is a range of them
-    Pipelines       reads a dataset for each replica: keras/input/pipelines.py
-      PipelinesBatch    the next batch of each of these datasets; the share of a replica is its own batch
+    kind            the share of a replica             read by
+    GlobalBatch     a range of the rows of the batch   a reading of one dataset: keras/input/readings.py
+    PipelinesBatch  the next batch of its own dataset  the replicas' pipelines: keras/input/pipelines.py
 
-`fit` gives shares to the backend's program. A distributed dataset is a `Source` (keras/input/sources.py): a
-reading or pipelines, and the form of their batches. Its iterator shows shares as the `Values` of a
-`PerReplica`, which `strategy.run` gives to the function of a replica; a share becomes `Values`, and never the
-other way round.
+`fit` gives shares to the program of the backend. The iterator of a distributed dataset shows them as values
+of a `PerReplica` (`BatchValues` in keras/input/sources.py), which `strategy.run` gives to the function of a
+replica. Shares become values, and values never become batches.
 
-A batch is the same on all workers: `check` returns what they compare in the reduce of the step. A share is
-read when it is needed, by the worker that computes the replica; after a loss, that is another one.
+All workers have the same batch: `check` returns the bytes that they compare in the reduce of the step. The
+worker that computes a replica reads its share when it needs it. After a loss, that is another worker.
 
-One fact is not known to all of them. The weight of a share is its part of the global batch. The batch of
-pipelines has no rows of its own, so only an exchange before the step tells how many examples the other
-replicas have. `fit` makes it, because it averages over examples. A custom loop does not: its function divides
-by what it likes, and a dataset with a known length then needs no exchange to be read.
+A share of a `PipelinesBatch` has no weight in a custom loop. Only an exchange in each step tells the workers
+how many examples the replicas of others have. `fit` makes this exchange, because it averages over the
+examples of the whole batch. A function of `strategy.run` divides by a number of its own choice, so a loop
+over datasets whose lengths are known exchanges nothing while it reads.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +32,7 @@ class Share(NamedTuple):
     Attributes:
         replica: the replica's id.
         examples: their number; may be 0 if the batch is smaller than the number of replicas.
-        weight: `examples` divided by the number of examples of the batch; NaN if that is not known.
+        weight: `examples` divided by the number of examples of the batch; NaN if that number is unknown.
         seed: 64 bits, the same for all replicas of a step; with the replica's id, it determines the random
             numbers that do not come from a generator of the model.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
@@ -58,7 +56,7 @@ class Batch(ABC):
         """The number of examples, over all replicas.
 
         Raises:
-            InternalError: it is not known.
+            InternalError: the number is unknown.
         """
 
     @abstractmethod
@@ -73,7 +71,7 @@ class Batch(ABC):
         """Return bytes that are equal on all workers that have the same batch."""
 
     def is_here(self, replica: int) -> bool:
-        """Whether this worker can read the share of a replica without reading ahead of another worker."""
+        """Whether this worker has the share of a replica, or can read it without opening another dataset."""
         return True
 
 

@@ -152,8 +152,8 @@ class ReturnedValues(KnownValues):
         Raises:
             DataError: the worker that had it was lost, and it cannot be computed again.
         """
-        known = self.columns[position]
-        return known[replica] if replica in known else self.recompute(replica)[position]
+        values = self.columns[position]
+        return values[replica] if replica in values else self.recompute(replica)[position]
 
     def examples(self, replica: int) -> int | None:
         """Return 0 for a replica without examples, otherwise None."""
@@ -176,10 +176,10 @@ class Registry(Generic[Object]):
         self._numbers = itertools.count(1)
         self._objects: WeakValueDictionary[int, Object] = WeakValueDictionary()
 
-    def add(self, one: Object) -> int:
+    def add(self, new: Object) -> int:
         """Return the number of a new object."""
         number = next(self._numbers)
-        self._objects[number] = one
+        self._objects[number] = new
         return number
 
     def find(self, number: int) -> Object:
@@ -188,10 +188,10 @@ class Registry(Generic[Object]):
         Raises:
             DataError: it no longer exists.
         """
-        found = self._objects.get(number)
-        if found is None:
+        kept = self._objects.get(number)
+        if kept is None:
             raise DataError(self._gone)
-        return found
+        return kept
 
 
 class ValueStore:

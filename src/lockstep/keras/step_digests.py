@@ -80,11 +80,11 @@ class RecordedStep:
         data: the examples of the replicas that this worker has computed.
         rounds: the rounds of the step that are still to be hashed, and their totals.
         hashed: number of rounds that were hashed.
-        names: of the arrays of all rounds, in the order of their hashes.
+        names: the names of the arrays of all rounds, in the order of their hashes.
         partials: the hashes of the arrays of each replica.
         totals: the hashes of the arrays of the totals.
         total_bytes: the size of the totals.
-        values: of the variables after the step, if `after` is still to be computed from them.
+        values: the values of the variables after the step, if `after` is still to be computed from them.
     """
 
     fields: dict[str, Any]
@@ -191,7 +191,7 @@ class DigestRecorder:
             step: number of training steps of the job, with this one if it trains, without the rounds of loops
                 that Lockstep does not drive.
             call: such as `fit 1`.
-            number: of the step in its call, from 1.
+            number: the number of the step in its call, from 1.
             trains: whether it is a training step.
         """
         self._begun = self._now()

@@ -52,7 +52,7 @@ Hashes = bytes
 """The hashes of the arrays of a partial, one after the other; empty for a replica without examples."""
 
 _FromHost = tuple[list[Hashes], HostReport]
-"""What the first worker of a host has computed, and its report."""
+"""The hashes that the first worker of a host has computed, and its report."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Roles(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a worker has computed for a replica: the hashes of each attempt."""
+    """The hashes that a worker has computed for a replica, of each attempt."""
 
     worker: int
     attempts: tuple[Hashes, ...]
@@ -133,7 +133,7 @@ class Answer(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What all workers have computed for a replica."""
+    """The answers of all workers for a replica."""
 
     owner: Answer
     checker: Answer | None = None
@@ -151,7 +151,7 @@ class Answers(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What follows from the answers for a replica.
+    """The conclusion from the answers for a replica.
 
     Attributes:
         kind: `equal`; `worker`: the one of `workers` is at fault; `undecided`: one of the two is;
@@ -202,7 +202,7 @@ def _agree(steady: Answer, third: Answer | None) -> str:
 
 
 class Verifications:
-    """What the job has verified so far; equal on all its members.
+    """A record of what the job has verified so far; equal on all its members.
 
     Attributes:
         plan: which replicas are verified in which steps.
@@ -276,7 +276,7 @@ class _Attempts:
 
     Attributes:
         round_: the round.
-        hashes: those of each attempt.
+        hashes: the hashes of each attempt.
         newest: the partial of the last attempt, which shows whether the round has a newer one.
     """
 

@@ -81,12 +81,12 @@ def division(
     if path := held_variable(("dataset", inner)):
         return f"{path}, whose values may change between two steps: compute with it in a callback"
 
-    found = BatchDivision(dataset, standardize, reader, draws)
+    divided = BatchDivision(dataset, standardize, reader, draws)
 
     def probe(read: Any) -> tuple[bytes, bool, dict[str, Any]]:
         draws.drawn = False
-        data = standardize(found.made(_PROBE, 0, 0, read))
-        found.measured(HeldRows.whole(data, 0, {}))
+        data = standardize(divided.made(_PROBE, 0, 0, read))
+        divided.measured(HeldRows.whole(data, 0, {}))
         return _digest(data), draws.drawn, _attributes(read)
 
     try:
@@ -106,7 +106,7 @@ def division(
             "its first batch is another one each time it is read: draw from numpy.random in __getitem__, or "
             "from numpy.random.default_rng((seed, index))"
         )
-    return found
+    return divided
 
 
 class BatchDivision:
@@ -116,7 +116,7 @@ class BatchDivision:
         dataset: in the order in which its batches are visited.
         standardize: converts what `__getitem__` returns.
         reader: this worker.
-        draws: of the batches.
+        draws: gives the batches their random states.
 
     Attributes:
         drawn_elsewhere: the random states from which steps draw, and batches do not.
@@ -150,12 +150,12 @@ class BatchDivision:
 
     def begin(self) -> Iterator[PendingBatch]:
         """Begin the next pass; yield its batches, none of which is made yet."""
-        this = _Pass(self, self._numbers.next(), self.dataset.begin_pass())
-        for step in count() if this.count is None else range(this.count):
+        current = _Pass(self, self._numbers.next(), self.dataset.begin_pass())
+        for step in count() if current.count is None else range(current.count):
             try:
-                yield PendingBatch(partial(this.read, step))
+                yield PendingBatch(partial(current.read, step))
             except GeneratorExit:
-                this.end()
+                current.end()
                 raise
 
     def note_epoch(self) -> None:
@@ -166,7 +166,7 @@ class BatchDivision:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What shows, to some extent, whether the dataset still returns the same batches."""
+        """Values that show, to some extent, whether the dataset still returns the same batches."""
         return {"": self._version, **_attributes(self.dataset.inner)}
 
     @property
@@ -229,7 +229,7 @@ class BatchDivision:
 
 @dataclass(frozen=True)
 class _HandOver:
-    """What the members of a view have agreed on before they hand over batches.
+    """An agreement of the members of a view on the batches that they are about to hand over.
 
     Attributes:
         view: the number of the view.
@@ -343,8 +343,8 @@ class _Pass:
                 for other in view.workers
             ]
             for part in communicator.all_to_all(parts, what=what):
-                found = decoded(part, self._division.state)
-                self._held |= {step: held for step, held in found.items() if not self._holds(step)}
+                received = decoded(part, self._division.state)
+                self._held |= {step: held for step, held in received.items() if not self._holds(step)}
         self._view = agreed.view
 
     def _begun(self, steps: range, view: View, communicator: Communicator, what: str) -> "_HandOver":
@@ -358,9 +358,9 @@ class _Pass:
         if undecided or self._view != view.number:
             worker = self._reader.job.worker
             pays = view.chief == worker and self._division.pays
-            own = worker, pays, [step for step in steps if self._holds(step)]
-            found = communicator.gather(msgspec.msgpack.encode(own), what=what)
-            told = [msgspec.msgpack.decode(blob, type=tuple[int, bool, list[int]]) for blob in found]
+            standing = worker, pays, [step for step in steps if self._holds(step)]
+            standings = communicator.gather(msgspec.msgpack.encode(standing), what=what)
+            told = [msgspec.msgpack.decode(blob, type=tuple[int, bool, list[int]]) for blob in standings]
             if undecided:
                 self._division.decide(view, told[0][1])
             holders = {step: member for member, _, held in reversed(told) for step in held}
@@ -414,8 +414,8 @@ class _Pass:
                 self._ahead = None
             if plan.step(0) != step:  # They begin again with the next cycle.
                 return _Fetched(None, failed=True)
-            own = _OwnBatches(self._division, self._number, self._order, plan, self.count)
-            ahead = self._ahead = _KerasWorkers(own, plan, state)
+            batches = _OwnBatches(self._division, self._number, self._order, plan, self.count)
+            ahead = self._ahead = _KerasWorkers(batches, plan, state)
         return ahead.take()
 
     def _checked(self, step: int, fetched: "_Fetched") -> Any:
@@ -461,18 +461,20 @@ class _Plan(NamedTuple):
 
     def step(self, number: int) -> int:
         """Return the step of the worker's batch `number`, from 0."""
-        own = range(self.position, self.cycle, self.members)
-        cycles, offset = divmod(number, len(own))
-        return self.first + cycles * self.cycle + own[offset]
+        positions = range(self.position, self.cycle, self.members)
+        cycles, offset = divmod(number, len(positions))
+        return self.first + cycles * self.cycle + positions[offset]
 
     def steps(self, stop: int) -> list[int]:
         """Return the steps before `stop` whose batches the worker makes."""
-        own = (step for step in range(self.first, stop))
-        return [step for step in own if (step - self.first) % self.cycle % self.members == self.position]
+        following = (step for step in range(self.first, stop))
+        return [
+            step for step in following if (step - self.first) % self.cycle % self.members == self.position
+        ]
 
 
 class _Fetched(NamedTuple):
-    """What one of Keras's workers has read.
+    """A batch that one of Keras's workers has read.
 
     Attributes:
         data: the batch; None if reading it has failed.
@@ -525,8 +527,8 @@ class _KerasWorkers:
     """Keras's threads or processes, which read some batches of a pass ahead.
 
     Args:
-        batches: those to read.
-        plan: which ones these are.
+        batches: the batches to read.
+        plan: their steps.
         state: the state of the dataset at the beginning.
     """
 
@@ -603,7 +605,7 @@ class HeldRows:
         parts: the parts of the batch; None for a missing one.
         pack: packs parts, or what replaces them, in the structure of the batch.
         examples: the number of rows of the whole batch.
-        rows: those held.
+        rows: the range that is held.
         state: the state of the dataset when the batch was made or handed over.
     """
 
@@ -758,7 +760,7 @@ def _attributes(dataset: Any) -> dict[str, Any]:
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the name of an attribute that is another object, or another plain value, than before."""
     for name in before.keys() | now.keys():
-        one, other = before.get(name), now.get(name)
-        if one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other):
+        old, new = before.get(name), now.get(name)
+        if old is not new and not (type(old) is type(new) and isinstance(old, _PLAIN) and old == new):
             return name
     return None

@@ -42,11 +42,11 @@ def has_fixed_shapes(dataset: Any) -> bool:
 def _of_fixed_shapes(dataset: Any, replica: int, replicas: int) -> Any:
     import tensorflow as tf
 
-    def own(*element: Any) -> Any:
+    def batch_of_replica(*element: Any) -> Any:
         nest = element[0] if len(element) == 1 else element
         return tf.nest.map_structure(lambda batches: batches[replica], nest)
 
-    return dataset.batch(replicas, drop_remainder=True).map(own)
+    return dataset.batch(replicas, drop_remainder=True).map(batch_of_replica)
 
 
 class _EachNth:

@@ -159,7 +159,7 @@ class DistributedDataset:
 
     def distributed(self, values: BatchValues) -> Any:
         """Return an element with a `PerReplica` for each leaf."""
-        return packed(values.form.nest, self._runner.per_replica(values, self.store))
+        return packed(values.nest, self._runner.per_replica(values, self.store))
 
 
 def _described(form: Form) -> Any:

@@ -1,4 +1,4 @@
-"""What a strategy distributes: datasets, and the values that a function returns for each replica."""
+"""A strategy distributes datasets, and the values that a function returns for each replica."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -368,9 +368,9 @@ class DatasetInput(GlobalInput):
         if keras.backend.backend() == "tensorflow":
             return self._samples()[0]
         dataset = self._dataset.inner
-        known = _sampled.get(dataset) if isinstance(dataset, Hashable) else None
-        if known is not None:
-            return known
+        batch = _sampled.get(dataset) if isinstance(dataset, Hashable) else None
+        if batch is not None:
+            return batch
         self._sampled = [self._sample(self._standardize(dataset[0]))]
         self._keep_sample()
         return self._sampled[0]
@@ -423,8 +423,8 @@ class GrainInput(DatasetInput):
         batches = grain_batches(dataset)
         if isinstance(batches, str):
             return batches
-        found = cls(ReorderedDataset(batches, False, seed), None, reader, unsplit=False)
-        return found if found._division is not None else found.way.why
+        divided_input = cls(ReorderedDataset(batches, False, seed), None, reader, unsplit=False)
+        return divided_input if divided_input._division is not None else divided_input.way.why
 
 
 class JointReading:
@@ -522,8 +522,8 @@ class StreamInput(GlobalInput):
     def get_jax_iterator(self) -> Iterator[Any]:
         """Yield the input of the train function: if nothing is split, as Keras does, sparse batches too."""
         adapter = type(self._inner).__name__
-        own = self._unsplit and adapter in ("GeneratorDataAdapter", "GrainDatasetAdapter")
-        if not own or self.plain_first or self._begun is not None:
+        yields_its_own = self._unsplit and adapter in ("GeneratorDataAdapter", "GrainDatasetAdapter")
+        if not yields_its_own or self.plain_first or self._begun is not None:
             yield from super().get_jax_iterator()
             return
         self.before_pass()
@@ -627,7 +627,7 @@ class PipelinesInput(GlobalInput):
 
 
 class _DistributedSize:
-    """What Keras requires of an adapter, for a distributed dataset."""
+    """The attributes that Keras requires of an adapter, for a distributed dataset."""
 
     batch_size = None
 
@@ -650,8 +650,8 @@ def _draw_for(source: GlobalBatchSource) -> None:
 
 def _begins_at_once(dataset: Any) -> bool:
     """Whether Keras begins a pass over a dataset before it needs the first batch, as over a backend's own."""
-    own = {"tensorflow": is_tf_dataset, "torch": is_torch_dataloader}.get(keras.backend.backend())
-    return own is not None and bool(own(dataset))
+    is_of_backend = {"tensorflow": is_tf_dataset, "torch": is_torch_dataloader}.get(keras.backend.backend())
+    return is_of_backend is not None and bool(is_of_backend(dataset))
 
 
 def _as_tuples(batch: GlobalBatch) -> GlobalBatch:
@@ -728,10 +728,10 @@ def global_input(
                 return PipelinesInput(source)
         reading: Reading = JointReading(inner, reader)
         if is_grain_dataset(x) and not unsplit:
-            found = GrainInput.divided(x, seed, reader)
-            if isinstance(found, GrainInput):
-                return found
-            reading = JointReading(inner, reader, found)
+            divided_input = GrainInput.divided(x, seed, reader)
+            if isinstance(divided_input, GrainInput):
+                return divided_input
+            reading = JointReading(inner, reader, divided_input)
         elif not unsplit:
             reading = _reading(x, inner, reader, class_weight)
             inner = reading.inner if isinstance(reading, JointReading) else inner

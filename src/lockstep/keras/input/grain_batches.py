@@ -45,8 +45,8 @@ def grain_batches(dataset: Any) -> "GrainBatches | str":
         return "grain reads it in its own order; a grain.MapDataset of batches gives any of them"
     waiting = [dataset]
     while waiting:
-        one = waiting.pop()
-        if type(one).__name__ in _DROP:
+        parent = waiting.pop()
+        if type(parent).__name__ in _DROP:
             return "it drops batches, whose places are not known: filter examples, after to_iter_dataset()"
-        waiting.extend(getattr(one, "parents", ()))
+        waiting.extend(getattr(parent, "parents", ()))
     return GrainBatches(dataset)

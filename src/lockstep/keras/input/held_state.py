@@ -50,9 +50,9 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
     Args:
         roots: the names of the objects for the result, and the objects.
     """
-    for path, found in _objects(roots):
-        if _is_generator(found):
-            return f"{path} is a {type(found).__module__}.{type(found).__qualname__}"
+    for path, held in _objects(roots):
+        if _is_generator(held):
+            return f"{path} is a {type(held).__module__}.{type(held).__qualname__}"
     return None
 
 
@@ -68,10 +68,10 @@ def generators_held(*roots: tuple[str, Any]) -> list[Any]:
 
 def held_variable(*roots: tuple[str, Any]) -> str | None:
     """Return the path of a model or a variable that one of some objects holds; None if none is found."""
-    for path, found in _objects(roots):
-        if isinstance(found, keras.Model | keras.Variable):
-            kind = "model" if isinstance(found, keras.Model) else "variable"
-            return f"{path} is the {kind} {found.name!r}"
+    for path, held in _objects(roots):
+        if isinstance(held, keras.Model | keras.Variable):
+            kind = "model" if isinstance(held, keras.Model) else "variable"
+            return f"{path} is the {kind} {held.name!r}"
     return None
 
 
@@ -81,17 +81,17 @@ def held_iterator(*roots: tuple[str, Any]) -> str | None:
     Whoever reads an item takes the next element from it. Files, which can be read at any offset, do not
     count, nor do counters within other objects.
     """
-    for path, found in _objects(roots):
-        counts = isinstance(found, count) and path.count(".") > 1
-        if isinstance(found, Iterator) and not (counts or isinstance(found, IOBase)):
-            return f"{path} is a {type(found).__qualname__}"
+    for path, held in _objects(roots):
+        counts = isinstance(held, count) and path.count(".") > 1
+        if isinstance(held, Iterator) and not (counts or isinstance(held, IOBase)):
+            return f"{path} is a {type(held).__qualname__}"
     return None
 
 
 def refers_to(name: str, *roots: tuple[str, Any]) -> str | None:
     """Return the path of a function of some objects whose code refers to `name`; None if none is found."""
-    for path, found in _objects(roots):
-        if isinstance(found, FunctionType) and name in _names(found.__code__):
+    for path, held in _objects(roots):
+        if isinstance(held, FunctionType) and name in _names(held.__code__):
             return path
     return None
 
@@ -101,12 +101,12 @@ def changed_path(*roots: tuple[str, Any]) -> str | None:
 
     A callable object may do so too.
     """
-    for path, found in _objects(roots):
-        if isinstance(found, FunctionType):
-            steps = () if _library(found.__module__) else dis.get_instructions(found.__code__)
+    for path, held in _objects(roots):
+        if isinstance(held, FunctionType):
+            steps = () if _library(held.__module__) else dis.get_instructions(held.__code__)
             if any(step.opname in _ASSIGNMENTS for step in steps):
                 return path
-        elif callable(found) and not isinstance(found, type | partial | BuiltinFunctionType):
+        elif callable(held) and not isinstance(held, type | partial | BuiltinFunctionType):
             return path
     return None
 
@@ -116,41 +116,43 @@ def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
     waiting = deque(roots)
     seen: dict[int, Any] = {}
     while waiting and len(seen) < _OBJECTS:
-        path, found = waiting.popleft()
-        if isinstance(found, _LEAVES) or id(found) in seen:
+        path, held = waiting.popleft()
+        if isinstance(held, _LEAVES) or id(held) in seen:
             continue
-        seen[id(found)] = found  # Keeps the object, so that no other gets its id.
-        yield path, found
-        waiting.extend(_members(path, found))
+        seen[id(held)] = held  # Keeps the object, so that no other gets its id.
+        yield path, held
+        waiting.extend(_members(path, held))
 
 
-def _members(path: str, found: Any) -> Iterator[tuple[str, Any]]:
+def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
     """Yield the members of an object, with their paths."""
-    if isinstance(found, Mapping) and type(found).__module__ in ("builtins", "collections"):
-        items = islice(found.items(), _MEMBERS)
+    if isinstance(held, Mapping) and type(held).__module__ in ("builtins", "collections"):
+        items = islice(held.items(), _MEMBERS)
         yield from ((f"{path}[{key!r}]" if type(key) in (str, int) else path, value) for key, value in items)
-    elif isinstance(found, set | frozenset) and _iterates_as_a_builtin(found):
-        yield from ((path, value) for value in islice(found, _MEMBERS))
-    elif isinstance(found, list | tuple | deque) and _iterates_as_a_builtin(found):
-        yield from ((f"{path}[{index}]", value) for index, value in enumerate(islice(found, _MEMBERS)))
-    if isinstance(found, FunctionType):
-        yield from _of_function(path, found)
-    elif isinstance(found, MethodType | BuiltinFunctionType):
-        yield f"{path}.__self__", found.__self__
-        yield f"{path}.__func__", getattr(found, "__func__", None)
-    elif isinstance(found, partial):
-        yield from ((f"{path}.func", found.func), (f"{path}.args", found.args))
-        yield f"{path}.keywords", found.keywords
-    elif isinstance(found, type):
-        yield from _of_class(found)
+    elif isinstance(held, set | frozenset) and _iterates_as_a_builtin(held):
+        yield from ((path, value) for value in islice(held, _MEMBERS))
+    elif isinstance(held, list | tuple | deque) and _iterates_as_a_builtin(held):
+        yield from ((f"{path}[{index}]", value) for index, value in enumerate(islice(held, _MEMBERS)))
+    if isinstance(held, FunctionType):
+        yield from _of_function(path, held)
+    elif isinstance(held, MethodType | BuiltinFunctionType):
+        yield f"{path}.__self__", held.__self__
+        yield f"{path}.__func__", getattr(held, "__func__", None)
+    elif isinstance(held, partial):
+        yield from ((f"{path}.func", held.func), (f"{path}.args", held.args))
+        yield f"{path}.keywords", held.keywords
+    elif isinstance(held, type):
+        yield from _of_class(held)
     else:
-        yield from _attributes(path, found)
-        yield type(found).__qualname__, type(found)
+        yield from _attributes(path, held)
+        yield type(held).__qualname__, type(held)
 
 
-def _iterates_as_a_builtin(found: Any) -> bool:
+def _iterates_as_a_builtin(container: Any) -> bool:
     """Whether a container's class does not define its own iteration, which may do anything."""
-    return not any("__iter__" in vars(base) for base in type(found).__mro__ if base.__module__ not in _SIMPLE)
+    return not any(
+        "__iter__" in vars(base) for base in type(container).__mro__ if base.__module__ not in _SIMPLE
+    )
 
 
 def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -180,12 +182,14 @@ def _names(code: CodeType) -> set[str]:
 
 def _globals(code: CodeType) -> set[str]:
     """Return the names of globals to which code refers, with the functions defined in it."""
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return own.union(*(_globals(const) for const in code.co_consts if isinstance(const, CodeType)))
+    names = {
+        step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    return names.union(*(_globals(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
-def _of_class(found: type) -> Iterator[tuple[str, Any]]:
-    for base in found.__mro__:
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
         if not _library(base.__module__):
             for name, value in vars(base).items():
                 value = getattr(value, "__func__", value)  # Of a static or a class method.
@@ -194,34 +198,34 @@ def _of_class(found: type) -> Iterator[tuple[str, Any]]:
                     yield f"{base.__qualname__}.{name}", value
 
 
-def _attributes(path: str, found: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(path: str, held: Any) -> Iterator[tuple[str, Any]]:
     try:
-        members = vars(found)
+        members = vars(held)
     except TypeError:
         members = {}
-    grain = type(found).__module__.startswith("grain.")
+    grain = type(held).__module__.startswith("grain.")
     for name, value in list(members.items()):
         # Grain's own parts draw from generators that they seed for each element.
         if not grain or hasattr(value, "__getitem__") or not type(value).__module__.startswith("grain."):
             yield f"{path}.{name}", value
-    for base in type(found).__mro__:
+    for base in type(held).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(found, name):
-                yield f"{path}.{name}", getattr(found, name)
+            if not name.startswith("__") and hasattr(held, name):
+                yield f"{path}.{name}", getattr(held, name)
 
 
 def _library(module: str | None) -> bool:
     return module is None or (module.partition(".")[0] in _LIBRARIES and module != "__main__")
 
 
-def _is_generator(found: Any) -> bool:
+def _is_generator(held: Any) -> bool:
     kinds: list[type] = [random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator]
     kinds.append(keras.random.SeedGenerator)
-    own = global_generators()
+    defaults = global_generators()
     if (torch := sys.modules.get("torch")) is not None:
         kinds.append(torch.Generator)
-        own.append(torch.default_generator)
+        defaults.append(torch.default_generator)
     if (tensorflow := sys.modules.get("tensorflow")) is not None:
         kinds.append(tensorflow.random.Generator)
-    return isinstance(found, tuple(kinds)) and not any(found is one for one in own)
+    return isinstance(held, tuple(kinds)) and not any(held is default for default in defaults)

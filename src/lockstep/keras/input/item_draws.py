@@ -64,17 +64,17 @@ class ItemDraws:
         """Return what `fetch` returns for the items, in their order.
 
         Args:
-            number: of the pass, from 0.
-            positions: of the items in the pass, from 0; may be iterated more than once.
-            items: to read.
+            number: the number of the pass, from 0.
+            positions: the positions of the items in the pass, from 0; may be iterated more than once.
+            items: the items to read.
             fetch: returns a result for each of the items that it gets; is called again for each item alone
                 if one of them draws, and again if one of them imports a framework, which could not be seeded
                 before.
         """
         while True:
-            known = imported_frameworks()
+            frameworks = imported_frameworks()
             results = self._read(number, positions, items, fetch)
-            if imported_frameworks() == known:
+            if imported_frameworks() == frameworks:
                 return results
 
     def _read(
@@ -228,6 +228,6 @@ class _OperationSeeds(random.Random):
         return super().getrandbits(k)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(state: Any, other: Any) -> bool:
     """Whether two states of NumPy are equal."""
-    return isinstance(one, tuple) and all(map(np.array_equal, one, other))
+    return isinstance(state, tuple) and all(map(np.array_equal, state, other))

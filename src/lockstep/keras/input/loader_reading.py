@@ -52,8 +52,8 @@ class _Items(NamedTuple):
     """Items of a dataset.
 
     Attributes:
-        positions: of the items in the pass.
-        indices: of the items in the dataset.
+        positions: their positions in the pass.
+        indices: their indices in the dataset.
     """
 
     positions: Sequence[int]
@@ -139,9 +139,9 @@ class _ReplicaItems(NamedTuple):
     """The items to read of one batch.
 
     Attributes:
-        number: of the pass.
+        number: the number of the pass.
         step: the index of the batch in the pass.
-        items: of each replica.
+        items: the items of each replica.
     """
 
     number: int
@@ -167,23 +167,23 @@ class _ReplicaSource:
         """Whether an item has drawn random numbers."""
         return self._draws.drawn
 
-    def __getitems__(self, asked: "_ReplicaItems | _TwiceRead") -> Any:
+    def __getitems__(self, request: "_ReplicaItems | _TwiceRead") -> Any:
         """Return what is asked for; PyTorch's worker processes call this."""
-        return self[asked] if isinstance(asked, _ReplicaItems) else asked.read(self)
+        return self[request] if isinstance(request, _ReplicaItems) else request.read(self)
 
-    def __getitem__(self, asked: _ReplicaItems) -> dict[int, Any]:
+    def __getitem__(self, request: _ReplicaItems) -> dict[int, Any]:
         """Return the rows of each replica as the collate function returns them.
 
         A dataset that reads several items at once reads those of a replica.
         """
-        number, groups = asked.number, list(asked.items.values())
+        number, groups = request.number, list(request.items.values())
         if not hasattr(self._dataset, "__getitems__"):
             positions = [position for items in groups for position in items.positions]
             groups = [_Items(positions, [index for items in groups for index in items.indices])]
         samples = iter([sample for items in groups for sample in self.samples(number, items)])
         return {
             replica: self.collated(number, items, list(islice(samples, len(items.indices))))
-            for replica, items in asked.items.items()
+            for replica, items in request.items.items()
         }
 
     def anew(self) -> "_ReplicaSource":
@@ -226,7 +226,7 @@ class _SampledBatch(NamedTuple):
     Attributes:
         step: its index in the pass.
         first: the position of its first item in the pass.
-        indices: of its items.
+        indices: the indices of its items.
     """
 
     step: int
@@ -245,8 +245,8 @@ class _SampledBatch(NamedTuple):
             indices = np.asarray(self.indices)
         except (TypeError, ValueError, RuntimeError):
             indices = np.empty(0)
-        known = indices if indices.dtype.kind != "O" else np.empty(0)
-        return digest_arrays([known], struct.pack("<3q", self.step, self.first, len(self.indices)))
+        hashed = indices if indices.dtype.kind != "O" else np.empty(0)
+        return digest_arrays([hashed], struct.pack("<3q", self.step, self.first, len(self.indices)))
 
 
 class _LoaderPass:
@@ -256,11 +256,11 @@ class _LoaderPass:
         loader: the `DataLoader`.
         reader: this worker.
         source: reads rows.
-        numbers: of passes over the loader.
+        numbers: numbers the passes over the loader.
         convert: converts rows to a nest of arrays.
 
     Attributes:
-        number: of the pass, from 0, when its first batch is taken.
+        number: the number of the pass, from 0, once its first batch is taken.
     """
 
     def __init__(
@@ -345,24 +345,24 @@ class _LoaderPass:
 
         In a new view, the processes read ahead anew from this batch on.
         """
-        asked = _ReplicaItems(self.number, batch.step, missing)
+        request = _ReplicaItems(self.number, batch.step, missing)
         if not self.loader.num_workers:
-            return self.source[asked]
+            return self.source[request]
         if missing.keys() <= set(self.replicas_to_read(batch)):
             self._processes = _ReadAhead(self, batch)
             return next(self._processes)
-        found: dict[int, Any] = next(_in_processes(self.loader, self.source, [asked], 1))
-        return found
+        rows: dict[int, Any] = next(_in_processes(self.loader, self.source, [request], 1))
+        return rows
 
     def replicas_to_read(self, batch: _SampledBatch) -> list[int]:
         """Return the replicas with rows in a batch that this worker computes or compares in this view."""
         view = self.reader.job.view
-        own = view.replicas_of(self.reader.job.worker)
+        owned = view.replicas_of(self.reader.job.worker)
         compared = self.reader.compared_replica(self.number, batch.step)
         return [
             replica
             for replica in range(min(view.replicas, len(batch.indices)))
-            if replica in own or replica == compared
+            if replica in owned or replica == compared
         ]
 
 
@@ -370,7 +370,7 @@ class _ReadAhead:
     """PyTorch's worker processes, which read the rows of this worker ahead, from a batch on.
 
     Attributes:
-        step: that they return next.
+        step: the step whose rows they return next.
     """
 
     def __init__(self, current: _LoaderPass, batch: _SampledBatch) -> None:
@@ -378,9 +378,9 @@ class _ReadAhead:
         self._read = _in_processes(current.loader, current.source, _requests(current, batch))
 
     def __next__(self) -> dict[int, Any]:
-        found: dict[int, Any] = next(self._read)
+        rows: dict[int, Any] = next(self._read)
         self.step += 1
-        return found
+        return rows
 
 
 def _in_processes(
@@ -440,11 +440,11 @@ class _BatchRows:
         taken = []
         for replica in range(first, last + 1):
             leaves, pack = self._parts[replica]
-            own = self._rows(replica)
-            start, stop = max(rows.start, own.start) - own.start, min(rows.stop, own.stop) - own.start
-            if stop - start < own.stop - own.start:
+            span = self._rows(replica)
+            start, stop = max(rows.start, span.start) - span.start, min(rows.stop, span.stop) - span.start
+            if stop - start < span.stop - span.start:
                 part = slice(start, stop)
-                count = own.stop - own.start
+                count = span.stop - span.start
                 leaves = [
                     leaf if leaf is None else leaf[rows_in_proportion(part, count, leaf)] for leaf in leaves
                 ]
@@ -478,13 +478,13 @@ class _BatchRows:
         if missing:
             self._keep(self._pass.read_now(self._batch, missing))
 
-    def _keep(self, found: dict[int, Any]) -> None:
-        for replica, rows in found.items():
+    def _keep(self, rows_of_replicas: dict[int, Any]) -> None:
+        for replica, rows in rows_of_replicas.items():
             self._add(replica, rows)
 
     def _add(self, replica: int, rows: Any) -> None:
-        own = self._rows(replica)
-        part = parts_of(checked_part(self._pass.convert(rows), own.stop - own.start))
+        span = self._rows(replica)
+        part = parts_of(checked_part(self._pass.convert(rows), span.stop - span.start))
         form = tuple(None if leaf is None else (leaf.dtype, leaf.shape[1:]) for leaf in part[0])
         if self._parts and form != self._form:
             raise DataError(
@@ -526,14 +526,14 @@ def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderRea
         )
     indices = list(next(iter(sampler)))[: max(_PROBED, replicas)]
     source = _ReplicaSource(loader.dataset, loader.collate_fn, reader.seed)
-    asked = _TwiceRead(replicas, indices)
-    found = next(_in_processes(loader, source, [asked], 1)) if loader.num_workers else asked.read(source)
-    once, again = found.drawn
+    request = _TwiceRead(replicas, indices)
+    items = next(_in_processes(loader, source, [request], 1)) if loader.num_workers else request.read(source)
+    once, again = items.drawn
     if once != again:
         return "the dataset keeps values that it has drawn; let each item draw, or keep the values before"
-    joint, second = (checked_part(convert(batch), len(indices)) for batch in (found.joint, found.second))
+    joint, second = (checked_part(convert(batch), len(indices)) for batch in (items.joint, items.second))
     parts = [
-        (rows, checked_part(convert(part), rows.stop - rows.start)) for rows, part in found.parts.items()
+        (rows, checked_part(convert(part), rows.stop - rows.start)) for rows, part in items.parts.items()
     ]
     if all(_same_rows(joint, len(indices), rows, part) for rows, part in parts):
         return LoaderReading(loader, reader, convert, once)
@@ -548,8 +548,8 @@ class _FirstItems(NamedTuple):
     Attributes:
         drawn: whether items have drawn random numbers in the first and in the second reading.
         joint: the batch.
-        parts: of the second reading, collated by replica; by rows.
-        second: the second reading, collated together.
+        parts: the items of the second reading, collated for each replica, by its rows.
+        second: the items of the second reading, collated together.
     """
 
     drawn: tuple[bool, bool]
@@ -564,7 +564,7 @@ class _TwiceRead:
 
     Attributes:
         replicas: R.
-        indices: of the items.
+        indices: the indices of the items.
     """
 
     replicas: int
@@ -596,9 +596,9 @@ def _shared(dataset: Any) -> Iterator[Any]:
     """Yield a dataset, the datasets in it and what they hold, which a copy of a sampler shares."""
     waiting = [dataset]
     while waiting:
-        found = waiting.pop()
-        yield found
-        members = getattr(found, "__dict__", {})
+        part = waiting.pop()
+        yield part
+        members = getattr(part, "__dict__", {})
         yield from members.values()
         waiting.extend(members[name] for name in ("dataset",) if name in members)
         several = members.get("datasets")
@@ -607,12 +607,14 @@ def _shared(dataset: Any) -> Iterator[Any]:
 
 def _same_rows(joint: Any, examples: int, rows: slice | range, part: Any) -> bool:
     """Whether a part of a batch has the bits of its rows in the whole batch."""
-    whole, given = parts_of(joint)[0], parts_of(part)[0]
-    if len(whole) != len(given) or [leaf is None for leaf in whole] != [leaf is None for leaf in given]:
+    whole, rows_of_part = parts_of(joint)[0], parts_of(part)[0]
+    if len(whole) != len(rows_of_part) or [leaf is None for leaf in whole] != [
+        leaf is None for leaf in rows_of_part
+    ]:
         return False
     rows = slice(rows.start, rows.stop)
     expected = [leaf[rows_in_proportion(rows, examples, leaf)] for leaf in whole if leaf is not None]
-    return digest_arrays(expected) == digest_arrays(leaf for leaf in given if leaf is not None)
+    return digest_arrays(expected) == digest_arrays(leaf for leaf in rows_of_part if leaf is not None)
 
 
 def keras_batch(batch: Any) -> Any:

@@ -25,7 +25,7 @@ from lockstep.errors import DataError, InternalError
 from lockstep.keras.input.batches_in_turn import batches_in_turn, has_fixed_shapes
 from lockstep.keras.input.readings import Way
 from lockstep.keras.input.sources import BatchValues, count_examples
-from lockstep.keras.input.streams import Form, Reader, Stream, is_tensorflow
+from lockstep.keras.input.streams import Form, Reader, Stream, is_tensorflow, spec_of
 from lockstep.keras.nests import Nest, leaves_of, packed
 from lockstep.keras.per_replica import Spec
 from lockstep.keras.randomness import RandomNumbers
@@ -82,11 +82,11 @@ class Pipelines:
         self.way = way
         self._pipelines: dict[int, Pipeline] = {}
         self.read: list[int] = []
-        for replica in self.own:
+        for replica in self.owned:
             self.pipeline(replica)
 
     @property
-    def own(self) -> range:
+    def owned(self) -> range:
         """The replicas that this worker currently computes."""
         return self.job.view.replicas_of(self.job.worker)
 
@@ -106,7 +106,7 @@ class Pipelines:
     @property
     def declares(self) -> bool:
         """Whether the pipelines declare the form of their elements."""
-        return self.pipeline(self.own[0]).stream.is_tensorflow
+        return self.pipeline(self.owned[0]).stream.is_tensorflow
 
     def begin(self) -> "PipelinesPass":
         """Begin a pass over all of them; all workers do this together."""
@@ -117,12 +117,13 @@ class Pipelines:
 
     def values(self, batch: "PipelinesBatch", number: int) -> BatchValues:
         """Return the values of the replicas in a batch."""
-        form = self.form() if self.declares else Form.of(batch.stand_in)
-        return BatchValues(batch, form)
+        nest = batch.stand_in
+        specs = self.form().specs if self.declares else tuple(map(spec_of, leaves_of(nest)))
+        return BatchValues(batch, nest, specs, {})
 
     def form(self) -> Form:
         """Return the form of the elements."""
-        return self.pipeline(self.own[0]).stream.form()
+        return self.pipeline(self.owned[0]).stream.form()
 
     def sample(self) -> Nest:
         """Return the result of `peek`: beginning a pass here would change the count of passes."""
@@ -130,7 +131,7 @@ class Pipelines:
 
     def peek(self) -> Nest:
         """Return the first element of the next pass of an own replica; zeros if all of these are empty."""
-        return self.example_among(self.pipeline(replica).stream.peek() for replica in self.own)
+        return self.example_among(self.pipeline(replica).stream.peek() for replica in self.owned)
 
     def example_among(self, nests: Iterable[Nest]) -> Nest:
         """Return the first of some elements that has examples; zeros like them if none has."""
@@ -156,8 +157,8 @@ class Pipelines:
         """Return a number for each replica, computed by its worker; all workers call this together."""
 
         def act(view: View, communicator: Communicator) -> list[int]:
-            own = {replica: count(replica) for replica in view.replicas_of(self.job.worker)}
-            blobs = communicator.gather(msgspec.msgpack.encode(own), what=what)
+            counts = {replica: count(replica) for replica in view.replicas_of(self.job.worker)}
+            blobs = communicator.gather(msgspec.msgpack.encode(counts), what=what)
             parts = [msgspec.msgpack.decode(blob, type=dict[int, int]) for blob in blobs]
             numbers = {replica: number for part in parts for replica, number in part.items()}
             return [numbers[replica] for replica in range(view.replicas)]
@@ -271,7 +272,7 @@ class PipelinesPass:
         self._length = length
         self._taken = 0
         self._cursors: dict[int, Cursor] = {}
-        for replica in source.own:
+        for replica in source.owned:
             self.cursor(replica)
 
     def __next__(self) -> "PipelinesBatch":
@@ -308,7 +309,7 @@ class PipelinesPass:
         """Take the next batch, of which at least one replica has an element."""
         index, self._taken = self._taken, self._taken + 1
         self._request(self._taken)
-        nests = {replica: self.cursor(replica).at(index) for replica in self._source.own}
+        nests = {replica: self.cursor(replica).at(index) for replica in self._source.owned}
         return PipelinesBatch(self, index, nests, self._source.example_among(nests.values()))
 
     def cursor(self, replica: int) -> Cursor:
@@ -325,7 +326,7 @@ class PipelinesPass:
     def _refuse_more(self) -> None:
         """Read beyond the declared length; raise DataError if a dataset has more elements."""
         self._request(self._taken + 1)
-        for replica in self._source.own:
+        for replica in self._source.owned:
             if self.cursor(replica).at(self._taken) is not None:
                 raise DataError(
                     f"the dataset of replica {replica} gives more than the {self._taken} elements that its "

@@ -16,7 +16,8 @@ there, every worker hashes the rows of one replica, and fetches them where neede
 `read(rows)` returns rows that were read ahead, and fetches those that are missing, for example after a loss.
 A batch that is not read costs only what identifies it, so a worker that joins or resumes skips batches
 without fetching them. For a stream that every worker reads, spot checks find an unseeded shuffle in its
-first steps, at a fraction of the cost of hashing everything.
+first steps, at a fraction of the cost of hashing everything. If such a stream is a distributed dataset, all
+rows are hashed in each step.
 """
 
 import struct
@@ -98,7 +99,7 @@ class Reading(Protocol):
 
     @property
     def way(self) -> Way:
-        """What each worker reads, and why."""
+        """How the workers read it, and why."""
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches. All workers do this together.
@@ -117,7 +118,7 @@ class ReadingWorker:
     """The worker that reads, and what it reads for.
 
     Attributes:
-        job: of the replicas.
+        job: the job of the replicas.
         seed: 64 bits that determine the random numbers of the dataset's items, with the pass and the item.
         joint: whether the user asks every worker to read everything.
         call: returns the number of the call in progress.
@@ -155,8 +156,8 @@ class ReadingWorker:
         Args:
             examples: the number of its rows.
             read: returns a range of rows as a nest of arrays; fetches those that this worker does not hold.
-            identity: of the batch in its pass; equal on all workers that read the same.
-            number: of the pass, from 0.
+            identity: identifies the batch in its pass; equal on all workers that read the same.
+            number: the number of the pass, from 0.
             step: the index of the batch in the pass, from 0.
         """
 
@@ -224,11 +225,11 @@ def whole_batch(
     """
     leaves, pack = parts_of(data)
     leaves = [None if leaf is None else sliceable_rows(leaf) for leaf in leaves]
-    known = [leaf for leaf in leaves if leaf is not None]
-    if not known or not known[0].shape or not known[0].shape[0]:
+    arrays = [leaf for leaf in leaves if leaf is not None]
+    if not arrays or not arrays[0].shape or not arrays[0].shape[0]:
         raise DataError(f"batch {step + 1} of the input has no rows")
 
-    examples = known[0].shape[0]
+    examples = arrays[0].shape[0]
 
     def read(rows: slice) -> Any:
         return pack(
@@ -237,7 +238,7 @@ def whole_batch(
 
     def check() -> bytes:
         rows = slice(0, examples) if compared is None else compared(examples) or slice(0, 1)
-        hashed = (_near(leaf, rows, examples) for leaf in known)
+        hashed = (_near(leaf, rows, examples) for leaf in arrays)
         return digest_arrays(hashed, struct.pack("<2q", step, examples))
 
     return GlobalBatch(examples, replicas, read, computed_once(check))

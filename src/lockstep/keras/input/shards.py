@@ -98,7 +98,7 @@ def shards_of(dataset: Any, replicas: int) -> Shards | str | None:
     None if its auto-shard policy is neither FILE nor DATA.
 
     Args:
-        dataset: of any kind.
+        dataset: the dataset, of any kind.
         replicas: R.
 
     Raises:
@@ -126,8 +126,8 @@ def shards_of(dataset: Any, replicas: int) -> Shards | str | None:
     except (tf.errors.OpError, ValueError) as error:
         return f"TensorFlow cannot apply AutoShardPolicy.{policy}: {str(error).splitlines()[0]}"
     if files < replicas:
-        found = f"the dataset has {files} for {replicas} replicas"
-        return f"AutoShardPolicy.FILE needs a file for each replica, and {found}"
+        short = f"the dataset has {files} for {replicas} replicas"
+        return f"AutoShardPolicy.FILE needs a file for each replica, and {short}"
     return shards
 
 

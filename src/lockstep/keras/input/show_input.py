@@ -74,11 +74,11 @@ def show_input(
            2        0       0  4, 5
            2        1       1  6, 7
     """
-    own = job.current().view
-    view = own
+    view_of_job = job.current().view
+    view = view_of_job
     if replicas is not None or workers is not None:
-        replicas = replicas or own.replicas
-        view = place(replicas, tuple(range(workers or min(len(own.workers), replicas))))
+        replicas = replicas or view_of_job.replicas
+        view = place(replicas, tuple(range(workers or min(len(view_of_job.workers), replicas))))
     if isinstance(x, DistributedDataset):
         if not isinstance(x.source, GlobalBatchSource):
             raise DataError("each replica reads all of the dataset that the function makes for it")
@@ -87,8 +87,8 @@ def show_input(
         way = _way(x) if _is_dataset(x) else ARRAYS
         shards = shards_of(x, view.replicas) if view.replicas > 1 else None
         if isinstance(shards, Shards) and not job.current().settings.joint_input:
-            rows = islice(_read_shards(shards, view), steps * view.replicas)
-            return InputTable(str(shards.way), tuple(rows))
+            rows_of_replicas = islice(_read_shards(shards, view), steps * view.replicas)
+            return InputTable(str(shards.way), tuple(rows_of_replicas))
     seed = order_seed(job.current().settings.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
@@ -100,19 +100,19 @@ def show_input(
             drawn = BatchVisits(seed)
             begin, sample = partial(drawn.begin, batches), partial(drawn.sample, batches)
             numbers = _visited(begin, sample, epoch, steps, new=new)
-        found = _chosen(x, numbers)
+        rows_of_steps = _chosen(x, numbers)
     else:
-        found = islice(_read(x), steps)
-    return input_table(found, view, str(way))
+        rows_of_steps = islice(_read(x), steps)
+    return input_table(rows_of_steps, view, str(way))
 
 
 def _way(dataset: Any) -> Way:
     """Return how `fit` reads a dataset, without changing the random states."""
     if isinstance(dataset, Iterator):
         return Way.joint(AN_ITERATOR)  # `fit` reads its first batch at once.
-    this, states = job.current(), random_states()
+    current, states = job.current(), random_states()
     try:
-        reader = ReadingWorker(this, 0, joint=this.settings.joint_input)
+        reader = ReadingWorker(current, 0, joint=current.settings.joint_input)
         options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": ()}
         return global_input(dataset, **options, unsplit=False, reader=reader, in_order=True).way
     except DataError:

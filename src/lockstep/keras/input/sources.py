@@ -1,4 +1,4 @@
-"""What a distributed dataset reads: the contract of a source, and the source of global batches.
+"""Distributed datasets read sources: the contract of a source, and the source of global batches.
 
 A source is a dataset whose elements are batches (`lockstep.data.batch`), read by a `Reading` or by the
 pipelines of the replicas, with what a program may ask of the dataset before it takes an element: the form of
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lockstep.data.batch import Batch, GlobalBatch
 from lockstep.errors import DataError
 from lockstep.keras.input.readings import Reading, Way, whole_batch
-from lockstep.keras.input.streams import Form, Reader, Stream
+from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
 from lockstep.keras.nests import Nest, leaves_of
 from lockstep.keras.per_replica import Spec
 from lockstep.worker.job import Job
@@ -83,25 +83,35 @@ class BatchValues:
 
     Args:
         batch: the batch.
-        form: the form of the shares.
+        nest: a nest with the structure of the shares; None in it is None on every replica.
+        specs: the specs of the leaves that are not None.
+        leaves: the leaves of replicas whose shares were read.
+
+    Attributes:
+        nest: see above.
+        specs: see above.
     """
 
     anywhere = True
 
-    def __init__(self, batch: Batch, form: Form) -> None:
+    def __init__(
+        self, batch: Batch, nest: Nest, specs: tuple[Spec, ...], leaves: dict[int, Sequence[Any]]
+    ) -> None:
         self._batch = batch
-        self.form = form
-
-    @property
-    def specs(self) -> tuple[Spec, ...]:
-        """The specs of the leaves."""
-        return self.form.specs
+        self._leaves = leaves
+        self.nest = nest
+        self.specs = specs
 
     def of(self, replica: int) -> Sequence[Any]:
         """Return the leaves of a replica, without rows if it has no examples."""
-        share = self._batch.share(replica)
-        leaves = leaves_of(share.data())
-        return leaves if share.examples else [leaf[:0] for leaf in leaves]
+        leaves = self._leaves.get(replica)
+        if leaves is None:
+            share = self._batch.share(replica)
+            leaves = leaves_of(share.data())
+            if not share.examples:
+                leaves = [leaf[:0] for leaf in leaves]
+            self._leaves[replica] = leaves
+        return leaves
 
     def leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica.
@@ -177,14 +187,19 @@ class GlobalBatchSource:
         Raises:
             DataError: they have no examples, or different numbers of them.
         """
-        if (form := self._declared) is None:
-            owned = self._job.view.replicas_of(self._job.worker)
-            share = batch.share(owned[0] if owned else 0)
-            nest = (share if share.examples else batch.share(0)).data()
-            count_examples(leaves_of(nest), f"batch {number} of the dataset")
-            form = Form.of(nest)
-            self.shown_form = self.shown_form or form
-        return BatchValues(batch, form)
+        if self._declared is not None:
+            return BatchValues(batch, self._declared.nest, self._declared.specs, {})
+        owned = self._job.view.replicas_of(self._job.worker)
+        share = batch.share(owned[0] if owned else 0)
+        if not share.examples:
+            share = batch.share(0)
+        nest = share.data()
+        leaves = leaves_of(nest)
+        if not self.is_joint:
+            count_examples(leaves, f"batch {number} of the dataset")
+        if self.shown_form is None:
+            self.shown_form = Form.of(nest)
+        return BatchValues(batch, nest, tuple(map(spec_of, leaves)), {share.replica: leaves})
 
     def form(self) -> Form:
         """Return the form of the elements; read the first one of the next pass if nothing else shows it."""
@@ -278,9 +293,6 @@ class StreamBatches:
     Args:
         reader: reads their rows; None if a graph of TensorFlow does.
         replicas: R.
-
-    Attributes:
-        reader: see above.
     """
 
     def __init__(self, reader: Reader | None, replicas: int) -> None:

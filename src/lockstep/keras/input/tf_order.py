@@ -45,12 +45,14 @@ def in_order(dataset: Any, origin: Any = None) -> Any:
         dataset: to read.
         origin: the dataset of which it is a copy, whose functions are known; by default itself.
     """
-    known = dataset if origin is None else origin
-    if known.options().deterministic is False:
+    original = dataset if origin is None else origin
+    if original.options().deterministic is False:
         options = sys.modules["tensorflow"].data.Options()
         options.deterministic = True
         dataset = dataset.with_options(options)
-    return StatefulCallsInOrder(dataset) if _draws_in_parallel(known) or _is_unordered(known) else dataset
+    return (
+        StatefulCallsInOrder(dataset) if _draws_in_parallel(original) or _is_unordered(original) else dataset
+    )
 
 
 def yields_any_order(dataset: Any) -> bool:

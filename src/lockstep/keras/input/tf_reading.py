@@ -95,7 +95,7 @@ _SEED = tf.TensorSpec((2,), tf.int64)
 """The seed of a row."""
 
 _NUMBER = re.compile(r"_\d+")
-"""What makes the names of functions unique."""
+"""The part of the names of functions that makes them unique."""
 
 _PYTHON = ("PyFunc", "EagerPyFunc")
 _QUEUE_CAPACITY = 1 << 20
@@ -133,7 +133,7 @@ class _Parts:
         maps: the operations that map single rows, the first one first.
         batch_maps: the operations that map whole batches and draw random numbers, the first one first.
         batches: the dataset of batches of unmapped rows.
-        options: of the pipeline.
+        options: the options of the pipeline.
         ahead: the number of batches that the pipeline itself reads ahead.
         why_joint: why every worker maps all rows; empty if rows are divided.
     """
@@ -171,20 +171,20 @@ def _cut(dataset: Any) -> _Parts | str:
         return why_joint or _above_batch(batch)
     maps: list[Any] = []
     moved: list[Any] = []
-    found: list[Any] = []
+    counted: list[Any] = []
     operation = input_of(batch)
     while isinstance(operation, (*MAPS, *_COUNTS, *_UNSEEN)):
         if isinstance(operation, MAPS):
             maps.append(operation)
-            found = moved.copy()
+            counted = moved.copy()
         elif isinstance(operation, _COUNTS):
             moved.append(operation)
         operation = input_of(operation)
     if batch_maps and not any(_draws(function_of(operation)) for operation in maps):
-        maps, found = [], []
+        maps, counted = [], []
     if not (maps or batch_maps):
         return _below_batch(operation)
-    rows = _rebuilt(input_of(maps[-1] if maps else batch), found)
+    rows = _rebuilt(input_of(maps[-1] if maps else batch), counted)
     if not (_fixed(rows.element_spec) if maps else is_dense(rows.element_spec)):
         return why_joint or (
             "the elements before .map are not dense tensors of fixed shapes, so they cannot be read in "
@@ -296,8 +296,8 @@ class _Maps:
     """The maps of a pipeline.
 
     Attributes:
-        steps: those of single rows, in the order in which they are applied.
-        batch_steps: those of whole batches.
+        steps: the maps of single rows, in the order in which they are applied.
+        batch_steps: the maps of whole batches.
         draw: whether they draw random numbers; the first argument of each is then the seed of a row, or those
             of the rows of a batch. All but the last one return it.
     """
@@ -338,9 +338,9 @@ def _prepared(parts: _Parts) -> _Maps | str:
             return f"a map draws with the operation {left[0]}, which no stateless operation replaces"
         if refusal := _kept_state(step.function):
             return refusal
-    last, given = steps[-1].function.output_structure, functions[-1].output_structure
-    if last != given:
-        return f"a map that draws random numbers returns {last}, not {given}, when it is traced again"
+    last, expected = steps[-1].function.output_structure, functions[-1].output_structure
+    if last != expected:
+        return f"a map that draws random numbers returns {last}, not {expected}, when it is traced again"
     return _Maps(steps[: len(parts.maps)], steps[len(parts.maps) :], draw=True)
 
 
@@ -377,17 +377,19 @@ def _kept_state(function: Any) -> str:
 
 def _plainly_traced(operation: Any) -> Any:
     """Trace the function of a map again, as it was."""
-    given = function_of(operation)
-    return traced_for(traced_python_function(given), argument_of(given))
+    traced = function_of(operation)
+    return traced_for(traced_python_function(traced), argument_of(traced))
 
 
-def _same_graph(one: Any, other: Any) -> bool:
+def _same_graph(traced: Any, other: Any) -> bool:
     """Whether two traced functions compute the same, except for the seeds of random operations.
 
     They do not if a Python value that the function uses has changed since the program called `map`.
     """
-    captures = zip(one.function.captured_inputs, other.function.captured_inputs, strict=True)
-    return _described(one) == _described(other) and all(given is found for given, found in captures)
+    captures = zip(traced.function.captured_inputs, other.function.captured_inputs, strict=True)
+    return _described(traced) == _described(other) and all(
+        capture is other_capture for capture, other_capture in captures
+    )
 
 
 def _described(function: Any) -> list[bytes]:
@@ -442,7 +444,7 @@ def _traced_again(parts: _Parts) -> list[_Map]:
 
 
 def _drawing(
-    given: Any, number: int, counts: Counter[int], status: Any, last: bool
+    original: Any, number: int, counts: Counter[int], status: Any, last: bool
 ) -> Callable[[Any, Any], Any]:
     """Return the function of map `number` with a row's seed as its first argument, which it passes on.
 
@@ -450,14 +452,14 @@ def _drawing(
     """
 
     def drawing(seed: Any, row: Any) -> Any:
-        if _draws(given):
-            function = converted(traced_python_function(given), status)
-            own = seed if seed.shape.rank == 1 else seed[0]
-            with drawn_from(ElementDraws(own, number, counts)):
+        if _draws(original):
+            function = converted(traced_python_function(original), status)
+            seed_of_first = seed if seed.shape.rank == 1 else seed[0]
+            with drawn_from(ElementDraws(seed_of_first, number, counts)):
                 mapped = function(*row) if type(row) is tuple else function(row)
         else:
-            tensors = given.function(*tensors_of(argument_of(given), row))
-            mapped = element_of(given.output_structure, tensors)
+            tensors = original.function(*tensors_of(argument_of(original), row))
+            mapped = element_of(original.output_structure, tensors)
         mapped = as_result(mapped)
         return mapped if last else (seed, mapped)
 
@@ -469,10 +471,10 @@ class MapStage:
 
     Args:
         maps: applied to single rows.
-        specs: of the tensors of a row.
+        specs: the specs of the tensors of a row.
         group_maps: applied to groups of mapped rows.
         size: the number of rows of a group.
-        options: of the pipeline.
+        options: the options of the pipeline.
 
     Attributes:
         failed: whether a map has failed; no group follows.
@@ -491,8 +493,8 @@ class MapStage:
                 for tensor, spec in zip(tensors, specs, strict=True)
             )
 
-        one = tf.data.Dataset.from_tensors(0).repeat()
-        dataset = plain_map(one, take)
+        endless = tf.data.Dataset.from_tensors(0).repeat()
+        dataset = plain_map(endless, take)
         if maps:
             dataset = unbatched(dataset)
             for step in maps:
@@ -633,7 +635,7 @@ class MappedPass:
     Args:
         feed: begins to map a group of rows.
         reader: this worker.
-        number: of the pass.
+        number: the number of the pass.
         draw: whether the maps draw random numbers.
         whole: whether every worker maps all rows.
         ahead: the number of batches to map ahead.
@@ -722,8 +724,8 @@ class MappedReading:
     """The `Reading` of a pipeline whose maps each worker computes: for its own rows, if they map single ones.
 
     Args:
-        parts: of the pipeline.
-        maps: of the pipeline.
+        parts: the parts of the pipeline.
+        maps: its maps.
         weigh: Keras's map of whole batches that adds the weights of classes; None without them.
         reader: this worker.
     """

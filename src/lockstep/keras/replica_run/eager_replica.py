@@ -177,7 +177,7 @@ ZERO_ROWS = (
 
 @dataclass
 class FunctionProfile:
-    """What earlier computations have shown about a function.
+    """The facts about a function that earlier computations have shown.
 
     Attributes:
         function: the function.
@@ -199,11 +199,11 @@ class EagerExecution:
     """One `strategy.run`.
 
     Attributes:
-        profile: of the function.
-        arguments: of the function: positional ones and keyword arguments.
+        profile: the profile of the function.
+        arguments: its positional arguments and its keyword arguments.
         seed: determines random numbers.
         inputs: the values among the arguments of which each replica has its own.
-        merges: of the rounds that have begun.
+        merges: the merges of the rounds that have begun.
         nest: the function's result.
         outputs: the leaves, except None, that the replicas computed here have returned.
         changed: the variables that the function assigns, by the names of their changes.

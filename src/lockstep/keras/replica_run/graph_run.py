@@ -170,8 +170,8 @@ class GraphRun:
 
         def body(replica: Any) -> Any:
             partial, outputs = compute(replica, earlier, *self._values_of(replica), *self._shared)
-            given = [replica, *(partial[name] for name in names), *outputs]
-            return (next_replica(call_python(publish, given, tf.int64)),)
+            published = [replica, *(partial[name] for name in names), *outputs]
+            return (next_replica(call_python(publish, published, tf.int64)),)
 
         (end,) = tf.while_loop(
             lambda replica: replica != NONE_LEFT, body, (next_replica(order),), parallel_iterations=1
@@ -353,7 +353,7 @@ class ResultPlace:
     """The place of a leaf in a function's result.
 
     Attributes:
-        tensors: of which the leaf consists.
+        tensors: the number of tensors of which the leaf consists.
         spec: the `tf.TypeSpec` of a ragged or a sparse tensor; None for a dense one.
     """
 
@@ -393,8 +393,8 @@ class GraphExecution:
     Attributes:
         inputs: the values of each PerReplica among the arguments, and the position of its leaf in them.
         seed: determines the random numbers that no variable determines.
-        rounds: that have begun.
-        totals: of the rounds that are summed.
+        rounds: the rounds that have begun.
+        totals: the totals of the rounds that are summed.
         outputs: the results, except single numbers, of this worker's replicas.
     """
 
@@ -414,11 +414,11 @@ class ReplicaScheduler:
     """The part of a `GraphRun` that runs in Python: schedules replicas, and sums their partials.
 
     Args:
-        rounds: between the workers.
-        name: of the function, for messages.
+        rounds: sum the partials of the workers.
+        name: the name of the function, for messages.
 
     Attributes:
-        store: of the results.
+        store: the store of the results.
     """
 
     def __init__(self, rounds: RunRounds, name: str) -> None:
@@ -449,7 +449,7 @@ class ReplicaScheduler:
 
         Args:
             number: the number of the round, from 0.
-            layout: that of its partials; None if their shapes are unknown.
+            layout: the layout of its partials; None if their shapes are unknown.
         """
         execution = self._execution
         if number == len(execution.rounds):

@@ -138,7 +138,7 @@ class Merge:
     """A point of a function at which its replicas merge.
 
     Attributes:
-        names: of its leaves in a partial; None for a leaf without a gradient.
+        names: the names of its leaves in a partial; None for a leaf without a gradient.
         update: the update that applies the sum; None if the function itself uses the result.
     """
 
@@ -154,10 +154,10 @@ class RoundMerger(UpdateRecorder):
     """The `Merger` of one replica in one round of a `strategy.run`.
 
     Args:
-        number: of the round, from 0.
+        number: the number of the round, from 0.
         ends_early: whether the round ends at its own merge even if that is an update.
         earlier: the merges of earlier rounds.
-        totals: of these merges.
+        totals: the totals of these merges.
         repeat: makes the update of the earlier round whose number it gets.
         on_update: is called with the round's own update if the function continues after it.
         replica: the id of the replica; a scalar tensor in a graph that serves all replicas.
@@ -195,7 +195,7 @@ class RoundMerger(UpdateRecorder):
 
     @property
     def partial(self) -> dict[str, Any]:
-        """What this replica contributes to the round's own merge."""
+        """The contribution of this replica to the round's own merge."""
         if (merge := self.merge) is None:
             return {}
         leaves = self.gradients if self._own is None else self._own[1]

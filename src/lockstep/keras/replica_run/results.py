@@ -19,7 +19,7 @@ from lockstep.keras.rounds import GATHERED, Round
 
 Array = npt.NDArray[Any]
 Axis = int | Sequence[int] | None
-"""What `strategy.reduce` reduces besides the replicas: None for no axis."""
+"""The axes that `strategy.reduce` reduces besides the replicas; None for no axis."""
 
 
 class ResultCombiner:

@@ -148,7 +148,7 @@ class FunctionRound(Round):
         what: names it in messages.
         sources: the values that the replicas compute from.
         seed: 64 bits that determine the random numbers that no variable determines.
-        layout: that of the partials; None if their shapes are unknown.
+        layout: the layout of the partials; None if their shapes are unknown.
     """
 
     advice = _ADVICE

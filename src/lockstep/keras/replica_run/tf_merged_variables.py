@@ -97,7 +97,7 @@ def is_on_read(variable: tf.Variable) -> bool:
     return bool(variable.synchronization == tf.VariableSynchronization.ON_READ)
 
 
-def _takes_first_value(variable: tf.Variable, *given: Any) -> bool:
+def _takes_first_value(variable: tf.Variable, *assigned_values: Any) -> bool:
     """Whether replicas merge by taking replica 0's value, because the values given to them may differ.
 
     A value that is equal on all replicas, such as that of a counter, each replica assigns without a merge.
@@ -105,15 +105,15 @@ def _takes_first_value(variable: tf.Variable, *given: Any) -> bool:
     is_first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     if not is_first or variable.dtype == tf.string or is_on_read(variable) or is_assigning():
         return False
-    return not all(_is_same_for_all(value, variable) for value in given)
+    return not all(_is_same_for_all(value, variable) for value in assigned_values)
 
 
-def _is_same_for_all(given: Any, variable: tf.Variable) -> bool:
-    if not tf.is_tensor(given) or not tf.is_symbolic_tensor(given):
-        return not isinstance(given, tf.Variable) or given is variable
-    graph = given.graph
+def _is_same_for_all(value: Any, variable: tf.Variable) -> bool:
+    if not tf.is_tensor(value) or not tf.is_symbolic_tensor(value):
+        return not isinstance(value, tf.Variable) or value is variable
+    graph = value.graph
     handles = [inside for outside, inside in graph.captures if outside is variable.handle]
-    waiting = [given]
+    waiting = [value]
     while waiting:
         tensor = waiting.pop()
         if any(tensor is handle for handle in handles):
@@ -129,11 +129,11 @@ def _merging(argument: str, original: Any) -> Any:
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (replica := _merging_replica(self)) is None:
             return original(self, *args, **kwargs)
-        given = kwargs.get(argument, *args[:1])
-        if not (is_merged(self) or _takes_first_value(self, given)):
+        assigned_value = kwargs.get(argument, *args[:1])
+        if not (is_merged(self) or _takes_first_value(self, assigned_value)):
             return original(self, *args, **kwargs)
         kwargs.pop(argument, None)
-        value = tf.convert_to_tensor(given, self.dtype)
+        value = tf.convert_to_tensor(assigned_value, self.dtype)
         merges = is_merged(self)
         merged = replica.merger.all_reduce(_op_of(self), value) if merges else _first(replica, value)
         with tf.name_scope(_SCOPE):
@@ -149,10 +149,10 @@ def _scattering(method: str, original: Any) -> Any:
     def scatter(self: Any, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         if (replica := _merging_replica(self)) is None:
             return original(self, sparse_delta, *args, **kwargs)
-        given = sparse_delta.values, sparse_delta.indices
-        if not (is_merged(self) or _takes_first_value(self, *given)):
+        delta = sparse_delta.values, sparse_delta.indices
+        if not (is_merged(self) or _takes_first_value(self, *delta)):
             return original(self, sparse_delta, *args, **kwargs)
-        values, indices = tf.convert_to_tensor(given[0], self.dtype), tf.convert_to_tensor(given[1])
+        values, indices = tf.convert_to_tensor(delta[0], self.dtype), tf.convert_to_tensor(delta[1])
         if not is_merged(self):
             merged = tf.IndexedSlices(_first(replica, values), _first(replica, indices))
         elif method in _OVERWRITING:
