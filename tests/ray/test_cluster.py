@@ -16,6 +16,35 @@ Start = Callable[..., Job]
 TRAINING = Path(__file__).parents[1] / "training"
 
 
+SEEN = """
+import os
+from pathlib import Path
+from lockstep.worker import job
+Path(f"seen-{job.current().worker}").write_text(os.environ["COLOR"] + os.environ["A_TOKEN"])
+"""
+
+
+@pytest.mark.ci
+def test_variables_of_the_script(cluster: RayCluster, tmp_path: Path) -> None:
+    """Workers on all nodes have them; the value that is not on the command line is not in the run folder."""
+    (tmp_path / "script.py").write_text(SEEN)
+    command = "run --on ray -n 2 --backend jax --run-dir run --env COLOR=blue --env A_TOKEN script.py"
+    variables = os.environ | {"RAY_ADDRESS": cluster.address, "A_TOKEN": "unrecorded"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *command.split()],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"seen-{worker}").read_text() for worker in range(2)] == ["blueunrecorded"] * 2
+    kept = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert any(b'"env":{"COLOR":"blue","A_TOKEN":null}' in text for text in kept)
+    assert not any(b"unrecorded" in text for text in kept)
+
+
 @pytest.mark.ci
 def test_a_job_that_has_ended_does_not_begin_again(cluster: RayCluster, start: Start) -> None:
     """The actor of the coordinator is killed before the command has taken the status of the job."""
