@@ -20,6 +20,7 @@ NAVIGATION = {
     "Start": ["docs/start", "docs/gallery"],
     "How to": [
         "docs/running",
+        "docs/overnight",
         "docs/hosts",
         "docs/cluster",
         "docs/ray",

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "operations.md"
 OTHERS = [
-    DOCS / f"{name}.md" for name in ("start", "errors", "from-horovod", "from-torchrun", "from-ray-train")
+    DOCS / f"{name}.md"
+    for name in ("start", "overnight", "errors", "from-horovod", "from-torchrun", "from-ray-train")
 ]
 PROSE_COMMAND = re.compile(r"`(lockstep [^`]+)`")
 SHELL_LINE = re.compile(r"^\$ (.*)$", re.MULTILINE)

@@ -43,7 +43,7 @@ class Done:
 class Running:
     """A run in progress."""
 
-    def __init__(self, process: "subprocess.Popen[str]", folder: Path, pending: int) -> None:
+    def __init__(self, process: Any, folder: Path, pending: int) -> None:
         self.process = process
         self.folder = folder
         self._pending = pending
@@ -145,6 +145,10 @@ class Lockstep:
             process_group=process_group,
         )
         self._started.append(process)
+        return Running(process, self.folder / run, self._pending)
+
+    def running(self, process: "subprocess.Popen[str] | None", run: str) -> Running:
+        """Return a run whose command is another process than that of `start`."""
         return Running(process, self.folder / run, self._pending)
 
     def run(self, *arguments: str, run: str = "run", **environment: str) -> Done:

@@ -93,6 +93,14 @@ REFUSALS = [
         )
         for way in WAYS[1:]
     ),
+    *(
+        (
+            f"{way} --detach",
+            f"--detach is for jobs on this machine or with --on; with {way}, start the command in tmux, or "
+            "as the scheduler does",
+        )
+        for way in WAYS[:-1]
+    ),
     (" not ".join(("--plain", *WAYS)), f"--plain is for jobs on several hosts; {NOT_HERE}"),
     (
         "--on --ui",
@@ -125,6 +133,11 @@ REFUSALS = [
     ),
     ("--checkpoint-every not --checkpoint", f"--checkpoint-every {NO_CHECKPOINTS} every= to the callback"),
     ("--keep not --checkpoint", f"--keep {NO_CHECKPOINTS} keep= to the callback"),
+    (
+        "--detach --ui",
+        "--ui cannot be combined with --detach: nobody would see the address of the page; run lockstep ui "
+        "JOB",
+    ),
     ("--on", RUNS),
     *(
         (

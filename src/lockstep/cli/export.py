@@ -2,17 +2,23 @@
 
 import re
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from lockstep.cli.parameter_types import PARTS
 from lockstep.cli.run import check_numbers, given, refuse_without_checkpoint, run
+from lockstep.cli.systemd_unit import unit
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.indexed_job import IndexedJob, name_from
 from lockstep.hosts.where import PLACING
+from lockstep.system.child_process import command_of
 from lockstep.system.clock import parse_seconds
-from lockstep.worker.script import refuse_undecodable
+from lockstep.system.environment import shared_variables
+from lockstep.system.notes import note
+from lockstep.worker.script import Script, refuse_undecodable
 
 _AMBIGUOUS = re.compile(r"[-+.]*\d|.$")
 """Strings such as 1e3 and y: PyYAML writes them plain, but kubectl reads a number or a truth value."""
@@ -55,22 +61,58 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
     sys.stdout.write(f"# Secret: a process with the key below can join the job.\n{text}")
 
 
+@export.command(context_settings={"allow_interspersed_args": False})
+@click.pass_context
+def systemd(context: click.Context, /, **options: Any) -> None:
+    """Write a service of systemd that runs a job on this machine, and again after a reboot.
+
+    \b
+    lockstep export systemd -n 2 --checkpoint saved train.py > ~/.config/systemd/user/train.service
+    systemctl --user enable --now train.service
+
+    The options are those of lockstep run. The service runs as you, in the current folder, with this Python
+    and the present values of the variables that change what libraries compute. It resumes from --checkpoint,
+    or from what SCRIPT itself saves. When the job has succeeded, the service disables itself.
+    """
+    script, arguments = options["script"], options["arguments"]
+    Script(script, options["module"], arguments).check()
+    _refuse_unfit(context, options, options["workers"])
+    if options["checkpoint"] is None:
+        note("without --checkpoint, the job begins anew after a reboot, unless the script resumes by itself")
+    lacks = [f"--env {name}" for name in options["env"] if "=" not in name]
+    lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if notify.startswith("env:")]
+    if lacks:
+        note(f"the service lacks the variable of {' and '.join(lacks)}: add a line EnvironmentFile= to it")
+    command = command_of("lockstep", "run", *given(context, ()), "--", script, *arguments)
+    refuse_undecodable(*command)
+    variables = shared_variables()
+    refuse_undecodable(*variables.values())
+    grace = parse_seconds(options["grace"], "--grace")
+    sys.stdout.write(unit(f"lockstep run {script}", Path.cwd(), command, variables, grace))
+
+
+def _refuse_unfit(context: click.Context, options: Mapping[str, Any], workers: int | None) -> None:
+    """Raise ConfigError for options that no job can have, as `lockstep run` does."""
+    from lockstep.checkpoint.scheduler import parse_every
+
+    if workers is not None:
+        check_numbers(workers, options["replicas"] or workers, options["min_workers"])
+    parse_every(options["every"])
+    refuse_without_checkpoint(context)
+
+
 def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     """Return the job that the options describe.
 
     Raises:
         ConfigError: they describe none.
     """
-    from lockstep.checkpoint.scheduler import parse_every
-
     script, arguments = options["script"], options["arguments"]
     name, workers = options["name"], options["workers"]
     pods = options["pods"] or workers
     if workers % pods:
         raise ConfigError(f"{pods} pods cannot divide {workers} workers evenly; change --pods or -n")
-    check_numbers(workers, options["replicas"] or workers, options["min_workers"])
-    parse_every(options["every"])
-    refuse_without_checkpoint(context)
+    _refuse_unfit(context, options, workers)
     here = ("--workers-here", str(workers // pods)) if workers > pods else ()
     command = ("lockstep", "run", "--tf-config", *here, *given(context), "--", script, *arguments)
     refuse_undecodable(*command)
@@ -110,3 +152,8 @@ def _yaml(documents: tuple[dict[str, Any], ...]) -> str:
 
 
 kubernetes.params += [param for param in run.params if param.name not in PLACING]
+systemd.params += [
+    param
+    for param in run.params
+    if param.name in ("workers", "devices") or param.name not in (*PLACING, "plain", "allow_unlike")
+]

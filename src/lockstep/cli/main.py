@@ -20,6 +20,10 @@ from lockstep.transport.addresses import split_address, with_port
 from lockstep.version import __version__
 
 _ELSEWHERE = {
+    "attach": (
+        "lockstep.cli.detached",
+        "Show the output of JOB, which lockstep run --detach has started, until it ends.",
+    ),
     "check": ("lockstep.cli.check", "Compare SCRIPT on several replicas with one process."),
     "diff": ("lockstep.cli.diff", "Find the first step at which two runs differ, and why."),
     "explain": ("lockstep.cli.explain", "Explain an error, and say what to do."),

@@ -7,7 +7,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 import click
 
 from lockstep.cli.completion import complete_script
+from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
 from lockstep.cli.job_restarts import folder_of_job, start_again
 from lockstep.cli.notifier import JobIdentity, Notifier, Receiver, notifier_beside, parse_receiver
@@ -115,7 +116,7 @@ _GROUPS = {
         *("--listen", "--workers-here", *(f"--{name.replace('_', '-')}" for name in SCHEDULERS)),
         *("--plain", "--allow-unlike"),
     ),
-    "Ray": ("--on", "--cpus-per-worker", "--gpus-per-worker", "--resource-per-worker", "--detach"),
+    "Ray": ("--on", "--cpus-per-worker", "--gpus-per-worker", "--resource-per-worker"),
     "Computation": (
         *("--threads-per-worker", "--devices", "--input", "--ps", "--tf-distribute", "--no-adopt"),
         *("--verify-every", "--verify-replicas", "--witness"),
@@ -215,7 +216,8 @@ _GROUPS = {
     "--detach",
     "detached",
     is_flag=True,
-    help="With --on, return once the job is submitted. The job runs to its end without this command.",
+    help="Return once the job has begun. It runs to its end without this command and its terminal. For jobs "
+    "on this machine, whose output lockstep attach shows, or with --on.",
 )
 @click.option(
     "--plain",
@@ -428,6 +430,11 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if options["servers"]:
         _refuse_with_servers(options)
     where = parse_where(options, _others(options))
+    if options["detached"] and options["ui"]:
+        raise ConfigError(
+            "--ui cannot be combined with --detach: nobody would see the address of the page; run lockstep "
+            "ui JOB"
+        )
     refuse_without_checkpoint(click.get_current_context())
     match where:
         case Engine():
@@ -467,6 +474,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
         return _resumed(options, place, begun, held)
 
+    if options["detached"] and folder_of_job() is None:
+        detach(RunPaths(spec.run_dir.absolute()))
     if exports.metrics is not None:
         with socket.socket(fileno=os.dup(exports.metrics)) as listener:
             address, port = listener.getsockname()
@@ -555,19 +564,19 @@ def _passed_on(arguments: Sequence[str]) -> str:
     return f"; {', '.join(alike)} after the script is for the script" if alike else ""
 
 
-def given(context: click.Context, *without: str) -> list[str]:
-    """Return the words of the options that the user has given, except those that say where workers run.
+def given(context: click.Context, without: Collection[str] = PLACING) -> list[str]:
+    """Return the words of the options that the user has given.
 
     Args:
-        context: of `run`.
-        without: other parameters to leave out.
+        context: of `run`, or of a command that has some of its parameters.
+        without: the parameters to leave out; by default, those that say where workers run.
     """
     words = []
     for param in run.params:
         assert param.name is not None
         source = context.get_parameter_source(param.name)
         asked = isinstance(param, click.Option) and source is click.core.ParameterSource.COMMANDLINE
-        if asked and param.name not in (*PLACING, *without):
+        if asked and param.name not in without:
             option, value = max(param.opts, key=len), context.params[param.name]
             for one in value if param.multiple else (value,):
                 words += [option] if getattr(param, "is_flag", False) else [option, str(one)]
@@ -599,7 +608,13 @@ def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
         # The same folder for all coordinators of the job, on whatever node.
         name = f"{_script_name(options)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         place = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or f"runs/{name}")
-        words = (*map(str, place), *given(context, "run_dir"), "--", options["script"], *options["arguments"])
+        words = (
+            *map(str, place),
+            *given(context, {*PLACING, "run_dir"}),
+            "--",
+            options["script"],
+            *options["arguments"],
+        )
         needs = worker_needs(engine.cpus, engine.gpus, parse_resources(engine.resources))
         env = parse_variables(options["env"])
         require_variables(env)

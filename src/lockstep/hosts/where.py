@@ -174,6 +174,12 @@ _REFUSALS = (
         _except(None, "hosts"),
         "--restart-job cannot be combined with {way}: there, several commands or an engine start the job",
     ),
+    _Refusal(
+        "detached",
+        _except(None, "engine"),
+        "--detach is for jobs on this machine or with --on; with {way}, start the command in tmux, or as the "
+        "scheduler does",
+    ),
     _Refusal("plain", (None,), "--plain is for jobs on several hosts; give {ways} too"),
     _Refusal(
         "ui",

@@ -54,7 +54,7 @@ class WorkerLogs:
         self._prefixed = prefixed
         self._pattern = pattern
         self._write = write
-        self._logs: dict[int, _GrowingLog] = {}
+        self._logs: dict[int, GrowingLog] = {}
 
     def advance(self) -> None:
         """Write what the logs have gained since the last call, worker by worker.
@@ -73,13 +73,12 @@ class WorkerLogs:
         """Write what the logs have gained, including last lines without an end; raises as `advance`."""
         self._find()
         for log in self._logs.values():
-            log.advance()
-            log.end_line()
+            log.finish()
 
     def _find(self) -> None:
         for worker, path in list_logs(self._folder).items():
             if worker not in self._logs and (not self._workers or worker in self._workers):
-                self._logs[worker] = _GrowingLog(path, self._outlet(worker))
+                self._logs[worker] = GrowingLog(path, self._outlet(worker))
 
     def _outlet(self, worker: int) -> Write | LinePrefixer:
         prefix = f"[worker {worker}] ".encode() if self._prefixed else b""
@@ -91,11 +90,13 @@ class WorkerLogs:
         return self._pattern is None or self._pattern.search(line.decode(errors="replace")) is not None
 
 
-def follow(logs: WorkerLogs, is_running: Callable[[], bool], rest: Callable[[], object]) -> None:
-    """Write the logs of a running job until it has ended.
+def follow(
+    logs: "WorkerLogs | GrowingLog", is_running: Callable[[], bool], rest: Callable[[], object]
+) -> None:
+    """Write the logs of a running job, or one log, until it has ended.
 
     Args:
-        logs: the logs of the job.
+        logs: what to write.
         is_running: whether the job still runs.
         rest: called between two looks at the logs.
 
@@ -109,15 +110,21 @@ def follow(logs: WorkerLogs, is_running: Callable[[], bool], rest: Callable[[], 
     logs.finish()
 
 
-class _GrowingLog:
-    """A log, and how far it was read."""
+class GrowingLog:
+    """A log, and how far it was read.
 
-    def __init__(self, path: Path, outlet: Write | LinePrefixer) -> None:
+    Args:
+        path: the path of the log.
+        outlet: takes what is read.
+        position: the byte with which to begin.
+    """
+
+    def __init__(self, path: Path, outlet: Write | LinePrefixer, position: int = 0) -> None:
         self._path = path
         self._outlet = outlet
         self._write = outlet.write if isinstance(outlet, LinePrefixer) else outlet
         self._file: tuple[int, int] | None = None
-        self._position = 0
+        self._position = position
 
     def advance(self) -> None:
         """Write what is new, up to the present end: another log may wait."""
@@ -143,6 +150,11 @@ class _GrowingLog:
                 self._write(piece)
         finally:
             os.close(descriptor)
+
+    def finish(self) -> None:
+        """Write what is new, and the end of a line that has none yet."""
+        self.advance()
+        self.end_line()
 
     def end_line(self) -> None:
         """Write a line that has no end yet."""

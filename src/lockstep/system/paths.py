@@ -61,6 +61,11 @@ class RunPaths:
         """The result of the comparison with one process, beside the run."""
         return self.root / "comparison.json"
 
+    @property
+    def output(self) -> Path:
+        """What a detached command has written to its terminal, if it had one."""
+        return self.root / "output.log"
+
     def log(self, worker: int) -> Path:
         """The output of `worker` to stdout and stderr."""
         return self.root / f"worker-{worker}.log"

@@ -261,6 +261,7 @@ def remove_unused(folder: Path) -> None:
     if not paths.events.exists():
         with contextlib.suppress(OSError):
             paths.comparison.unlink(missing_ok=True)
+            paths.output.unlink(missing_ok=True)
             paths.sources.rmdir()
             folder.rmdir()
             folder.parent.rmdir()

@@ -1,0 +1,72 @@
+"""A service of systemd that runs a command again after a reboot. Pure."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./:,@+=-]+")
+_ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
+_AFTER_GRACE = 15
+"""Seconds beyond `--grace` that the command may take to end all processes; it gives up after 10."""
+
+_UNIT = """\
+[Unit]
+Description={description}
+# After five failures within an hour, the service stays down.
+StartLimitIntervalSec=3600
+StartLimitBurst=5
+
+[Service]
+Type=exec
+WorkingDirectory={folder}
+{variables}ExecStart={command}
+# Only the command gets SIGTERM: the job saves a checkpoint within --grace, and ends with status 143.
+KillMode=mixed
+TimeoutStopSec={patience}
+SuccessExitStatus=143
+# A worker that the kernel kills because memory runs out is replaced.
+OOMPolicy=continue
+# Status 2: the job was refused, and would be again.
+Restart=on-failure
+RestartSec=10
+RestartPreventExitStatus=2
+# A job that has succeeded does not begin again after the next reboot.
+ExecStopPost=/bin/sh -c 'test "$$EXIT_STATUS" != 0 || systemctl --user disable %n'
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def unit(
+    description: str, folder: Path, command: Sequence[str], variables: Mapping[str, str], grace: float
+) -> str:
+    """Return the text of a service of a user.
+
+    Args:
+        description: what it runs, in one line.
+        folder: where it runs; absolute.
+        command: the path of a program, absolute, and its arguments.
+        variables: its environment, besides that of the service manager.
+        grace: seconds that the job may take for a checkpoint after SIGTERM.
+    """
+    return _UNIT.format(
+        description=_one_line(description),
+        folder=_one_line(str(folder)),
+        variables="".join(f"Environment={quoted(f'{name}={value}')}\n" for name, value in variables.items()),
+        # Of a dollar sign, only commands make a variable.
+        command=" ".join(quoted(word).replace("$", "$$") for word in command),
+        patience=math.ceil(grace) + _AFTER_GRACE,
+    )
+
+
+def quoted(word: str) -> str:
+    """Return a word as systemd reads it in a list of words."""
+    if _PLAIN.fullmatch(word):
+        return word
+    return '"' + "".join(_ESCAPES.get(sign, sign) for sign in word) + '"'
+
+
+def _one_line(text: str) -> str:
+    return text.replace("%", "%%").replace("\n", " ")
