@@ -195,6 +195,7 @@ def run(folder: Path, seed: int, job: DrawnJob) -> tuple[int, list[str], int]:
             ),
             paths,
             command,
+            pid=os.getpid(),
             console=console,
             loop=loop,
             local=LocalHost(

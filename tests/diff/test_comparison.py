@@ -171,6 +171,35 @@ def test_a_difference_of_the_hosts_explains_a_gradient_and_alone_is_none(
     assert (found(both).step, found(both).cause) == (5, cause)
 
 
+def test_what_an_argument_has_changed_explains_more_than_the_argument() -> None:
+    def edit(made: Recording) -> None:
+        at(made, 2).inputs[0] = at(made, 2).rows[0] = "other"
+        made.job = {"arguments": ("--rows", "80"), "env": {"DATA": "/data"}}
+
+    def counted(made: Recording) -> None:
+        edit(made)
+        made.settings["fit 1"]["data"] = "float32[80, 4]"
+
+    def other_version(made: Recording) -> None:
+        edit(made)
+        made.program = {**made.program, "versions": {"numpy": "3"}}
+
+    this = found(edit)
+    assert (this.cause, this.explained and this.explained.name) == (
+        "configuration",
+        "environment variable DATA",
+    )
+    assert found(counted).cause == "input"
+    assert found(other_version).cause == "configuration"
+
+
+def test_variables_that_follow_from_the_number_of_threads_are_left_out() -> None:
+    def edit(made: Recording) -> None:
+        made.program = {**made.program, "threads": 2, "flags": {"OMP_NUM_THREADS": "2", "XLA_FLAGS": "x"}}
+
+    assert [head.name for head in found(edit).heads] == ["threads", "environment variable XLA_FLAGS"]
+
+
 def test_threads_that_wait_in_a_replay_in_one_process_are_no_difference() -> None:
     def with_threads(workers: int, threads: str) -> Recording:
         made = recording()

@@ -370,10 +370,10 @@ def _cause(fact: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDif
     """Return the cause of a difference, and the difference of the programs or hosts that explains it."""
     order: tuple[Cause, ...] = ("seed", "configuration", "input", "versions", "processor", "script")
     able = [head for head in heads if _explains(head, fact)]
-    for cause in order:
-        for head in able:
-            if head.cause == cause:
-                return cause, head
+    # Arguments and variables of the script may have changed anything: what they have changed explains more.
+    able.sort(key=lambda head: 2.5 if head.concerns == "anything" else order.index(head.cause))
+    if able:
+        return able[0].cause, able[0]
     match fact.place:
         case "first state" | "state" | "end" | "length":
             return "state", None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.diff.recording import Recording
+from lockstep.system.environment import THREAD_VARIABLES
 
 Cause = Literal[
     "configuration",
@@ -89,7 +90,8 @@ def head_differences(first: Recording, second: Recording) -> Iterator[HeadDiffer
     yield from _all_changed("versions", "version of ", ours.get("versions", {}), theirs.get("versions", {}))
     # A replay in one process has as many of these threads as the run has processes, which bits do not show.
     replayed = (_INTEROP,) if first.in_one_process != second.in_one_process else ()
-    flags = [{k: v for k, v in each.get("flags", {}).items() if k not in replayed} for each in (ours, theirs)]
+    settled = replayed if ours.get("threads") == theirs.get("threads") else THREAD_VARIABLES
+    flags = [{k: v for k, v in each.get("flags", {}).items() if k not in settled} for each in (ours, theirs)]
     yield from _all_changed("configuration", "environment variable ", *flags)
     yield from _changed("processor", "processor", ours.get("processor"), theirs.get("processor"))
     features = [set(str(each.get("features", "")).split()) for each in (ours, theirs)]
@@ -162,11 +164,13 @@ def _variable_differences(first: Recording, second: Recording) -> Iterator[HeadD
         if None in values:
             # Only hashes of these are recorded.
             hashes = [some.get(name) for some in marks]
-            if hashes[0] == hashes[1]:
+            if hashes[0] == hashes[1] and hashes[0] is not None:
                 continue
+            # No source names it: a library may read it.
+            missing = "not given" if hashes == [None, None] else ABSENT
             others = ("set", "set" if None in hashes else "set to another value")
             values = [
-                value if value is not None else ABSENT if mark is None else other
+                value if value is not None else missing if mark is None else other
                 for value, mark, other in zip(values, hashes, others, strict=True)
             ]
         if values[0] != values[1]:

@@ -552,8 +552,10 @@ def attempt(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
     return (int(number), folder) if number.isdecimal() else (0, "")
 
 
+THREAD_VARIABLES = tuple(_thread_variables(1))
+"""The variables that follow from the number of threads of a replica."""
 _OF_JOB = {
-    **dict.fromkeys(_thread_variables(1), "--threads-per-worker sets it"),
+    **dict.fromkeys(THREAD_VARIABLES, "--threads-per-worker sets it"),
     "CUDA_VISIBLE_DEVICES": "--devices sets it",
     _HASH_SEED: "--seed sets it",
     "TF_CONFIG": "the job sets it for each worker",
