@@ -16,7 +16,7 @@ import lockstep
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, ConfigError, PeerLostError, PeerStuckError
-from lockstep.keras.fit.model_methods import bind
+from lockstep.keras.fit.trainer import bind
 from lockstep.keras.sidecar_evaluator import EvaluatorFit, follow
 from lockstep.keras.variables import step_state
 from lockstep.rendezvous.take_part import take_part_with_servers

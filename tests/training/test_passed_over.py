@@ -147,10 +147,10 @@ def test_a_process_that_resumes_reads_no_other_batch_for_a_model_that_skipped_ca
                 methods.compile(plain("compile"), model, "sgd", "mse", metrics=["mae"])
                 models.append(model)
         other, model = models
-        methods.evaluate(plain("evaluate"), other, x, x, verbose=0)
-        methods.on_batch("train_on_batch", plain("train_on_batch"), model, x[:6], x[:6])
+        methods.call("evaluate", plain("evaluate"), other, x, x, verbose=0)
+        methods.call("train_on_batch", plain("train_on_batch"), model, x[:6], x[:6])
         assert not methods.behind
-        return methods.fit(plain("fit"), other, x, x, batch_size=6, verbose=0)
+        return methods.call("fit", plain("fit"), other, x, x, batch_size=6, verbose=0)
 
     saved = open_scheduler(Store(tmp_path), Every(steps=1), lambda _: None)
     wanted = run(WorkerCheckpoints(saved))

@@ -57,6 +57,11 @@ class NumberedCall:
     logs: Any = None
     processed: int | None = None
 
+    @property
+    def forwarding(self) -> bool:
+        """Whether the call is skipping steps."""
+        return self.steps < self.skipped
+
 
 @dataclass
 class NumberedCalls:

@@ -76,7 +76,7 @@ def install(job: Job) -> ModelMethods:
         methods = ModelMethods(job, backend)
         _replace("compile", methods.compile)
         for name in _CALLS:
-            _replace(name, functools.partial(methods.in_turn, name))
+            _replace(name, functools.partial(methods.call, name))
         PATCHES.replace(__name__, threading.Thread, "start", methods.turns.started)
         _replace(SYMBOLIC_BUILD, methods.symbolic_build)
         for name, kind in _FUNCTIONS.items():

@@ -91,10 +91,10 @@ class ParameterServerStrategy(Strategy):
         self._calls: FunctionCalls | None = None
         self._local_calls: LocalCalls | None = None
         self._coordinator: Any = None
-        if self.has_servers:
+        if self._methods.served is not None:
             assignments.install()
             self._job.at_completion(self._close_functions)
-            self._methods.has_functions(self._join_functions, self._close_functions)
+            self._methods.served.has_functions(self._join_functions, self._close_functions)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -116,7 +116,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def has_servers(self) -> bool:
         """Whether this process belongs to a job with parameter servers."""
-        return self._job.context.tasks is not None
+        return self._methods.served is not None
 
     def per_worker_dataset(self, make: Callable[[], Any], number: int) -> PerWorkerDataset:
         """Return a dataset of which each worker has its own.
@@ -139,19 +139,20 @@ class ParameterServerStrategy(Strategy):
 
         In a job, it ends at the next `fit`, with a function of another strategy, and with the script.
         """
-        if not self.has_servers:
+        served = self._methods.served
+        if served is None:
             self._local_calls = self._local_calls or LocalCalls()
             return self._local_calls
         if self._calls is None:
-            self._methods.end_functions()
+            served.end_functions()
             program = ScheduleContext(
                 job=self._job,
                 scope=self._variables,
                 options=self._options,
-                number=self._methods.number_functions,
-                joining=self._methods.joining_in_functions,
-                ended=self._methods.functions_changed,
-                trained=self._methods.steps_taken,
+                number=served.number_functions,
+                joining=served.joining_in_functions,
+                ended=served.functions_changed,
+                trained=served.steps_taken,
             )
             calls = OneProcessCalls if self._job.settings.in_one_process else _CALLS[program.task]
             self._calls = calls(program)
@@ -208,8 +209,8 @@ class ParameterServerStrategy(Strategy):
 
     def _close_functions(self) -> None:
         calls, self._calls = self._calls, None
-        if calls is not None:
-            self._methods.functions_closed(calls.name, calls.close())
+        if calls is not None and self._methods.served is not None:
+            self._methods.served.functions_closed(calls.name, calls.close())
 
 
 @runtime_checkable

@@ -350,7 +350,7 @@ class Strategy:
 
     def _part(self, name: str) -> AbstractContextManager[None]:
         """Let one thread at a time compute with the replicas; scheduled functions have own threads."""
-        if self._job.view.replicas == 1 or self._job.context.tasks is not None:
+        if self._job.view.replicas == 1 or self._methods.served is not None:
             return nullcontext()
         several = len(self._job.view.workers) > 1
         return self._methods.turns.part(f"strategy.{name}", several=several)

@@ -1,0 +1,129 @@
+"""The models whose calls the job computes: compiled in a strategy's scope, or in a script without one."""
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.keras.backends.common import has_own
+from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.backends.traces import seed_traces
+from lockstep.keras.state.settings import settings_of_call, settings_of_model
+
+Entered = Callable[[], AbstractContextManager[Any]]
+"""Returns a context in which a strategy, its value, is the current one."""
+
+
+@dataclass
+class Compiled:
+    """What is known of a model since it was last compiled.
+
+    Attributes:
+        compared: the kinds of steps for which workers have compared it, in calls for single batches.
+        measured: the kinds of steps of which the parts per replica are known.
+        witnessed: the kinds of steps that were compared with plain Keras.
+        named: its parts that are per replica.
+        trained: the variables that its training function updates; None before that is made.
+    """
+
+    compared: set[StepKind] = field(default_factory=set)
+    measured: set[StepKind] = field(default_factory=set)
+    witnessed: set[StepKind] = field(default_factory=set)
+    named: list[str] = field(default_factory=list)
+    trained: list[Any] | None = None
+
+
+class AdoptedModels:
+    """The adopted models of a process.
+
+    Attributes:
+        adopts_all: whether models outside of all scopes are adopted, too: the script has no strategy.
+    """
+
+    def __init__(self) -> None:
+        self.adopts_all = False
+        self._compiled: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
+        self._subjects: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._entered: weakref.WeakKeyDictionary[Any, Entered] = weakref.WeakKeyDictionary()
+        self._options: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._scopes: list[tuple[Entered, Any]] = []
+        self._numbered = 0
+
+    def __contains__(self, model: Any) -> bool:
+        return model in self._compiled
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._compiled))
+
+    @contextmanager
+    def scope(self, entered: Entered, options: Any = None) -> Iterator[None]:
+        """Adopt models that are compiled within the block, the scope of a strategy.
+
+        Args:
+            entered: returns a context in which the strategy, its value, is the current one.
+            options: how the strategy trains, if it has options.
+        """
+        self._scopes.append((entered, options))
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def compiled(self, model: Any) -> bool:
+        """Note that a model was just compiled; return whether it is adopted now."""
+        if model in self._compiled:
+            self._compiled[model] = Compiled()
+        if not self._scopes and not self.adopts_all:
+            return False
+        self._compiled[model] = Compiled()
+        self._note_subject(model)
+        seed_traces(model, self._subjects[model])
+        self._entered[model], options = self._scopes[-1] if self._scopes else (nullcontext, None)
+        self._options.pop(model, None)
+        if options is not None:
+            self._options[model] = options
+        return True
+
+    def facts(self, model: Any) -> Compiled:
+        """Return what is known of an adopted model."""
+        return self._compiled[model]
+
+    def subject(self, model: Any) -> str:
+        """Return what identifies an adopted model on all workers, in the calls of threads."""
+        return self._subjects[model]
+
+    def options(self, model: Any) -> Any:
+        """Return the options of the strategy in whose scope a model was compiled; None if it has none."""
+        return self._options.get(model)
+
+    def strategy(self, model: Any) -> Any:
+        """Return the strategy in whose scope a model was compiled, or is now; None if there is none."""
+        active: Entered = self._scopes[-1][0] if self._scopes else nullcontext
+        with self._entered.get(model, active)() as strategy:
+            return strategy
+
+    def step_context(self, model: Any) -> Entered:
+        """Return what returns the context of the program's own `train_step`: its strategy is the current one.
+
+        Keras's own step must not see a strategy, by whose number of replicas it would divide losses.
+        """
+        return self._entered[model] if has_own(model, "train_step") else nullcontext
+
+    def _note_subject(self, model: Any) -> None:
+        if model in self._subjects:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._numbered += 1
+            self._subjects[model] = f"model {self._numbered} ({model.name})"
+        else:
+            # Threads on other workers may compile, and so number and name, their models in another order.
+            digest = hashlib.sha256(settings_text(model).encode()).hexdigest()
+            self._subjects[model] = f"a {type(model).__name__} #{digest[:8]}"
+
+
+def settings_text(model: Any) -> str:
+    """Return the settings of a model as a text, which is equal for models alike."""
+    return repr({**settings_of_call(model, (), first=True), **settings_of_model(model)})

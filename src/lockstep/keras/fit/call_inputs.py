@@ -1,0 +1,97 @@
+"""The input of calls on models as global batches, and the batch to build a model with."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+
+from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.input.distribution import explain_sharding
+from lockstep.keras.input.fit_inputs import GlobalInput, global_input
+from lockstep.keras.input.readings import ReadingWorker, explain_reading
+from lockstep.keras.input.visits import order_seed
+from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.private.common import layers_of
+from lockstep.keras.seeds import seed_of
+from lockstep.keras.state.snapshots import Snapshots
+from lockstep.worker.job import Job
+
+
+class CallInputs:
+    """Makes the inputs of a process's calls.
+
+    Args:
+        job: the job of the process.
+        calls: the calls of the process.
+        snapshots: the snapshots of the process.
+    """
+
+    def __init__(self, job: Job, calls: NumberedCalls, snapshots: Snapshots) -> None:
+        self._job = job
+        self._calls = calls
+        self._models, self._resumable = snapshots.models, snapshots.resumable
+
+    def of_training(self, given: Mapping[str, Any], x: Any, y: Any, weight: Any) -> GlobalInput:
+        """Return the input of a `fit` with arguments `given`, which trains on (x, y, weight)."""
+        return self.of_call(
+            x,
+            y,
+            weight,
+            batch_size=given["batch_size"],
+            steps=given["steps_per_epoch"],
+            shuffle=given["shuffle"],
+            class_weight=given["class_weight"],
+        )
+
+    def of_validation(self, given: Mapping[str, Any], validation: Any) -> GlobalInput:
+        """Return the input of the validations of a `fit` with arguments `given`."""
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
+        batch_size = given["validation_batch_size"] or given["batch_size"]
+        # A joiner begins none of the validations before it joins, so it could not number passes over shards.
+        options = {"batch_size": batch_size, "steps": given["validation_steps"], "in_order": True}
+        return self.of_call(x, y, weight, **options)
+
+    def of_call(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
+        """Return the input of the call in progress, whose batches replicas share if there are several."""
+        unsplit = self._job.view.replicas == 1
+        if not unsplit:
+            explain_sharding(self._job, x)
+        call = self._calls.current
+        order = order_seed(self._job.settings.seed, call.number)
+        reader = ReadingWorker(
+            self._job,
+            seed_of(call.seed, call.number),
+            joint=self._job.settings.joint_input,
+            call=lambda: self._calls.current.number,
+        )
+        options.setdefault("shuffle", False)
+        data = global_input(x, y, sample_weight, **options, seed=order, unsplit=unsplit, reader=reader)
+        if not unsplit:
+            explain_reading(self._job, data.way)
+        return data
+
+    def sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:
+        """Return a batch to build a model with, read from the data as Keras reads one.
+
+        Reading draws random numbers, so it is only done where each process does it.
+        """
+        known = self._models.awaits(model) or self._models.was_built(model, kind)
+        if keras.backend.backend() == "tensorflow" or known or not self._resumable.may_sample:
+            return data.peek()
+        self._calls.current.samples += 1
+        data.on_epoch_begin()
+        return data.first()
+
+    def build_to_predict(self, data: GlobalInput, model: Any) -> None:
+        """Build a model to predict, as Keras does before it reads the first batch of `data`."""
+        on_jax = keras.backend.backend() == "jax"
+        self._models.build(
+            model, "predict", lambda: self.sample(data, model, "predict") if on_jax else data.peek()
+        )
+        if on_jax:
+            # While some layer is not built, Keras first calls the model on a batch of its own.
+            data.plain_first = not all(layer.built for layer in layers_of(model))
+
+    def first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
+        """Yield the first batch in the form of Keras's epoch iterators; read it only when asked for it."""
+        yield 0, 0, [self.sample(data, model, "train")]

@@ -1,0 +1,163 @@
+"""The first batch of a compiled model: what replicas compute in another way than one process, tried and told.
+
+A job that only checks the script also compares a step with plain Keras there.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lockstep.keras.backends.common import has_own
+from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.fit.adoption import settings_text
+from lockstep.keras.fit.exactness import (
+    introduction,
+    kinds_per_replica,
+    occurrences_note,
+    per_replica_note,
+    refuse_metrics_that_do_not_add,
+    summed_occurrences,
+    tried_parts,
+)
+from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.fit.trainer import TrainerParts
+from lockstep.keras.fit.trials import Trial
+from lockstep.keras.fit.tried_rows import TriedBatch
+from lockstep.keras.fit.witness import Witness
+from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.python_state import unchanged
+from lockstep.system.notes import note
+
+
+class Introductions:
+    """Tries each model once for each kind of step.
+
+    Args:
+        parts: of the trainer.
+        new_step: returns a new step of a model.
+        tries: whether a model may be called as often as a trial needs.
+    """
+
+    def __init__(
+        self,
+        parts: TrainerParts,
+        new_step: Callable[[Any, StepKind], GlobalStep],
+        tries: Callable[[Any], bool],
+    ) -> None:
+        self._parts, self._job, self._models = parts, parts.job, parts.models
+        self._new_step = new_step
+        self._tries = tries
+        self._introduced = False
+        self._told: set[str] = set()
+        self._compared_steps: tuple[Any, dict[StepKind, GlobalStep]] = (None, {})
+        self._witness = Witness(
+            parts.job,
+            parts.backend,
+            self._compared_step,
+            parts.functions.made_by_keras,
+            parts.models.step_context,
+        )
+
+    def introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+        """Try a model, and compare a step of it if the job checks the script.
+
+        Args:
+            call: in progress.
+            model: built.
+            kind: of the step.
+            read: returns the first batch.
+
+        Raises:
+            ModelError: a metric does not add up over replicas.
+        """
+        with self.compared(call, model, kind, read):
+            self._measure(call, model, kind, read)
+
+    def compared(
+        self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which to try a model; a job that checks the script compares a step there."""
+        checks = self._job.settings.checks
+        facts = self._models.facts(model)
+        if not checks or (checks != "every-fit" and kind in facts.witnessed):
+            return nullcontext()
+        facts.witnessed.add(kind)
+        return self._witness.compared(call.name, model, kind, read(), lambda: facts.named)
+
+    def _compared_step(self, model: Any, kind: StepKind) -> GlobalStep:
+        """Return the step of a model to compare, which lasts as long as the step of Keras's loops.
+
+        The two differ, because the compared one draws constants. Both may have learned in an earlier call
+        what is wrong in this one.
+        """
+        compared, steps = self._compared_steps
+        if compared is not model:
+            _, steps = self._compared_steps = (model, {})
+        if kind not in steps or getattr(model, f"{kind}_function") is None:
+            steps[kind] = self._new_step(model, kind)
+        return steps[kind]
+
+    def _measure(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+        """Measure how replicas combine what a step of a model computes; name each part that is per replica.
+
+        This is done once for a compiled model. The first note says that a script without a strategy is
+        distributed.
+        """
+        batch = TriedBatch(read)
+        adopts_all = self._models.adopts_all
+        facts = self._models.facts(model)
+        with unchanged(model):
+            if kind != "predict":
+                refuse_metrics_that_do_not_add(model, batch)
+            if kind in facts.measured:
+                return
+            context = self._models.step_context(model)
+            tries = self._tries(model)
+            trial = Trial(self._job, self._parts.backend, model, batch, context, tries=tries)
+            if kind == "predict":
+                # A trial of training has tried the same layers.
+                if not facts.measured or has_own(model, "predict_step"):
+                    trial.name_predictions()
+                kinds, parts = [], trial.names
+            else:
+                trial.measure(["train", "test"] if kind == "train" else [kind])
+                kinds = kinds_per_replica(model) if adopts_all else []
+                parts = [*(tried_parts(model, batch) if adopts_all else ()), *trial.names]
+            facts.measured.update(["train", "test"] if kind == "train" else [kind])
+            occurrences = summed_occurrences(model) if kind == "train" else []
+        self._tell(call, model, kinds, parts, introduces=kind != "predict")
+        facts.named += occurrences
+        if (new := [part for part in occurrences if part not in self._told]) and self._notes_here:
+            note(occurrences_note(new))
+        self._told.update(occurrences)
+
+    @property
+    def _notes_here(self) -> bool:
+        """Whether this worker shows the notes of the current position."""
+        return self._job.is_chief and not self._parts.resumable.catches_up
+
+    def _tell(
+        self, call: NumberedCall, model: Any, kinds: list[str], parts: list[str], *, introduces: bool
+    ) -> None:
+        """Note which parts of a model are per replica, kinds of layers once, others once for models alike.
+
+        Args:
+            call: in progress.
+            model: of the call.
+            kinds: of layers.
+            parts: of this model.
+            introduces: whether the first note says that a script without a strategy is distributed.
+        """
+        alike = settings_text(model) if parts else ""
+        named = [*((kind, kind) for kind in kinds), *((f"{alike}{part}", part) for part in parts)]
+        facts = self._models.facts(model)
+        facts.named = list(dict.fromkeys([*facts.named, *parts]))
+        text = ""
+        if introduces and self._models.adopts_all and not self._introduced:
+            self._introduced = True
+            text = introduction(call.name.partition(" ")[0], self._job.view, [part for _, part in named])
+        elif new := [part for key, part in named if key not in self._told]:
+            text = f"model {model.name!r}: {per_replica_note(new)}"
+        self._told |= {key for key, _ in named}
+        if text and self._notes_here:
+            note(text)

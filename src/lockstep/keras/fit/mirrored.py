@@ -1,0 +1,326 @@
+"""The trainer of replicas: every worker computes its share of a call, and returns what all others return."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+
+from lockstep.keras.backends.common import (
+    refuse_other_weights,
+    refuse_stateful_layers,
+    refuse_synchronized_normalization,
+)
+from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.fit.call_record import extent_of_fit, fit_facts, model_facts
+from lockstep.keras.fit.callbacks import (
+    chief_files,
+    has_batch_methods,
+    note_different_paths,
+    without_writers,
+    writes,
+    writing_once,
+)
+from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.fit.introductions import Introductions
+from lockstep.keras.fit.trainer import FUNCTIONS, KINDS, Original, TrainerParts, bind, method_of
+from lockstep.keras.input.fit_inputs import GlobalInput, split_validation
+from lockstep.keras.input.stored_arrays import explain_memory
+from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.private.common import CACHED_VALIDATION
+from lockstep.keras.state.callback_states import attribute_hashes, listeners, set_callback_states
+from lockstep.keras.state.checkpoint_callback import asked_in, take_out
+from lockstep.keras.state.journal import FinishedCall
+from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
+from lockstep.keras.worker_exchange import Facts
+from lockstep.observability.events import ChiefWrites
+
+
+class Mirrored:
+    """The `Trainer` of replicas.
+
+    Args:
+        parts: of the trainer.
+
+    Attributes:
+        keeps_state: whether workers join and leave, and checkpoints are saved, after single batches.
+    """
+
+    keeps_state = True
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self._parts, self._job = parts, parts.job
+        self._models, self._resumable = parts.snapshots.models, parts.resumable
+        self._introductions = Introductions(parts, self._new_step, self._tries)
+        self._told_paths: set[str] = set()
+
+    def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a call in its turn; in a thread that reads the examples of a call, let Keras make it."""
+        parts = self._parts
+        if parts.turns.is_within() and method in FUNCTIONS:
+            with parts.functions.made_by_keras(model, FUNCTIONS[method]):
+                return original(model, *args, **kwargs)
+        with parts.turn(method, model, args, kwargs):
+            return method_of(self, method)(original, model, *args, **kwargs)
+
+    def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train on global batches in the job's order."""
+        parts = self._parts
+        self._job.note_distribution()
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        parts.last.trains(model)
+        asked = asked_in(given["callbacks"])
+        callbacks = take_out(asked, given["callbacks"])
+        if self._job.settings.checks:
+            callbacks = without_writers(callbacks)
+        with self._resumable.call("fit") as call:
+            if asked is not None:
+                parts.checkpoints.begin(asked)
+            if finished := self._resumable.resume():
+                return replay_fit(model, callbacks, finished)
+            training, validation = self._inputs_of_fit(given)
+            inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
+            explain_memory(self._job, sum(data.held for data in inputs))
+            call.extent = extent_of_fit(given, training)
+            self._begin(
+                call,
+                model,
+                "train",
+                training,
+                lambda: fit_facts(model, given, training, validation),
+                lambda: parts.record.settings_of_fit(model, given),
+            )
+            if isinstance(validation, GlobalInput):
+                with self._introductions.compared(call, model, "test", validation.peek):
+                    pass
+            if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
+                note_different_paths(self._job, callbacks, call.name, self._told_paths)
+            given.update(x=training, y=None, sample_weight=None, class_weight=None)
+            given.update(validation_data=validation, validation_split=0.0)
+            call.callbacks = writing_once(callbacks, given["verbose"], resumes=call.forwarding)
+            if len(self._job.view.hosts) > 1 and (files := chief_files(call.callbacks)):
+                self._job.events.publish(ChiefWrites(files))
+            parts.snapshots.note_settings(model)
+            call.callback_hashes = [attribute_hashes(call.callbacks)]
+            call.model, call.by_batch = model, has_batch_methods(call.callbacks)
+            given.update(callbacks=call.callbacks)
+            try:
+                result = original(*bound.args, **bound.kwargs)
+            except CallFinishedElsewhere:
+                return replay_fit(model, callbacks, self._resumable.replay())
+            parts.record.state(f"the end of {call.name}", model)
+            parts.record.compare_states(f"the end of {call.name}", model)
+            parts.record.finish(result)
+            if writes(callbacks):
+                self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
+            return result
+
+    def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on global batches; every worker returns the global figures."""
+        parts = self._parts
+        self._job.note_distribution()
+        if kwargs.get(CACHED_VALIDATION):
+            if (training := parts.calls.current).forwarding:
+                return {}
+            if training.model is not None:
+                self.steps_ended(training)
+            with self._resumable.call("validation") as call:
+                parts.record.begin(call, model, dict)
+                return original(model, *args, **kwargs)
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        with self._resumable.call("evaluate") as call:
+            if finished := self._resumable.resume():
+                return finished.result
+            if not self._prepares(model):
+                return parts.record.finish(original(model, *args, **kwargs))
+            options = {"batch_size": given["batch_size"], "steps": given["steps"]}
+            data = parts.inputs.of_call(given["x"], given["y"], given["sample_weight"], **options)
+            explain_memory(self._job, data.held)
+            self._begin(call, model, "test", data, data.facts)
+            given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
+            with self._reading():
+                return parts.record.finish(original(*bound.args, **bound.kwargs))
+
+    def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict on global batches; every worker returns all rows, in their order."""
+        parts = self._parts
+        self._job.note_distribution()
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        with self._resumable.call("predict") as call:
+            if finished := self._resumable.resume():
+                return finished.result
+            if not self._prepares(model):
+                return parts.record.finish(original(model, *args, **kwargs))
+            options = {"batch_size": given["batch_size"], "steps": given["steps"], "in_order": True}
+            data = parts.inputs.of_call(given["x"], **options)
+            explain_memory(self._job, data.held)
+            parts.inputs.build_to_predict(data, model)
+            self._introduce(call, model, "predict", data.peek)
+            parts.record.begin(call, model, data.facts)
+            given.update(x=data, verbose=self._verbose(given["verbose"]))
+            with self._reading():
+                return parts.record.finish(original(*bound.args, **bound.kwargs))
+
+    def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Split a batch that all workers pass; in the first call, check that they have the same model."""
+        kind, parts = KINDS[method], self._parts
+        self._job.note_distribution()
+        if kind == "train":
+            parts.last.trains(model)
+        with self._resumable.call(method) as call:
+            call.at_end = True
+            compared = parts.models.facts(model).compared
+            if finished := self._resumable.resume():
+                compared.add(kind)
+                return self._replay_batch(kind, finished, original, model, *args, **kwargs)
+            if kind not in compared:
+                self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
+            result = parts.record.finish(original(model, *args, **kwargs))
+            if kind == "train":
+                parts.record.note_batch(model)
+                if self.keeps_state:
+                    parts.snapshots.end_step(lambda whole: parts.snapshots.take(whole, model, None))
+                    parts.snapshots.hold_late(lambda: parts.snapshots.take(True, model, None))
+            return result
+
+    def make_function(self, kind: StepKind, original: Original, model: Any, force: bool) -> Any:
+        """Make the function that takes a step of all replicas, if the model has none."""
+        attribute, facts = f"{kind}_function", self._parts.models.facts(model)
+        if kind == "train" and getattr(model, attribute) is not None:
+            trained = model.trainable_variables if facts.trained is None else facts.trained
+            refuse_other_weights(model, trained)
+        if getattr(model, attribute) is None or force:
+            refuse_synchronized_normalization(model)
+            refuse_stateful_layers(model)
+            facts.trained = model.trainable_variables
+            step = self._new_step(model, kind)
+            setattr(model, attribute, self._parts.backend.function(model, step.take, kind))
+        return getattr(model, attribute)
+
+    def step_ended(self, call: NumberedCall) -> None:
+        """Do nothing: a step counts itself."""
+
+    def steps_ended(self, call: NumberedCall) -> None:
+        """Hold the state, whose digest the last step has recorded."""
+        self._parts.hold(call)
+
+    def _inputs_of_fit(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
+        x, y, weight = given["x"], given["y"], given["sample_weight"]
+        validation = given["validation_data"]
+        if validation is None and given["validation_split"]:
+            (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
+        training = self._parts.inputs.of_training(given, x, y, weight)
+        training.before_pass = self._resumable.begin_pass
+        return training, None if validation is None else self._validation(given, validation)
+
+    def _validation(self, given: dict[str, Any], validation: Any) -> Any:
+        """Return the validation data as Keras's loop gets it."""
+        return self._parts.inputs.of_validation(given, validation)
+
+    def _begin(
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: StepKind,
+        data: GlobalInput,
+        facts: Callable[[], Facts],
+        settings: Callable[[], Facts] = dict,
+    ) -> None:
+        """Build what needs the first batch, refuse what replicas cannot compute, and begin the call."""
+        self._models.build(model, kind, lambda: self._sample(data, model, kind))
+        self._introduce(call, model, kind, data.peek)
+        self._parts.record.begin(call, model, facts, settings)
+
+    def _begin_batches(
+        self, call: NumberedCall, model: Any, kind: StepKind, batch: Callable[[], Any]
+    ) -> None:
+        """Prepare for single-batch calls of a kind, once: build the model, and check it."""
+        if kind != "predict" and self._prepares(model):
+            self._models.build(model, kind, batch)
+            self._introduce(call, model, kind, batch)
+        self._models.load_waiting(model)
+        if kind == "predict" and self._models.is_built(model):
+            self._introduce(call, model, kind, batch)
+        if self._models.is_built(model):
+            record = self._parts.record
+            record.begin(call, model, lambda: model_facts(model), lambda: record.settings_of_call(model))
+            self._parts.models.facts(model).compared.add(kind)
+
+    def _replay_batch(
+        self,
+        kind: StepKind,
+        finished: FinishedCall,
+        original: Original,
+        model: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the result of a finished single-batch call; resume after it, if it was the last one."""
+        if self._resumable.at_its_end:
+            self._models.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
+            if self._job.joins:
+                # Compile the step before others wait for this worker; its results are overwritten.
+                original(model, *args, **kwargs)
+                self._resumable.join()
+                finished = self._resumable.replay()
+            if self._resumable.at_its_end:
+                self._parts.snapshots.restore(model)
+        return finished.result
+
+    def _prepares(self, model: Any) -> bool:
+        """Whether a call reads its first batch before Keras's own method does."""
+        return True
+
+    def _introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+        """Try a model on its first batch."""
+        self._introductions.introduce(call, model, kind, read)
+
+    def _new_step(self, model: Any, kind: StepKind) -> GlobalStep:
+        parts = self._parts
+        context = parts.models.step_context(model) if kind == "train" else nullcontext
+        return GlobalStep(
+            job=self._job,
+            backend=parts.backend,
+            model=model,
+            kind=kind,
+            calls=parts.calls,
+            snapshots=parts.snapshots,
+            context=context,
+        )
+
+    def _sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:
+        """Return a batch to build a model with."""
+        return self._parts.inputs.sample(data, model, kind)
+
+    def _tries(self, model: Any) -> bool:
+        """Whether a trial may call a model as often as it likes."""
+        return True
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """Return a context in which all workers compute the batches of a call."""
+        return nullcontext()
+
+    def _verbose(self, verbose: Any) -> Any:
+        return verbose if self._job.is_chief else 0
+
+
+def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
+    """Return the result of a `fit` that finished before this process began; restore its callbacks.
+
+    If it raised an error, raise that. `finished.kept` is None if its callbacks had not begun.
+    """
+    if finished.kept is not None:
+        model.history = keras.callbacks.History()
+        model.history.set_model(model)
+        set_callback_states(listeners(writing_once(callbacks, 0, resumes=True), model), finished.kept)
+    finished.raise_error()
+    return model.history
+
+
+def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
+    """Return the (x, y, sample_weight) that was passed to a single-batch method."""
+    given = bind(original, model, args, kwargs).arguments
+    return given["x"], given.get("y"), given.get("sample_weight")

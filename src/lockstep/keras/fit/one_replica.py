@@ -1,0 +1,148 @@
+"""The trainers of one replica: Keras's own methods and steps.
+
+Nothing is divided, tried or agreed on. A `fit` is still numbered and recorded, like that of any other job.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.errors import ScopeError
+from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.fit.global_step import TrackedTrainFunction
+from lockstep.keras.fit.mirrored import Mirrored
+from lockstep.keras.fit.trainer import Original, TrainerParts, bind, method_of
+from lockstep.keras.input.fit_inputs import GlobalInput
+from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.private.common import CACHED_VALIDATION
+from lockstep.keras.sidecar_evaluator import EvaluatorFit
+from lockstep.keras.worker_exchange import Facts
+from lockstep.observability.events import CallStarted
+
+
+class Outside:
+    """The `Trainer` of models that the job has not adopted.
+
+    Args:
+        parts: of the trainer.
+    """
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self._job = parts.job
+
+    def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call Keras's own method; refuse training, of which each replica would have its own result."""
+        if method in ("fit", "train_on_batch") and self._job.view.replicas > 1:
+            raise ScopeError(
+                f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
+                f"{self._job.view.replicas} replicas would train its own model; build and compile it, "
+                "or load it with keras.models.load_model, under `with strategy.scope():`"
+            )
+        if method not in ("evaluate", "predict"):
+            return original(model, *args, **kwargs)
+        with self._job.timer.within("validation" if kwargs.get(CACHED_VALIDATION) else method):
+            return original(model, *args, **kwargs)
+
+    def make_function(self, kind: StepKind, original: Original, model: Any, force: bool) -> Any:
+        """Let Keras make the function."""
+        return original(model, force)
+
+    def step_ended(self, call: NumberedCall) -> None:
+        """Do nothing."""
+
+    def steps_ended(self, call: NumberedCall) -> None:
+        """Do nothing."""
+
+
+class Checkpointed(Mirrored):
+    """The `Trainer` of one replica whose calls a process can resume: they are numbered, and steps counted."""
+
+    def make_function(self, kind: StepKind, original: Original, model: Any, force: bool) -> Any:
+        """Let Keras make the function; count the steps of the one that trains."""
+        original(model, force)
+        if kind == "train" and not isinstance(model.train_function, TrackedTrainFunction):
+            parts = self._parts
+            model.train_function = TrackedTrainFunction(
+                model.train_function, parts.backend, model, parts.calls, parts.snapshots
+            )
+        return getattr(model, f"{kind}_function")
+
+    def steps_ended(self, call: NumberedCall) -> None:
+        """Record the state, of which no step has a digest, and hold it."""
+        self._parts.record.state(f"the end of an epoch of {call.name}", call.model)
+        super().steps_ended(call)
+
+    def _begin(
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: StepKind,
+        data: GlobalInput,
+        facts: Callable[[], Facts],
+        settings: Callable[[], Facts] = dict,
+    ) -> None:
+        """Build a model that gets the state of another process; Keras builds others itself."""
+        if len(self._parts.calls.stack) == 2 and not self._resumable.catches_up:
+            self._job.events.publish(CallStarted(call.name, *call.extent))
+        if self._resumable.behind or self._models.awaits(model):
+            self._models.build(model, kind, lambda: self._sample(data, model, kind))
+        if kind == "train":
+            self._parts.record.begin_plain(call, model, settings())
+
+    def _validation(self, given: dict[str, Any], validation: Any) -> Any:
+        """Return the validation data as Keras reads it."""
+        return validation
+
+    def _prepares(self, model: Any) -> bool:
+        """Whether a model gets the state of another process."""
+        return self._models.awaits(model)
+
+    def _introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+        """Do nothing: one replica computes what one process does."""
+
+
+class OneReplica(Checkpointed):
+    """The `Trainer` of one replica that saves nothing: Keras's own methods evaluate and predict, at any time.
+
+    Args:
+        parts: of the trainer.
+        outside: makes the calls that are Keras's own.
+    """
+
+    keeps_state = False
+
+    def __init__(self, parts: TrainerParts, outside: Outside) -> None:
+        super().__init__(parts)
+        self._outside = outside
+        self._evaluator_fit = EvaluatorFit()
+
+    def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a call; only those that train have turns."""
+        parts = self._parts
+        if parts.turns.is_within():
+            # This thread reads the examples of a call, for which that call waits.
+            return original(model, *args, **kwargs)
+        if method in ("evaluate", "predict"):
+            return self._outside.call(method, original, model, *args, **kwargs)
+        with parts.turn(method, model, args, kwargs):
+            return method_of(self, method)(original, model, *args, **kwargs)
+
+    def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train on the whole batches; in an evaluator, evaluate what others train."""
+        if self._job.evaluates:
+            self._job.note_distribution()
+            return self._evaluator_fit.fit(model, bind(original, model, args, kwargs).arguments)
+        return super().fit(original, model, *args, **kwargs)
+
+    def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pass a batch to Keras's own method."""
+        if method == "train_on_batch":
+            self._parts.record.plain_steps += 1
+        return super().on_batch(method, original, model, *args, **kwargs)
+
+    def make_function(self, kind: StepKind, original: Original, model: Any, force: bool) -> Any:
+        """Let Keras make the function."""
+        return original(model, force)
+
+    def step_ended(self, call: NumberedCall) -> None:
+        """Count the steps, which Keras's own training function does not."""
+        self._parts.record.plain_steps += call.model.steps_per_execution

@@ -1,0 +1,292 @@
+"""The trainers of a job with parameter servers, which have the weights in `fit` and in scheduled functions.
+
+Outside of these, all processes are workers of one view and have the same state, so they evaluate and predict
+as `Mirrored` does. Within `fit`, each process is apart from the view, as if it were alone; what it does there
+is in `keras/parameter_server/fit.py`.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import keras
+
+from lockstep.errors import ModelError, ScopeError
+from lockstep.keras.backends.common import refuse_stateful_layers, refuse_synchronized_normalization
+from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.fit.call_record import extent_of_fit, fit_facts
+from lockstep.keras.fit.callbacks import refuse_within_epoch, writing_once
+from lockstep.keras.fit.mirrored import Mirrored, replay_fit
+from lockstep.keras.fit.one_replica import OneReplica, Outside
+from lockstep.keras.fit.trainer import Original, TrainerParts, bind
+from lockstep.keras.input.fit_inputs import GlobalInput, split_validation
+from lockstep.keras.input.held_state import generators_held
+from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
+from lockstep.keras.parameter_server.fit import fit_on_servers
+from lockstep.keras.parameter_server.function_joining import FunctionJoining
+from lockstep.keras.parameter_server.process import ServedCall, UsedIterators
+from lockstep.keras.parameter_server.server_embedding import (
+    meet_servers,
+    only_chief_reads,
+    refuse_apart,
+    server_layers,
+)
+from lockstep.keras.parameter_server.server_tables import rows_read_together
+from lockstep.keras.replica_run.merges import current_replica
+from lockstep.keras.state.callback_states import attribute_hashes
+from lockstep.keras.variables import NamedVariables
+from lockstep.system.notes import note
+
+
+class OutsideServed(Outside):
+    """The `Trainer` of models that the job has not adopted: each process reads rows at another moment."""
+
+    def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call Keras's own method."""
+        if method in ("evaluate", "predict"):
+            refuse_apart(self._job, model, method)
+        return super().call(method, original, model, *args, **kwargs)
+
+
+class WithinServed(OneReplica):
+    """The `Trainer` of a process within `fit`, where it is apart from the others."""
+
+    def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raise ModelError."""
+        _refuse_unserved(self._parts, model, "fit")
+        raise ModelError("fit within a callback is not supported with parameter servers")
+
+    def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pass a batch to Keras's own method, unless it trains."""
+        _refuse_training(method)
+        return super().on_batch(method, original, model, *args, **kwargs)
+
+
+class Served(Mirrored):
+    """The `Trainer` of a job with parameter servers, outside of `fit`; also numbers scheduled functions."""
+
+    def __init__(self, parts: TrainerParts) -> None:
+        super().__init__(parts)
+        parts.record.meet = partial(meet_servers, parts.job)
+        self._built_with: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._iterators = UsedIterators()
+        self._joins_functions: list[Callable[[], object]] = []
+        self._ends_functions: list[Callable[[], object]] = []
+
+    def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train asynchronously on the workers."""
+        self._job.note_distribution()
+        bound = bind(original, model, args, kwargs)
+        self._refuse_within_function("fit")
+        self.end_functions()
+        _refuse_unserved(self._parts, model, "fit")
+        refuse_within_epoch(bound.arguments["callbacks"])
+        refuse_stateful_layers(model)
+        refuse_synchronized_normalization(model)
+        self._iterators.refuse_again(bound.arguments["x"])
+        self._parts.last.trains(model)
+        with self._resumable.call("fit") as call:
+            if finished := self._resumable.resume():
+                return replay_fit(model, bound.arguments["callbacks"], finished)
+            return self._fit(call, original, model, bound)
+
+    def _fit(self, call: NumberedCall, original: Original, model: Any, bound: inspect.BoundArguments) -> Any:
+        parts, given = self._parts, bound.arguments
+        x, y, weight = given["x"], given["y"], given["sample_weight"]
+        if given["validation_data"] is None and given["validation_split"]:
+            (x, y, weight), given["validation_data"] = split_validation(
+                x, y, weight, given["validation_split"]
+            )
+        training = parts.inputs.of_training(given, x, y, weight)
+        call.extent = extent_of_fit(given, training)
+        self._begin(
+            call,
+            model,
+            "train",
+            training,
+            lambda: fit_facts(model, given, training),
+            lambda: parts.record.settings_of_fit(model, given),
+        )
+        tables, joins = self._tables(call, model, training), None
+        if self._resumable.behind:
+            if self._job.joins and self._resumable.join_apart():
+                return replay_fit(model, given["callbacks"], self._resumable.replay())
+            joins = parts.snapshots.join_on_servers(model)
+        served = ServedCall(
+            job=self._job,
+            backend=parts.backend,
+            call=call,
+            model=model,
+            options=parts.models.options(model),
+            tables=tables,
+            generators=generators_held(("x", given["x"])),
+            trained=parts.calls.taken,
+            install=lambda step: setattr(
+                model, "train_function", parts.backend.function(model, step, "train")
+            ),
+            take=lambda whole, steps, known: parts.snapshots.take_from_servers(whole, model, steps, known),
+            joins=joins,
+        )
+        plain_steps = parts.record.plain_steps
+        # Functions that were made outside of the call do not fit within it, nor the other way round.
+        model.train_function = model.test_function = model.predict_function = None
+        if self._job.is_chief:
+            call.model = model
+        callbacks = writing_once(given["callbacks"], given["verbose"], resumes=False)
+        call.callbacks, call.callback_hashes = callbacks, [attribute_hashes(callbacks)]
+        with rows_read_together(self._job):
+            history = fit_on_servers(served, original, bound, training, callbacks)
+        model.train_function = model.test_function = model.predict_function = None
+        parts.record.plain_steps = plain_steps
+        parts.calls.taken += call.steps
+        parts.record.state(f"the end of {call.name}", model)
+        return parts.record.finish(history)
+
+    def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as replicas do, when no function is in work."""
+        self._refuse_within_function("evaluate")
+        self._join_functions()
+        return super().evaluate(original, model, *args, **kwargs)
+
+    def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict as replicas do, when no function is in work."""
+        self._refuse_within_function("predict")
+        self._join_functions()
+        return super().predict(original, model, *args, **kwargs)
+
+    def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Split a batch as replicas do, unless it is for training."""
+        self._refuse_within_function(method)
+        _refuse_training(method)
+        return super().on_batch(method, original, model, *args, **kwargs)
+
+    def has_functions(self, join: Callable[[], object], end: Callable[[], object]) -> None:
+        """Let a strategy schedule functions.
+
+        Args:
+            join: waits for them; called before all processes evaluate or predict together.
+            end: ends them, with `end_functions`.
+        """
+        self._joins_functions.append(join)
+        self._ends_functions.append(end)
+
+    def end_functions(self) -> None:
+        """End the functions of all strategies: one call of the servers at a time has an order of arrival."""
+        for end in self._ends_functions:
+            end()
+
+    def _join_functions(self) -> None:
+        for join in self._joins_functions:
+            join()
+
+    def number_functions(self) -> NumberedCall:
+        """Number the functions that a `ClusterCoordinator` schedules from now on."""
+        self._job.note_distribution()
+        turns = self._parts.turns
+        with turns.turn("functions", lambda: "functions"), self._resumable.call("functions") as call:
+            if self._resumable.resume() is None:
+                self._parts.record.begin_functions(call)
+                # Other calls may begin and finish before the functions end.
+                self._resumable.finish(None)
+            return call
+
+    def steps_taken(self) -> int:
+        """Return the number of training steps in all calls that have ended."""
+        return self._parts.record.steps
+
+    def joining_in_functions(self) -> FunctionJoining:
+        """Return how workers join in the functions that were numbered last."""
+        return FunctionJoining(self._job, self._parts.snapshots, self._parts.calls)
+
+    def functions_changed(self, what: str, functions: int, variables: Mapping[str, Any]) -> None:
+        """Record the variables after a call of a `ClusterCoordinator`.
+
+        Args:
+            what: names the call.
+            functions: number of scheduled functions.
+            variables: that they train and change, by name.
+        """
+        trained = NamedVariables("functions", variables)
+        self._parts.last.trains(trained)
+        self._parts.record.state(what, trained, functions)
+
+    def functions_closed(self, name: str, functions: int) -> None:
+        """Note that functions are complete, and that no more follow under this name."""
+        self._parts.record.end_functions(name, functions)
+
+    def may_save(self, model: Any) -> bool:
+        """Whether this process may save a model.
+
+        While functions are scheduled that train tables on the servers, only the chief saves: it does not wait
+        for others, which would read rows of another moment.
+        """
+        return self._job.is_chief or not only_chief_reads(self._job, model)
+
+    def _tables(self, call: NumberedCall, model: Any, training: GlobalInput) -> EmbeddingTables:
+        """Return the embedding tables of a model of which workers read rows; say which others it has."""
+        known = self._built_with.get(model)
+        # Reading another batch may draw random numbers.
+        tables, others = find_tables(
+            model,
+            lambda: _inputs_of(training.peek()) if known is None else known,
+            self._parts.backend.to_numpy,
+        )
+        for layer in server_layers(model):
+            if (reason := others.get(layer.path)) or all(layer is not one.layer for one in tables.tables):
+                raise ModelError(
+                    f"layer {layer.path!r} is a ServerEmbedding, of which workers read rows only, but "
+                    f"{reason or 'it is not trainable, or the model does not call it'}; use "
+                    "keras.layers.Embedding"
+                )
+        if self._job.is_chief:
+            for path, reason in others.items():
+                note(f"{call.name}: workers read the whole table of layer {path!r}: {reason}")
+        return tables
+
+    def _sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:
+        """Return a batch to build a model with; note the form of its inputs."""
+        batch = super()._sample(data, model, kind)
+        if self._parts.models.options(model) is not None:
+            self._built_with[model] = keras.tree.map_structure(lambda leaf: leaf[:1], _inputs_of(batch))
+        return batch
+
+    def _tries(self, model: Any) -> bool:
+        """Whether a trial may call a model: all processes read tables of servers together, and as often."""
+        return not server_layers(model)
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """Return a context in which all processes read rows."""
+        return rows_read_together(self._job)
+
+    def _refuse_within_function(self, what: str) -> None:
+        """In a function that a `ClusterCoordinator` has scheduled, raise ModelError."""
+        if current_replica() is not None:
+            raise ModelError(
+                f"{what} within a scheduled function is not supported: call the model, or call {what} in the "
+                "script, after join"
+            )
+
+
+def _refuse_unserved(parts: TrainerParts, model: Any, what: str) -> None:
+    """Raise ScopeError for a model outside of a strategy with parameter servers."""
+    if parts.models.options(model) is None:
+        raise ScopeError(
+            f"{what} of model {model.name!r} in a job with parameter servers (--ps): compile it in the "
+            "scope of a lockstep.ParameterServerStrategy, or start the job without --ps"
+        )
+
+
+def _refuse_training(method: str) -> None:
+    """Raise ModelError for a single batch that trains."""
+    if method == "train_on_batch":
+        raise ModelError(
+            "train_on_batch is not supported with parameter servers: use fit, or start the job without --ps"
+        )
+
+
+def _inputs_of(batch: Any) -> Any:
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]
