@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.fit.callbacks import refuse_within_epoch
+from lockstep.keras.fit.served import refuse_within_epoch
 from lockstep.keras.parameter_server.process import UsedIterators
 from lockstep.keras.parameter_server.served_variables import (
     ServedVariables,

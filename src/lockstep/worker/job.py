@@ -13,10 +13,8 @@ the others repeat the call in the next view. If workers from the beginning diffe
 right, and the job ends.
 """
 
-import math
-import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +34,7 @@ from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker.checkpoints import WorkerCheckpoints
+from lockstep.worker.peers import Joiners, NoPeers, Peers
 
 Result = TypeVar("Result")
 
@@ -46,9 +45,6 @@ GRACE_FOR_AGENT = 60.0
 _ADVICE_ON_JOINING = (
     "a worker that joins skips finished calls: give each call its own input, equal in every process"
 )
-
-_POSITION_EVERY = 1.0
-"""Seconds between two answers to a request for the position, which stays posted for a moment."""
 
 EnteredView = tuple[View, Communicator]
 """A view, and this worker's end of its exchange."""
@@ -91,9 +87,6 @@ class Membership(Protocol):
     def refuse_joiners(self, why: str, view: int) -> None:
         """Tell the coordinator, which has asked in a view, that no worker can join."""
 
-    def posted(self) -> tuple[int, Notice]:
-        """Return the number of the newest announced view, and its notice; for the main thread."""
-
     def prepare(self, contents: Contents) -> None:
         """Prepare to hand over contents like these."""
 
@@ -121,32 +114,18 @@ class Membership(Protocol):
             PeerLostError: the job is over.
         """
 
-    def answers_at(self, entrance: bytes) -> None:
-        """Let the agent pass connections from other hosts to an address of this process."""
-
-    def dial(self, worker: int) -> Callable[[], socket.socket] | None:
-        """Return what connects to a worker that has called `answers_at`; None if it is on this host.
-
-        Raises:
-            NetworkError: by what is returned: the other worker cannot be reached.
-        """
-
-    def announced(self) -> tuple[int, tuple[int, ...]]:
-        """Return the number and the workers of the newest announced view; for the main thread."""
-
-    def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
-        """Return those of some workers that are not in the newest announced view; for the main thread."""
-
     @property
-    def accept(self) -> Callable[[socket.socket], socket.socket] | None:
-        """What completes a connection from another host; None in a job on one host.
-
-        It raises NetworkError if that fails.
-        """
+    def peers(self) -> Peers:
+        """The other processes, for one that does not wait for them."""
 
 
 class Alone:
     """The `Membership` of a process without an agent."""
+
+    @property
+    def peers(self) -> Peers:
+        """No other processes."""
+        return NoPeers()
 
     def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
         """Raise `lost`: no view follows."""
@@ -162,10 +141,6 @@ class Alone:
     def refuse_joiners(self, why: str, view: int) -> None:
         """Do nothing: no worker joins."""
 
-    def posted(self) -> tuple[int, Notice]:
-        """Return nothing new."""
-        return 1, Notice.NOTHING
-
     def prepare(self, contents: Contents) -> None:
         """Do nothing: no worker joins."""
 
@@ -180,26 +155,6 @@ class Alone:
     def join_later(self) -> tuple[Contents, tuple[int, ...]]:
         """Raise InternalError: there is no job to join."""
         raise InternalError("a process on its own has no job to join")
-
-    def answers_at(self, entrance: bytes) -> None:
-        """Do nothing: there is no other host."""
-
-    def dial(self, worker: int) -> Callable[[], socket.socket] | None:
-        """Return None: there is no other host."""
-        return None
-
-    def announced(self) -> tuple[int, tuple[int, ...]]:
-        """Return the view of a process on its own."""
-        return 1, (0,)
-
-    def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
-        """Return none."""
-        return frozenset()
-
-    @property
-    def accept(self) -> Callable[[socket.socket], socket.socket] | None:
-        """None: there is no other host."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -247,13 +202,13 @@ class Job:
     Attributes:
         task: the type of this process's task in `TF_CONFIG`: "worker", also for a chief, or "evaluator",
             which does not belong to the workers' job.
-        process: the id of this process's task in a job with parameter servers: its worker id, or that of the
-            lost worker that it replaces.
+        process: the worker id whose task this process has: its own, or that of the lost worker that it
+            replaces.
         replacement: the worker id as which this process runs scheduled functions, if it has taken the place
             of a lost worker, or in a replay repeats one that has; -1 if not.
-        replacements: of the processes of a job with parameter servers, the worker ids of those that have
-            replaced others; on the chief.
-        joined_with: the workers of the view that this worker has joined with `join_apart` and not entered.
+        replacements: the worker ids of the processes that have replaced others; on the chief.
+        peers: the other processes, while this one does not wait for them.
+        joiners: how workers join meanwhile; on the chief.
         left: whether this is a child of the worker, which must not take part in its exchange.
         policy: as given.
         timer: measures the steps of the main thread.
@@ -270,6 +225,8 @@ class Job:
         joins: bool = False,
     ) -> None:
         self.membership: Membership = membership or Alone()
+        self.peers = self.membership.peers
+        self.joiners = Joiners(self.peers, self.membership, self._enter_after)
         self.checkpoints = checkpoints or WorkerCheckpoints()
         self.policy = policy or WaitPolicy()
         self.task = "worker"
@@ -283,13 +240,9 @@ class Job:
         self._joins = joins
         self._waited_before = 0.0
         self._drives = False
-        self.joined_with: tuple[int, ...] = ()
         self._is_apart = False
         self._pending: View | None = None
         self._next_after: int | None = None
-        self._refused_in: int | None = None
-        self._closed_to_joiners = ""
-        self._gave_position_at = -math.inf
         self._tried_replicas = 0
         self._undone: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._published: set[Event] = set()
@@ -370,8 +323,13 @@ class Job:
     @property
     def is_chief(self) -> bool:
         """Whether this worker is the one that writes and prints in the current view."""
-        chief = self.joined_with[0] if self.joined_with else self.view.chief
-        return self.worker == chief and not self.joins
+        view = self._pending or self.view
+        return self.worker == view.chief and not self.joins
+
+    @property
+    def joined_with(self) -> tuple[int, ...]:
+        """The workers of the view that this worker has joined with `join_apart` and not entered."""
+        return () if self._pending is None else self._pending.workers
 
     def set_timeout(self, timeout: float) -> None:
         """Set the seconds after which a worker that others wait for is stuck; all workers call this."""
@@ -517,46 +475,6 @@ class Job:
             self._enter_next_view(lost, expected=expected)
             self._tell_of_pause(begun)
 
-    def admit(self, take: Callable[[bool], Contents]) -> int | None:
-        """On the chief, while others do not wait for it: let workers join, if the coordinator asks for it.
-
-        The others are in a block of `apart`, or run functions; with the next exchange, all enter the next
-        view.
-
-        Args:
-            take: as for `between_steps`.
-
-        Returns:
-            The number of the view in which the state was given to workers; None if it was not.
-
-        Raises:
-            PeerLostError: the job is over.
-        """
-        if self._closed_to_joiners:
-            self.admit_none(self._closed_to_joiners)
-            return None
-        view, notice = self.membership.posted()
-        now = time.monotonic()
-        if notice is Notice.POSITION and now - self._gave_position_at >= _POSITION_EVERY:
-            self._gave_position_at = now
-            self.membership.hand_over(take(False), whole=False, view=view)
-        elif notice is Notice.CHANGE and self._next_after != view:
-            self._next_after = view
-            self.membership.hand_over(take(True), whole=True, view=view)
-            return view
-        return None
-
-    def close_to_joiners(self, why: str) -> None:
-        """Let `admit` admit no worker from now on."""
-        self._closed_to_joiners = why
-
-    def admit_none(self, why: str) -> None:
-        """On the chief of a job whose workers do not stop between steps: let no worker join."""
-        view, notice = self.membership.posted()
-        if notice is not Notice.NOTHING and self._refused_in != view:
-            self._refused_in = view
-            self.membership.refuse_joiners(why, view)
-
     def _tell_of_pause(self, begun: float) -> None:
         if self.is_chief:
             self.events.publish(TrainingPaused(self.view.number, round(time.monotonic() - begun, 6)))
@@ -624,15 +542,17 @@ class Job:
         Raises:
             PeerLostError: the job is over.
         """
-        contents, self.joined_with = self.membership.join_later()
+        contents, workers = self.membership.join_later()
         self._joins = False
         self._undone.clear()
         own_view, _ = self._entered
-        self._next_after, self._pending = (
-            own_view.number,
-            place(own_view.replicas, self.joined_with, own_view.number),
-        )
+        self._enter_after(own_view.number)
+        self._pending = place(own_view.replicas, workers, own_view.number)
         return contents
+
+    def _enter_after(self, number: int) -> None:
+        """With the next exchange, enter a view that follows the one of this number."""
+        self._next_after = number
 
     def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:
         if event not in self._published:
@@ -661,7 +581,7 @@ class Job:
     def _enter(self, entered: EnteredView) -> None:
         self._waited_before = self.waited
         self.communicator.close()
-        self._entered, self._pending, self.joined_with = entered, None, ()
+        self._entered, self._pending = entered, None
 
     def _leads_host(self) -> bool:
         return any(host[0] == self.worker for host in self.view.hosts)

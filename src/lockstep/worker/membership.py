@@ -1,10 +1,8 @@
 """How a worker enters views: the exchange of the first one, and of each one that follows."""
 
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.checkpoint.checkpoint_files import Contents
@@ -30,7 +28,6 @@ from lockstep.protocol.worker import (
     EnterView,
     Leave,
     NetworkEndpoint,
-    Notice,
     Position,
     StateGiven,
     Welcome,
@@ -39,6 +36,7 @@ from lockstep.system.environment import WorkerIdentity
 from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
+from lockstep.worker.agent_peers import AgentPeers
 from lockstep.worker.job import GRACE_FOR_AGENT, EnteredView
 from lockstep.worker.script import summarize_own
 
@@ -84,6 +82,9 @@ class AgentMembership:
         client: the connection to the agent.
         policy: how this worker waits for others.
         states: how states travel between workers.
+
+    Attributes:
+        peers: the other processes, for one that does not wait for them.
     """
 
     def __init__(
@@ -99,13 +100,10 @@ class AgentMembership:
         self._client = client
         self._policy = policy
         self._states = states
-        self._segment: ControlSegment | None = None
-        self._peeked_segment: tuple[int, ControlSegment] | None = None
         self._communicator: Communicator | None = None
         self._pool = SharedPool.attach(welcome.pool.take())
         self._buffers = Buffers(self._pool)
-        self._entrance: NetworkEntrance | None = None
-        self._view = place(1, (identity.worker,))
+        self.peers = AgentPeers(client, place(1, (identity.worker,)))
 
     @property
     def over_hosts(self) -> bool:
@@ -132,7 +130,7 @@ class AgentMembership:
             answer = self._client.next_view(_MOMENT)
             if answer is not None:
                 return self._enter_announced(answer)
-            self._client.broken(self._view.number, str(lost), fatal=False)
+            self._client.broken(self.peers.view.number, str(lost), fatal=False)
         return self._await_next(lost)
 
     def _await_next(self, lost: LockstepError) -> EnteredView:
@@ -158,7 +156,7 @@ class AgentMembership:
 
     def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
         """Give the agent the state, or the position, for joining workers; see `Membership`."""
-        number = self._view.number if view is None else view
+        number = self.peers.view.number if view is None else view
         try:
             state = self._states.publish(contents, prepared=whole)
         except CheckpointError as error:
@@ -169,24 +167,6 @@ class AgentMembership:
     def refuse_joiners(self, why: str, view: int) -> None:
         """Tell the agent that no worker can join; see `Membership`."""
         self._client.send_state(StateGiven(view, whole=False, failure=why))
-
-    def posted(self) -> tuple[int, Notice]:
-        """Return the newest announced view, and its notice; see `Membership`."""
-        newest = self._client.newest_view()
-        if newest is None:
-            assert self._segment is not None
-            return self._view.number, Notice(self._segment.posted)
-        return newest.number, Notice(self._peeked(newest).posted)
-
-    def _peeked(self, announced: EnterView) -> ControlSegment:
-        """Return the control segment of a view that this worker has not entered."""
-        number, segment = self._peeked_segment or (0, None)
-        if segment is None or number != announced.number:
-            if segment is not None:
-                segment.close()
-            segment = ControlSegment.attach(os.dup(announced.endpoint.control.descriptor))
-            self._peeked_segment = announced.number, segment
-        return segment
 
     def position(self) -> Contents:
         """Wait for the position of the training, which the members send after a step, without a time limit.
@@ -229,31 +209,6 @@ class AgentMembership:
             self._network_entrance().look_at(message.endpoint)
         return contents, tuple(worker for host in message.hosts for worker in host)
 
-    def answers_at(self, entrance: bytes) -> None:
-        """Tell the agent; see `Membership`."""
-        self._client.answers_at(entrance)
-
-    def dial(self, worker: int) -> Callable[[], socket.socket] | None:
-        """Return what connects to a worker on another host; see `Membership`."""
-        return None if self._entrance is None else self._entrance.dial(worker)
-
-    def announced(self) -> tuple[int, tuple[int, ...]]:
-        """Return the newest announced view; see `Membership`."""
-        newest = self._client.newest_view()
-        if newest is None:
-            return self._view.number, self._view.workers
-        return newest.number, tuple(worker for host in newest.hosts for worker in host)
-
-    def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
-        """Return those that are not in the newest view; see `Membership`."""
-        newest = self._client.newest_view()
-        return frozenset(workers).difference(*([self._view.workers] if newest is None else newest.hosts))
-
-    @property
-    def accept(self) -> Callable[[socket.socket], socket.socket] | None:
-        """What completes a connection from another host; see `Membership`."""
-        return None if self._entrance is None else self._entrance.accept
-
     def _enter_announced(self, message: AgentMessage) -> EnteredView:
         match message:
             case EnterView(number, hosts, endpoint):
@@ -268,17 +223,17 @@ class AgentMembership:
         """Enter the exchange of `view`, or of a later one if that begins meanwhile."""
         if self._communicator is not None:
             self._communicator.close()
-        if self._segment is not None:
-            self._segment.close()
+        if self.peers.segment is not None:
+            self.peers.segment.close()
         self._states.forget()
-        self._view = view
-        self._segment = ControlSegment.attach(endpoint.control.take())
+        self.peers.view = view
+        self.peers.segment = ControlSegment.attach(endpoint.control.take())
         if isinstance(endpoint, NetworkEndpoint):
-            return self._enter_network(view, endpoint, self._segment)
+            return self._enter_network(view, endpoint, self.peers.segment)
         rank = view.workers.index(self._identity.worker)
         plan = ReducePlan.of(view)
         self._communicator = SharedCommunicator(
-            self._segment, self._buffers, rank, plan, self._policy, self._observe
+            self.peers.segment, self._buffers, rank, plan, self._policy, self._observe
         )
         return view, self._communicator
 
@@ -296,16 +251,16 @@ class AgentMembership:
         return view, entered
 
     def _network_entrance(self) -> "NetworkEntrance":
-        if self._entrance is None:
+        if self.peers.entrance is None:
             # Most jobs have one host, and need none of this.
             from lockstep.worker.network_entrance import NetworkEntrance
 
             job, credentials = self._welcome.job, self._welcome.credentials
             assert credentials is not None
-            self._entrance = NetworkEntrance(
+            self.peers.entrance = NetworkEntrance(
                 self._identity, job, credentials, self._pool, self._client, self._policy
             )
-        return self._entrance
+        return self.peers.entrance
 
     def _observe(self, wait: PeerWait) -> None:
         self._client.waiting(wait.what, wait.workers, wait.seconds)

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import msgspec
 
-from lockstep.errors import InputError, ModelError
+from lockstep.errors import InputError
 from lockstep.keras.kept_saves import SavesAtEnd
 from lockstep.keras.private.common import (
     ORBAX_CHECKPOINT,
@@ -250,18 +250,6 @@ def writing_once(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
     if verbose and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in given):
         given = [*given, ChiefProgbar()]
     return [_writing_once(callback, resumes) for callback in given]
-
-
-def refuse_within_epoch(callbacks: Any) -> None:
-    """Raise ModelError for callbacks that save within an epoch, for jobs with parameter servers."""
-    for callback in keras.tree.flatten(callbacks or []):
-        name = type(callback).__name__
-        if isinstance(getattr(callback, "save_freq", "epoch"), int):
-            raise ModelError(
-                f"{name} has save_freq={callback.save_freq}: with parameter servers, the chief has the "
-                "present weights at the end of each epoch only; use save_freq='epoch', and shorter epochs "
-                "with steps_per_epoch"
-            )
 
 
 def chief_files(callbacks: Any) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from lockstep.errors import ModelError, ScopeError
 from lockstep.keras.backends.common import refuse_stateful_layers, refuse_synchronized_normalization
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.fit.call_record import extent_of_fit, fit_facts
-from lockstep.keras.fit.callbacks import refuse_within_epoch, writing_once
+from lockstep.keras.fit.callbacks import writing_once
 from lockstep.keras.fit.mirrored import Mirrored, replay_fit
 from lockstep.keras.fit.one_replica import OneReplica, Outside
 from lockstep.keras.fit.trainer import Original, TrainerParts, bind
@@ -278,6 +278,18 @@ def _refuse_unserved(parts: TrainerParts, model: Any, what: str) -> None:
             f"{what} of model {model.name!r} in a job with parameter servers (--ps): compile it in the "
             "scope of a lockstep.ParameterServerStrategy, or start the job without --ps"
         )
+
+
+def refuse_within_epoch(callbacks: Any) -> None:
+    """Raise ModelError for callbacks that save within an epoch."""
+    for callback in keras.tree.flatten(callbacks or []):
+        name = type(callback).__name__
+        if isinstance(getattr(callback, "save_freq", "epoch"), int):
+            raise ModelError(
+                f"{name} has save_freq={callback.save_freq}: with parameter servers, the chief has the "
+                "present weights at the end of each epoch only; use save_freq='epoch', and shorter epochs "
+                "with steps_per_epoch"
+            )
 
 
 def _refuse_training(method: str) -> None:

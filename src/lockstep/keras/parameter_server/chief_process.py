@@ -220,9 +220,9 @@ class ChiefProcess(FitProcess):
             timer.lap("exchange")
         timer.end(step + 1, logs, trained=self.served.trained + step + 1, examples=data.examples)
         if self.recorded is None:
-            self.job.admit(self._for_joiners)
+            self.job.joiners.admit(self._for_joiners)
         else:
-            self.job.admit_none("a replay has the processes of its run")
+            self.job.joiners.admit_none("a replay has the processes of its run")
         return logs, state
 
     def _for_joiners(self, whole: bool) -> Contents:

@@ -86,18 +86,18 @@ class ChiefCalls(FunctionCalls):
     def _look(self) -> None:
         """Let workers join that take the places of lost ones, while the chief is at a call."""
         assert self._dispatcher is not None
-        dispatcher, membership = self._dispatcher, self._job.membership
+        dispatcher, peers = self._dispatcher, self._job.peers
         if self._process.recorded is not None:
-            self._job.admit_none("a replay has the processes of its run")
+            self._job.joiners.admit_none("a replay has the processes of its run")
             return
         if self._handed is not None:
             view, lost, known = self._handed
-            number, workers = membership.announced()
+            number, workers = peers.announced()
             if number > view:
                 self._handed = None
                 dispatcher.expect(dict(zip(lost, sorted({*workers} - known), strict=False)))
         if expected := dispatcher.expected:
-            dispatcher.expect_no_longer(membership.lost_workers(expected.values()))
+            dispatcher.expect_no_longer(peers.lost_workers(expected.values()))
         if self._handed is not None or self._ending:
             return
         self._note_reads()

@@ -60,7 +60,7 @@ class FunctionJoining:
 
     def close(self, reason: str) -> None:
         """On the chief: let no more workers join, and keep nothing for them."""
-        self._job.close_to_joiners(reason)
+        self._job.joiners.close(reason)
         self._resumable.functions.clear()
         self.log = None
 
@@ -70,7 +70,7 @@ class FunctionJoining:
         Args:
             servers: returns the facts of the servers.
         """
-        return self._job.admit(lambda whole: self._snapshots.take_in_functions(whole, servers))
+        return self._job.joiners.admit(lambda whole: self._snapshots.take_in_functions(whole, servers))
 
     def join(self) -> FunctionLog:
         """Become a member of the job, if this worker is none yet; return the newest log.

@@ -54,9 +54,9 @@ class Mesh:
         self._end: AnsweringEnd | None = None
         # A worker that joins has no task before it takes the place of a lost one.
         if not (job.settings.in_one_process or job.joins or job.process in self._tasks.workers):
-            self._end = AnsweringEnd(self._put, job.membership.accept)
+            self._end = AnsweringEnd(self._put, job.peers.accept)
             if self._end.entrance:
-                job.membership.answers_at(self._end.entrance)
+                job.peers.answers_at(self._end.entrance)
         job.at_exit(self.close)
 
     def meet(self, what: str, told: bytes = b"") -> tuple[list[list[int]], dict[int, bytes]]:
@@ -158,7 +158,7 @@ class Mesh:
 
         For the main thread.
         """
-        lost = self._job.membership.lost_workers(tuple(self.workers.values()))
+        lost = self._job.peers.lost_workers(tuple(self.workers.values()))
         return frozenset(process for process, worker in self.workers.items() if worker in lost)
 
     def drop(self, worker: int) -> None:
@@ -214,7 +214,7 @@ class Mesh:
             asked.abandon()
 
     def _opened(self, process: int, server: int, timeout: float) -> AskingChannel:
-        membership, worker, name = self._job.membership, self.workers.get(process), self._tasks.name(process)
+        peers, worker, name = self._job.peers, self.workers.get(process), self._tasks.name(process)
         # The chief's host is lost only with the job.
         watched = self._job.context.over_hosts and server >= 0
         if worker is None or (watched and self._is_lost(worker)):
@@ -224,7 +224,7 @@ class Mesh:
             process=self._job.process,
             peer=name,
             timeout=timeout,
-            dial=membership.dial(worker),
+            dial=peers.dial(worker),
             server=server,
             lost=partial(self._is_lost, worker) if watched else None,
             worker=self._job.worker,
@@ -232,7 +232,7 @@ class Mesh:
         )
 
     def _is_lost(self, worker: int) -> bool:
-        return bool(self._job.membership.lost_workers((worker,)))
+        return bool(self._job.peers.lost_workers((worker,)))
 
 
 _of_jobs: weakref.WeakKeyDictionary[Job, Mesh] = weakref.WeakKeyDictionary()
