@@ -25,9 +25,9 @@ from loop_gradients import gradients_of
 
 import lockstep
 from lockstep.errors import DisagreementError
+from lockstep.keras.parameter_server import function_log
 from lockstep.keras.parameter_server.function_worker import WorkerCalls
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
-from lockstep.keras.state import function_log
 from lockstep.worker import job
 
 ops = keras.ops

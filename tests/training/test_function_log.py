@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.keras.state import function_log
-from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, FunctionLog, limit
+from lockstep.keras.parameter_server import function_log
+from lockstep.keras.parameter_server.function_log import AT_BEGIN, FoundByCall, FunctionLog, limit
 from lockstep.protocol.parameter_server import FunctionResult, Passed
 
 SHOWS = Passed(1, "join", True)

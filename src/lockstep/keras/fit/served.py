@@ -115,7 +115,7 @@ class Served(Mirrored):
         if self._resumable.behind:
             if self._job.joins and self._resumable.join_apart():
                 return replay_fit(model, given["callbacks"], self._resumable.replay())
-            joins = parts.snapshots.join_on_servers(model)
+            joins = parts.snapshots.join_apart(call.name, model)
         served = ServedCall(
             job=self._job,
             backend=parts.backend,
@@ -128,7 +128,7 @@ class Served(Mirrored):
             install=lambda step: setattr(
                 model, "train_function", parts.backend.function(model, step, "train")
             ),
-            take=lambda whole, steps, known: parts.snapshots.take_from_servers(whole, model, steps, known),
+            take=lambda whole, steps, known: parts.snapshots.take_apart(whole, lambda: known, model, steps),
             joins=joins,
         )
         plain_steps = parts.record.plain_steps

@@ -19,7 +19,7 @@ from lockstep.keras.parameter_server.server_embedding import server_layers, with
 from lockstep.keras.parameter_server.servers import KnownState, Servers, same_bits
 from lockstep.keras.private.common import embedding_table, given_rate
 from lockstep.keras.randomness import random_states
-from lockstep.keras.state.snapshots import KnownOnServers
+from lockstep.keras.state.snapshots import KnownApart
 
 Array = npt.NDArray[Any]
 
@@ -236,7 +236,7 @@ class ChiefProcess(FitProcess):
         slots = zip(self.model.optimizer.variables, self._known.values, strict=True)
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
         facts = self.mesh.facts() | {"generators": self.reading.begun}
-        known = KnownOnServers([*weights, *slots, *others], self._random, facts)
+        known = KnownApart(self._random, facts, [*weights, *slots, *others])
         return self.served.take(whole, self._steps, known)
 
     def _compare_batches(self) -> None:

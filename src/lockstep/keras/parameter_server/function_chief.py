@@ -16,11 +16,11 @@ from lockstep.keras.parameter_server.function_calls import (
     ScheduleContext,
     Scheduled,
 )
+from lockstep.keras.parameter_server.function_log import FoundByCall, of_scope, of_servers
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.servers import KnownState, Servers, same_bits
-from lockstep.keras.state.function_log import FoundByCall, of_scope, of_servers
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import FunctionFailure, FunctionResult, Passed
 

@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.keras.numbered_calls import NumberedCalls
-from lockstep.keras.state.function_log import FunctionLog, limit
-from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.parameter_server.function_log import FunctionLog, limit
+from lockstep.keras.randomness import random_states
+from lockstep.keras.state.journal import LogOfCall
+from lockstep.keras.state.resumable_calls import Resumption
+from lockstep.keras.state.snapshots import KnownApart, Snapshots
 from lockstep.worker.job import Job
 
 
@@ -31,10 +34,10 @@ class FunctionJoining:
         self.replays = resumption is not None
         self.log: FunctionLog | None = None
         if resumption is not None:
-            self.log = resumption.functions[self._position]
+            self.log = self._given(resumption)
             snapshots.models.load(self.log.models)
         elif job.is_chief and job.settings.order is None:
-            self.log = self._resumable.functions[self._position] = FunctionLog()
+            self._logs[self._position] = self.log = FunctionLog()
 
     @property
     def in_script(self) -> bool:
@@ -53,7 +56,7 @@ class FunctionJoining:
 
     def limit_memory(self) -> None:
         """On the chief: drop from the logs what takes too much memory."""
-        if limit(list(self._resumable.functions.values())):
+        if limit([log for log in self._logs.values() if isinstance(log, FunctionLog)]):
             self.close(
                 "the results of its functions take too much memory to keep them for a worker that joins"
             )
@@ -61,16 +64,20 @@ class FunctionJoining:
     def close(self, reason: str) -> None:
         """On the chief: let no more workers join, and keep nothing for them."""
         self._job.joiners.close(reason)
-        self._resumable.functions.clear()
+        self._logs.clear()
         self.log = None
 
     def admit(self, servers: Callable[[], Mapping[str, Any]]) -> int | None:
-        """On the chief: let workers join; see `Job.admit`.
+        """On the chief: let workers join; see `Joiners.admit`.
 
         Args:
             servers: returns the facts of the servers.
         """
-        return self._job.joiners.admit(lambda whole: self._snapshots.take_in_functions(whole, servers))
+
+        def known() -> KnownApart:
+            return KnownApart(random_states(), servers())
+
+        return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, known))
 
     def join(self) -> FunctionLog:
         """Become a member of the job, if this worker is none yet; return the newest log.
@@ -82,11 +89,19 @@ class FunctionJoining:
             self._resumable.join_apart()
             resumption = self._resumable.resumption
             assert resumption is not None
-            self.log = resumption.functions[self._position]
+            self.log = self._given(resumption)
         assert self.log is not None
         return self.log
 
     def arrive(self, call: str) -> Mapping[str, Any]:
         """Take part from now on, at the present call of the chief; return the facts of the servers."""
         self.replays = False
-        return self._snapshots.join_in_functions(call)
+        return self._snapshots.join_apart(call)
+
+    @property
+    def _logs(self) -> dict[int, LogOfCall]:
+        return self._resumable.journal.logs
+
+    def _given(self, resumption: Resumption) -> FunctionLog:
+        """Return the log that the chief has given."""
+        return FunctionLog.unpacked(resumption.journal.packed_logs[self._position])

@@ -10,10 +10,10 @@ from lockstep.errors import DisagreementError
 from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import CallKind, FunctionCalls, ScheduleContext, Scheduled
+from lockstep.keras.parameter_server.function_log import AT_BEGIN, FoundByCall, of_scope, of_servers
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.servers import Gradients, Servers, same_bits
 from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction
-from lockstep.keras.state.function_log import AT_BEGIN, FoundByCall, of_scope, of_servers
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, WorkDone
 from lockstep.transport.array_channel import AskingChannel

@@ -23,7 +23,7 @@ from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_at
-from lockstep.keras.state.snapshots import KnownOnServers
+from lockstep.keras.state.snapshots import KnownApart
 from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrder, RecordKind, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
@@ -79,7 +79,7 @@ class ServedCall:
     generators: Sequence[Any]
     trained: int
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
-    take: Callable[[bool, int, KnownOnServers], Contents]
+    take: Callable[[bool, int, KnownApart], Contents]
     joins: Mapping[str, Any] | None = None
 
     @property

@@ -1,7 +1,8 @@
-"""The journal of a process's finished calls, their results and their errors, with which another can resume.
+"""The journal of a process's calls, with their results and errors, with which another process can resume.
 
 A process that resumes runs the script from its beginning. Finished calls then return or raise what they did
-before; the call in progress skips its steps up to the saved one without computing.
+before; the call in progress skips its steps up to the saved one without computing. A call that answers the
+script several times, as scheduled functions do, has a log of its own in the journal.
 """
 
 import sys
@@ -10,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,11 +59,22 @@ class FinishedCall:
             raise self.error
 
 
+class LogOfCall(Protocol):
+    """What a call has found that answers the script several times."""
+
+    def packed(self) -> dict[str, Any]:
+        """Return the log as plain values and arrays."""
+
+
 class Journal:
     """The finished calls of a process, in order.
 
     A script may make millions of single-batch calls, which each return a few figures: these are stored in
     columns, as numbers.
+
+    Attributes:
+        logs: the logs of calls that have one, by the number of the call, from 1.
+        packed_logs: those that another process has given, as they were packed.
     """
 
     def __init__(self) -> None:
@@ -72,6 +84,8 @@ class Journal:
         self._others: dict[int, Any] = {}
         self._states: dict[int, Mapping[str, Any]] = {}
         self._keys: dict[int, str] = {}
+        self.logs: dict[int, LogOfCall] = {}
+        self.packed_logs: Mapping[int, Mapping[str, Any]] = {}
         self._last_states: Mapping[str, Any] = {}
         self._end = _Totals()
         self._read = _Totals()
@@ -124,6 +138,7 @@ class Journal:
 
     def packed(self) -> dict[str, Any]:
         """Return the journal as plain values and arrays."""
+        logs = {"logs": {number: log.packed() for number, log in self.logs.items()}} if self.logs else {}
         return {
             "kinds": list(self._kinds),
             "codes": np.array(self._codes, "uint32"),
@@ -131,6 +146,7 @@ class Journal:
             "others": dict(self._others),
             "states": dict(self._states),
             "keys": dict(self._keys),
+            **logs,
         }
 
     @classmethod
@@ -141,7 +157,7 @@ class Journal:
         journal._codes = array("I", packed["codes"].tolist())
         journal._figures = array("d", packed["figures"].tolist())
         journal._others, journal._states = dict(packed["others"]), dict(packed["states"])
-        journal._keys = dict(packed.get("keys", {}))
+        journal._keys, journal.packed_logs = dict(packed.get("keys", {})), packed.get("logs", {})
         kinds = list(journal._kinds)
         for code in journal._codes:
             journal._end.advance(kinds[code])

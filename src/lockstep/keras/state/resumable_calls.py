@@ -15,7 +15,7 @@ a stream without starting a pass that the first process did not start.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,7 +28,6 @@ from lockstep.keras.call_turns import MADE_BY_THREADS, CallTurns, agreed_key
 from lockstep.keras.host_report import compare_with_member
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
-from lockstep.keras.state.function_log import FunctionLog
 from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
 from lockstep.keras.worker_exchange import ADVICE_ON_CALLS, gather
 from lockstep.observability.events import StepsSkipped
@@ -96,8 +95,7 @@ class Resumption:
         states: the random states at the beginning of the last pass.
         call: the call that was in progress or had just finished; empty if unknown.
         joined: whether this worker is a member of the job, for which the other members wait.
-        functions: the logs of functions that were scheduled, by the position of their call.
-        schedules: whether the training resumes between two calls of a `ClusterCoordinator`.
+        schedules: whether the training resumes between two entries of the log of a call.
         key: of the turn of the call in progress, if several threads make calls.
     """
 
@@ -109,7 +107,6 @@ class Resumption:
     states: Mapping[str, Any]
     call: str = ""
     joined: bool = False
-    functions: Mapping[int, FunctionLog] = field(default_factory=dict)
     schedules: bool = False
     key: str = ""
 
@@ -125,9 +122,6 @@ class Resumption:
             states=facts.get("states", {}),
             call=facts.get("call", ""),
             joined=joined,
-            functions={
-                position: FunctionLog.unpacked(one) for position, one in facts.get("functions", {}).items()
-            },
             schedules=facts.get("schedules", False),
             key=facts.get("turn", ""),
         )
@@ -165,7 +159,6 @@ class ResumableCalls:
 
     Attributes:
         skipping: publishes what was skipped.
-        functions: the logs of functions that were scheduled, by the position of their call; on the chief.
         turns: of the script's threads, whose calls follow each other.
     """
 
@@ -178,7 +171,6 @@ class ResumableCalls:
         self._refusal: LockstepError | None = None
         self._again: BaseException | None = None
         self.skipping = SkippedSteps(job.events.publish)
-        self.functions: dict[int, FunctionLog] = {}
         self.turns = CallTurns(
             self._next_key, self._has_recorded_keys, lambda: job.policy.timeout, self._note_threads
         )

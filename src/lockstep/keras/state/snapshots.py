@@ -47,18 +47,18 @@ from lockstep.worker.program_sources import own_sources
 _LAST_SECONDS = 60.0
 
 
-class KnownOnServers(NamedTuple):
-    """What the chief of a job with parameter servers knows of them in a call of `fit`.
+class KnownApart(NamedTuple):
+    """What the chief knows of processes that do not wait for each other, for workers that join them.
 
     Attributes:
-        values: variables of the model, with their values at some time within the call.
-        random: the random states at its beginning.
-        facts: on the processes of the call, for those that join.
+        random: the random states from which these continue.
+        facts: on the processes.
+        values: variables of the model of the call, with their values at some time within the call.
     """
 
-    values: Sequence[tuple[Any, Any]]
     random: Mapping[str, Any]
     facts: Mapping[str, Any]
+    values: Sequence[tuple[Any, Any]] = ()
 
 
 class Snapshots:
@@ -147,8 +147,7 @@ class Snapshots:
             "turn": self.resumable.turns.key,
         }
         if not whole:
-            packed, values = pack(position, "training")
-            return Contents(self._calls.taken, {"training": packed}, values)
+            return Contents(self._calls.taken, *self._packed(position, {}))
         own = program.named_state(state) if program is not None else _values(step_state(model))
         arrays = {f"current/{name}": value for name, value in own.items()}
         arrays |= self.models.values(apart_from=model)
@@ -170,109 +169,81 @@ class Snapshots:
             "built": self.models.built,
             "python": saved_python(model),
         }
-        packed, values = pack(facts, "training")
-        converted = {
-            name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
-            for name, value in arrays.items()
-        }
-        manifest = {"job": self.facts(), "training": packed}
+        packed, converted = self._packed(facts, arrays)
+        manifest = {"job": self.facts(), **packed}
         if (verifications := verifications_of(self._job)).plan.verification.every:
             manifest["verified"] = verifications.up_to
-        return Contents(self._calls.taken, manifest, {**converted, **values})
+        return Contents(self._calls.taken, manifest, converted)
 
-    def take_from_servers(self, whole: bool, model: Any, steps: int, known: KnownOnServers) -> Contents:
-        """Return the state for a worker that joins a `fit` in progress on parameter servers.
+    def take_apart(
+        self, whole: bool, known: Callable[[], KnownApart], model: Any = None, steps: int = 0
+    ) -> Contents:
+        """Return the state for workers that join while the others do not wait for each other.
 
         Args:
             whole: whether all of it; otherwise only the position.
-            model: the model of the call.
-            steps: number of completed steps of the call, 1 or more.
-            known: what the chief knows of the servers.
+            known: returns what the chief knows of the others.
+            model: the model of the call in progress; None between two entries of the log of a call.
+            steps: number of completed steps of the call in progress, 1 or more.
         """
         call = self._calls.current
-        facts: dict[str, Any] = {
-            "journal": self.resumable.journal.packed(),
-            "steps": steps,
-            "looks": call.samples,
-            "call": call.name,
-            "turn": self.resumable.turns.key,
-            "functions": self._functions(),
-        }
+        facts: dict[str, Any] = {"journal": self.resumable.journal.packed(), "steps": steps}
+        if model is None:
+            facts["schedules"] = True
+        else:
+            facts |= {"looks": call.samples, "call": call.name, "turn": self.resumable.turns.key}
         arrays: dict[str, Any] = {}
         if whole:
-            values = {id(variable): value for variable, value in known.values}
-            named = step_state(model).items()
-            arrays = {f"current/{name}": values[id(one)] for name, one in named if id(one) in values}
-            arrays |= self.models.values(apart_from=model)
-            facts |= {"methods": dict(self._calls.methods), "taken": self._calls.taken}
-            facts["built"] = self.models.built
-            facts |= {"random": dict(known.random), "servers": dict(known.facts)}
-        packed, more = pack(facts, "training")
+            given = known()
+            facts |= {"built": self.models.built, "random": dict(given.random), "peers": dict(given.facts)}
+            if model is not None:
+                values = {id(variable): value for variable, value in given.values}
+                named = step_state(model).items()
+                arrays = {f"current/{name}": values[id(one)] for name, one in named if id(one) in values}
+                arrays |= self.models.values(apart_from=model)
+                facts |= {"methods": dict(self._calls.methods), "taken": self._calls.taken}
+        return self._for_joiners(Contents(self._calls.taken, *self._packed(facts, arrays)))
+
+    def join_apart(self, call: str, model: Any = None) -> Mapping[str, Any]:
+        """Restore the state that `take_apart` has taken; return the facts on the processes.
+
+        Args:
+            call: names the call in progress.
+            model: as for `take_apart`.
+        """
+        resumption = self.resumable.resumption
+        assert resumption is not None
+        arrays = resumption.contents.arrays
+        facts = unpack(resumption.contents.manifest["training"], arrays)
+        self.models.load(arrays)
+        self.models.were_built(facts["built"])
+        if model is not None:
+            assign(model, below("current/", arrays))
+            self._calls.methods.clear()
+            self._calls.methods.update(facts["methods"])
+            self._calls.taken = facts["taken"]
+        set_random_states(facts["random"])
+        self.resumable.arrive()
+        self._calls.current.skipped = 0
+        where = f"step {resumption.steps} of {call}" if resumption.steps else call
+        self._job.events.publish(TrainingResumed(where, self._calls.taken))
+        peers: Mapping[str, Any] = facts["peers"]
+        return peers
+
+    def _packed(
+        self, facts: Mapping[str, Any], arrays: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the manifest and the arrays of contents."""
+        packed, values = pack(dict(facts), "training")
         converted = {
             name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
             for name, value in arrays.items()
         }
-        return self._for_joiners(Contents(self._calls.taken, {"training": packed}, {**converted, **more}))
-
-    def join_on_servers(self, model: Any) -> Mapping[str, Any]:
-        """Restore the state that `take_from_servers` has taken; return the facts of the servers."""
-        resumption = self.resumable.resumption
-        assert resumption is not None
-        facts = unpack(resumption.contents.manifest["training"], resumption.contents.arrays)
-        self.models.load(resumption.contents.arrays)
-        self.models.were_built(facts["built"])
-        assign(model, below("current/", resumption.contents.arrays))
-        self._calls.methods.clear()
-        self._calls.methods.update(facts["methods"])
-        self._calls.taken = facts["taken"]
-        set_random_states(facts["random"])
-        self.resumable.arrive()
-        call = self._calls.current
-        call.skipped = 0
-        self._job.events.publish(TrainingResumed(f"step {resumption.steps} of {call.name}", facts["taken"]))
-        servers: Mapping[str, Any] = facts["servers"]
-        return servers
-
-    def take_in_functions(self, whole: bool, servers: Callable[[], Mapping[str, Any]]) -> Contents:
-        """Return the state for a worker that joins between two calls of a `ClusterCoordinator`.
-
-        Args:
-            whole: whether all of it; otherwise only the position.
-            servers: returns the facts of the servers.
-        """
-        facts: dict[str, Any] = {
-            "journal": self.resumable.journal.packed(),
-            "steps": 0,
-            "schedules": True,
-            "functions": self._functions(),
-        }
-        if whole:
-            facts |= {"built": self.models.built, "random": random_states(), "servers": dict(servers())}
-        packed, arrays = pack(facts, "training")
-        return self._for_joiners(Contents(self._calls.taken, {"training": packed}, arrays))
-
-    def join_in_functions(self, call: str) -> Mapping[str, Any]:
-        """Restore the state that `take_in_functions` has taken; return the facts of the servers.
-
-        Args:
-            call: names the call at which this worker has arrived.
-        """
-        resumption = self.resumable.resumption
-        assert resumption is not None
-        facts = unpack(resumption.contents.manifest["training"], resumption.contents.arrays)
-        self.models.were_built(facts["built"])
-        set_random_states(facts["random"])
-        self.resumable.arrive()
-        self._job.events.publish(TrainingResumed(call, self._calls.taken))
-        servers: Mapping[str, Any] = facts["servers"]
-        return servers
+        return {"training": packed}, {**converted, **values}
 
     def values_of_models(self) -> dict[str, Any]:
         """Return the values of all compiled models, by name, as arrays of NumPy."""
         return {name: np.array(self._backend.to_numpy(one)) for name, one in self.models.values(None).items()}
-
-    def _functions(self) -> dict[int, Any]:
-        return {position: log.packed() for position, log in self.resumable.functions.items()}
 
     def facts(self) -> dict[str, Any]:
         """Return the facts, besides the script, on which the bits of the training depend."""
