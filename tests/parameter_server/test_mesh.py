@@ -158,7 +158,7 @@ def test_a_process_that_joins_takes_the_place_of_a_lost_one(meshes: list[Mesh]) 
     inbox = meet(meshes, 4)
     facts = chief.facts() | {"lost": [WORKER]}
     joiner = worker._job
-    joiner.joined_with, joiner.process = (0, 2, 5), 5
+    joiner._pending, joiner.process = place(3, (0, 2, 5)), 5
     joiner._context = JobContext(5, joiner.events, joiner.settings)
     facts["workers"] = {0: 0, 2: 2}
     joined = Mesh(joiner)

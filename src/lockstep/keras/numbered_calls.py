@@ -108,6 +108,12 @@ class NumberedCalls:
         finally:
             self.stack.pop()
 
+    def move_to(self, methods: Mapping[str, int], taken: int) -> None:
+        """Go on after the calls of another process: of each method so many, with so many training steps."""
+        self.methods.clear()
+        self.methods.update(methods)
+        self.taken = taken
+
     @contextmanager
     def again_in(self, call: NumberedCall) -> Iterator[None]:
         """Make an ended call the current one for the block."""

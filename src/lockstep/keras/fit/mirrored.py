@@ -37,7 +37,7 @@ from lockstep.observability.events import ChiefWrites
 
 
 class Mirrored:
-    """The `Trainer` of replicas.
+    """The `Trainer` of replicas; those of one replica and of servers override what is another way there.
 
     Args:
         parts: of the trainer.

@@ -409,9 +409,7 @@ class ResumableCalls:
         self._again = finished.error
         if finished.states is not None:
             set_random_states(finished.states)
-        self._calls.methods.clear()
-        self._calls.methods.update(finished.methods)
-        self._calls.taken = finished.taken
+        self._calls.move_to(finished.methods, finished.taken)
 
     def _follow(self, contents: Contents, *, joined: bool = False) -> None:
         """Resume from the members' state, regardless of where checkpoints were requested.

@@ -219,16 +219,13 @@ class Snapshots:
         self.models.were_built(facts["built"])
         if model is not None:
             assign(model, below("current/", arrays))
-            self._calls.methods.clear()
-            self._calls.methods.update(facts["methods"])
-            self._calls.taken = facts["taken"]
+            self._calls.move_to(facts["methods"], facts["taken"])
         set_random_states(facts["random"])
         self.resumable.arrive()
         self._calls.current.skipped = 0
         where = f"step {resumption.steps} of {call}" if resumption.steps else call
         self._job.events.publish(TrainingResumed(where, self._calls.taken))
-        peers: Mapping[str, Any] = facts["peers"]
-        return peers
+        return dict(facts["peers"])
 
     def _packed(
         self, facts: Mapping[str, Any], arrays: Mapping[str, Any]
@@ -276,9 +273,7 @@ class Snapshots:
         else:
             assign(model, current, whole=True)
         call = self._calls.current
-        self._calls.methods.clear()
-        self._calls.methods.update(facts["methods"])
-        self._calls.taken = facts["taken"]
+        self._calls.move_to(facts["methods"], facts["taken"])
         verifications_of(self._job).unpack(facts.get("verified", ()))
         try:
             if program is not None:
