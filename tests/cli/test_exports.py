@@ -248,7 +248,7 @@ def test_a_receiver_hears_of_a_job_that_was_killed(lockstep: Any, killed: str) -
         == {
             "command": "run: ended with status 137: the command was killed",
             "job": "run: ended with status 137; its process did not say why",
-            "both": "run: all processes of the job were killed",
+            "both": f"run: all processes of the job on {socket.gethostname()} were killed",
         }[killed]
     )
     for process in (*workers, job):

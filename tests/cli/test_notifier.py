@@ -161,7 +161,7 @@ def test_the_end_is_told_though_everything_was_killed(notify: Notify, server: Se
     assert notify("env:HOOK", NAN, "kill", HOOK=server.url()).returncode == -9
     # The notifier outlives the command, and holds the pipes of its output: `notify` has waited for it.
     assert [message["what"] for _, _, message in server.got] == ["nan", "failed"]
-    assert server.got[-1][2]["text"] == "train-1: all processes of the job were killed"
+    assert server.got[-1][2]["text"] == "train-1: all processes of the job on node1 were killed"
 
 
 def test_the_command_tells_of_an_end_that_the_job_could_not_tell(notify: Notify, server: Server) -> None:

@@ -21,7 +21,7 @@ def test_another_coordinator_continues_what_the_job_shows(
     for host in hosts[:2]:
         shutil.copy(HERE / "exporting.py", host.work)
     options = ("--hosts", "node1,node2", "--run-dir", "run", "--tensorboard", "board")
-    options += ("--metrics-port", "0", "--ui")
+    options += ("--metrics-port", "0", "--ui", "--notify", "exec:cat >> told; echo >> told")
     running = hosts[0].lockstep("run", *options, "exporting.py")
     running.wait_until(lambda: "/metrics" in running.err and "lockstep: the page is at " in running.err)
     (url,) = re.findall(r"lockstep: metrics at (\S+)\n", running.err)
@@ -49,3 +49,5 @@ def test_another_coordinator_continues_what_the_job_shows(
     texts = [text for _, text in read_tensorboard(board / "job")["membership"]]
     (found,) = [json.loads(line) for line in events.read_text().splitlines() if '"coordinator"' in line]
     assert f"another coordinator (process {found['pid']}) takes over" in texts[1]
+    (told,) = [json.loads(line) for line in (hosts[0].work / "told").read_text().splitlines()]
+    assert (told["what"], told["status"], told["workers"]) == ("finished", 0, 2)

@@ -134,10 +134,17 @@ class Notifier:
 
 
 @contextmanager
-def notifier_beside(receiver: Receiver, job: JobIdentity) -> Iterator[Notifier | None]:
+def notifier_beside(
+    receiver: Receiver, job: JobIdentity, *, is_continued: bool = False
+) -> Iterator[Notifier | None]:
     """Deliver messages about a job in a process beside this one, which ends after the block.
 
     The value is None if no process can be started; a note says so.
+
+    Args:
+        receiver: takes the messages.
+        job: the job.
+        is_continued: whether an engine continues the job if all processes here are killed.
     """
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flush_streams()
@@ -150,7 +157,7 @@ def notifier_beside(receiver: Receiver, job: JobIdentity) -> Iterator[Notifier |
         yield None
         return
     if process == 0:
-        _become_notifier(other, receiver, job)
+        _become_notifier(other, receiver, job, is_continued)
     other.close()
     try:
         yield Notifier(own, job)
@@ -163,7 +170,9 @@ def notifier_beside(receiver: Receiver, job: JobIdentity) -> Iterator[Notifier |
         kill_family(process)
 
 
-def _become_notifier(connection: socket.socket, receiver: Receiver, job: JobIdentity) -> NoReturn:
+def _become_notifier(
+    connection: socket.socket, receiver: Receiver, job: JobIdentity, is_continued: bool
+) -> NoReturn:
     try:
         # Signals of the terminal and of a service manager are for the command.
         os.setsid()
@@ -171,14 +180,14 @@ def _become_notifier(connection: socket.socket, receiver: Receiver, job: JobIden
             signal.signal(number, signal.SIG_IGN)
         # Among them are locks of the command.
         close_other_descriptors(connection.fileno())
-        _serve(connection, receiver, job)
+        _serve(connection, receiver, job, is_continued)
     except BaseException as error:
         note(f"--notify {receiver.option}: the notifier failed: {type(error).__name__}")
     finally:
         os._exit(0)
 
 
-def _serve(connection: socket.socket, receiver: Receiver, job: JobIdentity) -> None:
+def _serve(connection: socket.socket, receiver: Receiver, job: JobIdentity, is_continued: bool) -> None:
     """Deliver messages until all processes of the job have closed the connection."""
     has_ended, patience = False, 0.0
     stalls_at: float | None = None
@@ -210,8 +219,9 @@ def _serve(connection: socket.socket, receiver: Receiver, job: JobIdentity) -> N
             case Notification() if not has_ended:
                 has_ended, stalls_at = True, None
                 tell(message)
-    if not has_ended:
-        tell(Notification(what="failed", text=f"{job.job}: all processes of the job were killed"))
+    if not (has_ended or is_continued):
+        text = f"{job.job}: all processes of the job on {job.host} were killed"
+        tell(Notification(what="failed", text=text))
 
 
 def deliver(receiver: Receiver, message: bytes) -> None:

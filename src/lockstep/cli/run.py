@@ -504,7 +504,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
                 return run_listening(spec, place, resumed, command, shown)
 
     with contextlib.ExitStack() as beside:
-        notifier = beside.enter_context(_notifier(receiver, spec))
+        notifier = beside.enter_context(_notifier(receiver, spec, engine is not None))
         shown = replace(exports, notifier=None if notifier is None else notifier.descriptor)
         if options["ui"]:
             beside.enter_context(page_beside(spec.run_dir))
@@ -512,7 +512,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.limits.grace, None if engine is None else engine.LIFELINE)
-        if notifier is not None:
+        if notifier is not None and engine is None:
             notifier.end(status)
     leave_folder(spec.run_dir)
     start_again(options["restart_job"], status, spec.run_dir, time.monotonic() - begun)
@@ -527,12 +527,15 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     sys.exit(status)
 
 
-def _notifier(receiver: Receiver | None, spec: JobSpec) -> contextlib.AbstractContextManager[Notifier | None]:
+def _notifier(
+    receiver: Receiver | None, spec: JobSpec, is_continued: bool
+) -> contextlib.AbstractContextManager[Notifier | None]:
     """Deliver messages about a job to a receiver, if the user has named one."""
     if receiver is None:
         return contextlib.nullcontext()
     folder = spec.run_dir.absolute()
-    return notifier_beside(receiver, JobIdentity(folder.name, spec.target, str(folder), socket.gethostname()))
+    identity = JobIdentity(folder.name, spec.target, str(folder), socket.gethostname())
+    return notifier_beside(receiver, identity, is_continued=is_continued)
 
 
 def _take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None:
