@@ -12,7 +12,11 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.parsers import Parser
 
+from lockstep.cli.main import cli
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
+# sphinx-click reads the commands that a group has.
+cli.load_all()
 ROOT = Path(__file__).parents[2]
 
 # The home page is the README; this is the navigation beside it.

@@ -6,6 +6,7 @@ import sys
 import click
 import pytest
 
+from lockstep.cli.help import LazyGroup
 from lockstep.cli.main import _ELSEWHERE, cli
 from lockstep.cli.run import _GROUPS, run
 
@@ -32,6 +33,12 @@ def test_the_first_sentence_of_a_command_elsewhere_is_its_own(name: str) -> None
     assert command is not None
     assert command.help is not None
     assert command.help.partition("\n")[0] == _ELSEWHERE[name][1]
+
+
+def test_programs_that_read_the_commands_of_the_group_get_all() -> None:
+    group = LazyGroup("lockstep", elsewhere=_ELSEWHERE)
+    group.load_all()
+    assert group.commands.keys() == _ELSEWHERE.keys() == {*group.list_commands(click.Context(group))}
 
 
 def test_the_help_of_run_shows_what_people_need_and_names_the_rest() -> None:

@@ -21,16 +21,22 @@ class LazyGroup(click.Group):
         super().__init__(*arguments, **options)
         self.elsewhere = elsewhere
 
+    def load_all(self) -> None:
+        """Import all modules, for programs that read the attribute `commands`."""
+        for name in self.elsewhere:
+            self.add_command(self._load(name))
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
-        return sorted([*self.commands, *self.elsewhere])
+        return sorted({*self.commands, *self.elsewhere})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; import its module if it is elsewhere."""
-        if cmd_name not in self.elsewhere:
-            return super().get_command(ctx, cmd_name)
-        module, _ = self.elsewhere[cmd_name]
-        command = getattr(import_module(module), cmd_name)
+        return self._load(cmd_name) if cmd_name in self.elsewhere else super().get_command(ctx, cmd_name)
+
+    def _load(self, name: str) -> click.Command:
+        module, _ = self.elsewhere[name]
+        command = getattr(import_module(module), name)
         assert isinstance(command, click.Command)
         return command
 
