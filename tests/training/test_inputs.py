@@ -15,7 +15,11 @@ from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_inpu
 from lockstep.keras.input.readings import ReadingWorker, whole_batch
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.private.common import is_grain_dataset
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
+from lockstep.topology import place
 from lockstep.worker import job
+from lockstep.worker.job import Job, JobContext, by_itself
 
 HANDED_OVER = "each worker makes some of the batches, and hands over the rows of others' replicas"
 SEED = (0, 0, 1)
@@ -67,6 +71,16 @@ def test_a_share_reads_its_own_rows_only(shuffle: Any) -> None:
     del rows.reads[:]
     batch.check()
     assert [len(read) for read in rows.reads] == [1]
+
+
+def test_a_process_that_is_apart_trains_on_the_whole_batches_of_the_input() -> None:
+    """In a `fit` with parameter servers, the input is made before the process leaves its view."""
+    view = place(3, (0,))
+    own = Job(JobContext(0, Bus(SystemClock(), 0)), (view, by_itself(view)))
+    data = input_of(np.arange(6.0), batch_size=6, reader=ReadingWorker(own, 0, joint=True))
+    assert next(iter(data.batches())).share(0).examples == 2
+    with own.apart():
+        assert next(iter(data.batches())).share(0).examples == 6
 
 
 def test_a_calls_facts_read_a_bounded_sample() -> None:

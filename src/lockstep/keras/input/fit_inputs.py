@@ -227,7 +227,7 @@ class ArrayInput(GlobalInput):
         unsplit: bool,
     ) -> None:
         super().__init__(inner, unsplit=unsplit)
-        self._replicas = reader.job.view.replicas
+        self._job = reader.job
         arrays, self._count, size = array_parts(inner)
         leaves, self._pack = parts_of(arrays)
         rows = [_rows_of(leaf) for leaf in leaves]
@@ -266,13 +266,13 @@ class ArrayInput(GlobalInput):
             start, stop = indices.start, indices.stop
             return GlobalBatch(
                 stop - start,
-                self._replicas,
+                self._job.view.replicas,
                 lambda rows: self._take(slice(start + rows.start, start + rows.stop)),
                 lambda: self._check(start, struct.pack("<3q", step, start, stop)),
             )
         return GlobalBatch(
             len(indices),
-            self._replicas,
+            self._job.view.replicas,
             lambda rows: self._take(indices[rows]),
             lambda: self._check(int(indices[0]), struct.pack("<q", step) + indices.tobytes()),
         )
