@@ -154,7 +154,7 @@ def excludes(made: SimpleNamespace) -> None:
     ("function", "reason"),
     [
         (assigns_weight, "assigns the weight 'weight' itself"),
-        (assigns_integer, "assigns 'total', an integer: create it with aggregation=\"sum\""),
+        (assigns_integer, "changes 'total', an integer: create it with aggregation=\"sum\""),
         (
             assigns_outside,
             "'outside' is assigned by a scheduled function and was created outside of the scope",
@@ -171,6 +171,18 @@ def test_what_parameter_servers_do_not_support_is_refused(
     with pytest.raises(ModelError) as refused:
         made.runner.try_out(function, lambda: function(made), 1)
     assert reason in str(refused.value)
+
+
+def test_an_integer_may_get_its_own_value(made: SimpleNamespace) -> None:
+    """A loop on JAX assigns whatever `stateless_call` returns, such as the count of a Normalization."""
+    counts = [0, 0, 1]
+
+    def assign() -> None:
+        made.total.assign(made.total + counts.pop(0))
+
+    assert run(made, assign).changes == {}
+    with pytest.raises(ModelError, match="changes 'total', an integer"):
+        made.runner.run(assign, assign, 1, 2)
 
 
 def test_new_weights_come_from_the_servers_where_a_function_needs_them(made: SimpleNamespace) -> None:

@@ -266,6 +266,10 @@ class FunctionRunner:
             ):
                 call()
             self._refuse_updates(before)
+            for position in sorted(profile.assigned):
+                variable, start = before.get(id(self._scope.variables[position]), (None, None))
+                if variable is not None and not self._has(variable, start):
+                    _refuse_integer(variable)
             for number in profile.updates & self._graph_gradients.keys():
                 profile.exchanges |= self._graph_gradients[number].times() > 1
             return True
@@ -331,6 +335,7 @@ class FunctionRunner:
         found = {}
         for (position, start), end in zip(watcher.starts.items(), values, strict=False):
             if end.tobytes() != start.tobytes():
+                _refuse_integer(self._scope.variables[position])
                 found[position] = start, end
         values = values[len(assigned) :]
         for number, state in zip(numbers, in_graphs, strict=True):
@@ -338,6 +343,11 @@ class FunctionRunner:
             for gradients in self._graph_gradients[number].kept_in(own):
                 watcher.keep(number, gradients)
         return found
+
+    def _has(self, variable: Any, value: Any) -> bool:
+        """Whether a variable has the bits of a saved value."""
+        arrays = [np.asarray(self._backend.to_numpy(one)) for one in (variable.value, value)]
+        return arrays[0].tobytes() == arrays[1].tobytes()
 
     def _refuse_updates(self, before: Mapping[int, tuple[Any, Any]]) -> None:
         """Raise ModelError if a trial run has updated weights after all."""
@@ -707,11 +717,6 @@ class _Watcher:
         position = self._runner.refuse_outsider(variable, "is assigned by")
         if KERAS_SEED in variable.name:
             return
-        if variable.aggregation != "sum" and not keras.backend.is_float_dtype(variable.dtype):
-            raise ModelError(
-                f"a scheduled function assigns {variable.path!r}, an integer: create it with "
-                'aggregation="sum", so that the changes of all workers add up'
-            )
         self._profile.assigned.add(position)
         if not self._tries and position not in self.starts:
             self.starts[position] = self._now(variable)
@@ -838,6 +843,15 @@ class _Watcher:
     def _now(self, variable: Any) -> Array:
         with _eagerly():
             return np.array(self._runner._backend.to_numpy(variable.value))
+
+
+def _refuse_integer(variable: Any) -> None:
+    """Raise ModelError if a function has changed an integer, whose changes do not add up."""
+    if variable.aggregation != "sum" and not keras.backend.is_float_dtype(variable.dtype):
+        raise ModelError(
+            f"a scheduled function changes {variable.path!r}, an integer: create it with "
+            'aggregation="sum", so that the changes of all workers add up'
+        )
 
 
 @contextmanager
