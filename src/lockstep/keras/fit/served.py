@@ -24,6 +24,7 @@ from lockstep.keras.fit.one_replica import OneReplica, Outside
 from lockstep.keras.fit.trainer import Original, TrainerParts, bind
 from lockstep.keras.input.fit_inputs import GlobalInput, split_validation
 from lockstep.keras.input.held_state import generators_held
+from lockstep.keras.input.loader_reading import is_loader
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
@@ -116,6 +117,9 @@ class Served(Mirrored):
             if self._job.joins and self._resumable.join_apart():
                 return replay_fit(model, given["callbacks"], self._resumable.replay())
             joins = parts.snapshots.join_apart(call.name, model)
+            if is_loader(x):
+                # The pass that was begun to build the model has drawn its order from other states.
+                training = parts.inputs.of_training(given, x, y, weight)
         served = ServedCall(
             job=self._job,
             backend=parts.backend,
