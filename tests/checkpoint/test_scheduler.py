@@ -205,16 +205,22 @@ def test_removals_and_failures_are_published(
         scheduler.after_step(step, lambda step=step: sample(step))  # type: ignore[misc]
         assert scheduler.close(30)
     limit_space(0, tmp_path, monkeypatch.setattr)
-    scheduler.after_step(4, lambda: sample(4))
-    assert scheduler.close(30)
+    for step in range(4, 16):
+        scheduler.after_step(step, lambda step=step: sample(step))  # type: ignore[misc]
+        assert scheduler.close(30)
     kinds = [type(event) for event in events]
     assert kinds[:4] == [CheckpointWritten, CheckpointWritten, CheckpointRemoved, CheckpointWritten]
-    assert kinds[4:] == [CheckpointRemoved, CheckpointNotWritten]
+    assert kinds[4:] == [CheckpointRemoved, *[CheckpointNotWritten] * 12]
     assert [event.path[-1] for event in events if isinstance(event, CheckpointRemoved)] == ["1", "2"]
-    first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("lockstep: the disk has no space for another checkpoint; removing the oldest: ")
-    assert last.startswith("lockstep: a checkpoint was not written: cannot write the checkpoint ")
-    assert last.endswith("; training continues")
+    # Equal notes are shown the first time, and the tenth.
+    full, *failures = capsys.readouterr().err.splitlines()
+    assert full.startswith(f"lockstep: the disk has no space for another checkpoint in {tmp_path}; removing ")
+    failure = (
+        f"lockstep: a checkpoint was not written: cannot write a checkpoint to {tmp_path}: No space left "
+    )
+    assert [line.startswith(failure) for line in failures] == [True, True]
+    assert failures[0].endswith("; training continues")
+    assert failures[1] == f"{failures[0]} (10 times so far)"
     assert steps(tmp_path) == [3]
 
 

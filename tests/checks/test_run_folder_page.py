@@ -16,9 +16,9 @@ from lockstep.observability.events import (
     WORKER_EVENTS,
     JobFinished,
     JobStarted,
+    JobTotals,
     StepDigests,
 )
-from lockstep.observability.run_state import JobTotals
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.worker.script import Script
 

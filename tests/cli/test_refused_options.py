@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from lockstep.cli import run as command
 from lockstep.errors import ConfigError
@@ -35,6 +36,7 @@ VALUES = {
     "--input": "joint",
     "--env": "A=1",
     "--run-dir": "d",
+    "--tag": "night",
     "--tee": "all",
     "--tensorboard": "t",
     "--metrics-port": "0",
@@ -248,3 +250,10 @@ def test_places_that_do_not_exist(words: str, refusal: str) -> None:
     said = refusal_of(*words.split(), "train.py")
     assert said.startswith(refusal)
     assert bool(said) == bool(refusal)
+
+
+@pytest.mark.parametrize("tag", ["", " ", "a,b", "a\nb", "a" * 101])
+def test_tags_that_no_table_can_show_are_refused(tag: str) -> None:
+    done = CliRunner().invoke(command.run, ["--tag", "fine", "--tag", tag, "train.py"])
+    assert done.exit_code == 2
+    assert "give 1 to 100 printable characters without a comma" in done.output

@@ -179,7 +179,7 @@ def test_a_reset_connection_and_a_file_size_limit_lose_only_output(lockstep: Any
             ["bash", "-c", shell], cwd=lockstep.folder, stdout=stdout, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 0, done.stderr
-    log = "run/worker-{}.log: File too large; further output to it is lost"
+    log = "run/worker-{}.log: File too large; what cannot be written is lost"
     notes = [
         "cannot write to stdout (Connection reset by peer); training continues, and the logs keep",
         *(f"cannot write {lockstep.folder}/{log.format(worker)}" for worker in (0, 1)),

@@ -247,12 +247,12 @@ def test_waiting_ends_though_another_job_takes_the_name(jobs: Jobs) -> None:
 def test_the_table() -> None:
     running = (
         Status("a", "a.py", 1, "/runs/a", 1000.0, 4, (0, 2), (3,), 3, "fit 1"),
-        Status("train-2", "b.py", 2, "/runs/b", 0.0, 16, (0,), (), 1, ""),
+        Status("train-2", "b.py", 2, "/runs/b", 0.0, 16, (0,), (), 1, "", "1 lost"),
     )
     assert table(running, 1192.5) == [
-        "JOB      PROCESS  WORKERS            REPLICAS  SINCE    DOING  FOLDER",
+        "JOB      PROCESS  WORKERS            REPLICAS  SINCE    DOING  FOLDER   SO FAR",
         "a        1        2 of 3 +1 joining  4         3m 12s   fit 1  /runs/a",
-        "train-2  2        1 of 1             16        19m 52s         /runs/b",
+        "train-2  2        1 of 1             16        19m 52s         /runs/b  1 lost",
     ]
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, encode_record, newest
-from lockstep.observability.events import ScriptFailed
-from lockstep.observability.run_state import JobTotals
+from lockstep.observability.events import JobTotals, ScriptFailed
 from lockstep.protocol.host import (
     HostMembers,
     KeepRecord,

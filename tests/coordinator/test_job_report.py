@@ -1,7 +1,7 @@
 import pytest
 
-from lockstep.coordinator.job_report import fields_of_end, last_line
-from lockstep.observability.run_state import JobTotals
+from lockstep.coordinator.job_report import fields_of_end, last_line, troubles
+from lockstep.observability.events import HostStrain, JobTotals
 
 
 @pytest.mark.parametrize(
@@ -11,10 +11,23 @@ from lockstep.observability.run_state import JobTotals
         (JobTotals(steps=0), 5.0, "finished in 5.0 s on 2 workers"),
         (JobTotals(steps=1, model="m"), 42.4, "finished in 42 s: 1 step on 2 workers"),
         (
-            JobTotals(1, 2, 3, 4, 100, 120, "m", "1f3c"),
+            JobTotals(
+                lost=1, joined=2, checkpoints=3, verified=4, before=100, steps=120, model="m", digest="1f3c"
+            ),
             192.0,
             "finished in 3 min 12 s: 120 steps, 100 of them before, on 2 workers (1 lost, 2 joined); "
             "3 checkpoints; 4 computations verified; digest 1f3c of model 'm'",
+        ),
+        (
+            JobTotals(effective=100.0, pauses=2, paused=1.25, lost_hosts=1, joined_hosts=2, steps=7),
+            200.0,
+            "finished in 3 min 20 s (50 % effective training, 2 pauses of 1.2 s): 7 steps on 2 workers "
+            "(1 host lost, 2 hosts joined)",
+        ),
+        (
+            JobTotals(pauses=1, paused=0.0436, steps=7),
+            5.0,
+            "finished in 5.0 s (1 pause of 44 ms): 7 steps on ",
         ),
         (
             JobTotals(joined=1, steps=7, checkpoints=1),
@@ -33,6 +46,41 @@ def test_the_last_line_repeats_that_the_script_failed_on_a_worker() -> None:
     assert last_line(tally, 5.0, 2, 1) == (
         "finished in 5.0 s: 7 steps on 2 workers (2 lost, 1 joined, the script failed on 1 worker)"
     )
+
+
+FULL = "cannot write a checkpoint to /c: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("totals", "texts"),
+    [
+        (JobTotals(lost=1, joined=1, pauses=1, paused=1.0, checkpoints=3, saved=9, steps=9), []),
+        (
+            JobTotals(failed_checkpoints=22, checkpoint_failure=FULL, saved=40, steps=60),
+            [f"22 checkpoints failed, the newest whole one has step 40 of 60 ({FULL})"],
+        ),
+        (
+            JobTotals(failed_checkpoints=1, checkpoint_failure=FULL, saved=60, steps=60),
+            [f"1 checkpoint failed, the newest whole one has step 60 ({FULL})"],
+        ),
+        (JobTotals(job_restarts=1), ["started again 1 time, and all this is of the last start"]),
+        (JobTotals(lost_outputs=3), ["3 outputs could not be written"]),
+        (JobTotals(failed_checkpoints=2), ["2 checkpoints failed, none is whole"]),
+        (
+            JobTotals(failed_verifications=1, not_finite={"loss": 88, "val_loss": 90}),
+            ["1 verification failed", "not finite: loss, val_loss, first seen at step 88"],
+        ),
+        (
+            JobTotals(strained={"a": HostStrain(100, 40, 12), "b": HostStrain(100, 9, 9)}),
+            ["a overloaded by other programs 40 % of the time", "a throttled 12 % of the time"],
+        ),
+    ],
+)
+def test_what_did_not_hold_is_counted_and_named(totals: JobTotals, texts: list[str]) -> None:
+    assert troubles(totals) == texts
+    if totals.steps:
+        line = last_line(totals, 5.0, 2)
+        assert all(f"; {text}" in line for text in texts)
 
 
 def test_the_steps_of_a_job_that_did_not_finish_are_those_that_are_known() -> None:

@@ -5,7 +5,11 @@ from pathlib import Path
 
 from simulated_hosts import ManyHosts, Traffic
 
+from lockstep.observability.events import JobTotals
+from lockstep.observability.run_lines import happenings
+from lockstep.observability.run_state import RunState
 from lockstep.protocol.host import ALIVE_EVERY, SILENCE
+from lockstep.system.paths import RunPaths
 
 HOSTS = 120
 LOST = 12
@@ -13,6 +17,15 @@ ARRIVING = 1.0
 """Seconds in which all hosts arrive."""
 _PER_HOST = ("Prepare", "BeginJob", "StartWorker", "SendPosition", "SendState")
 """What the coordinator sends to each host that joins, once."""
+
+
+def totals(folder: Path) -> JobTotals:
+    """Return what the events of a run add up to, which is what its last event says."""
+    state = RunState(keeps_history=False)
+    for event in happenings(RunPaths(folder).events.read_bytes()):
+        before, state = state.totals, state.after(event)
+    assert state.totals == before
+    return state.totals
 
 
 def test_many_hosts(tmp_path: Path) -> None:
@@ -49,6 +62,13 @@ def test_many_hosts(tmp_path: Path) -> None:
         yield lambda: False
 
     assert job.run(scenario()) == 0
+    done = totals(tmp_path)
+    assert (done.joined_hosts, done.lost_hosts, done.joined, done.lost) == (
+        HOSTS - 1,
+        2 * LOST,
+        HOSTS - 1,
+        2 * LOST,
+    )
     joins, traffic = found["joined"]
     assert {kind: traffic.sent[kind] for kind in _PER_HOST} == dict.fromkeys(_PER_HOST, HOSTS - 1)
     assert joins < HOSTS // 3

@@ -345,6 +345,35 @@ def test_events_are_told(tmp_path: Path) -> None:
     )
 
 
+def test_equal_events_are_one_line_that_counts(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0))
+    for at in range(22):
+        record(tmp_path, event(1010.0 + at, "checkpoint failed", worker=0, reason="the disk is full"))
+        record(tmp_path, event(1010.5 + at, "decision", reason="no checkpoint: the disk is full", actions=[]))
+        if at == 10:
+            record(tmp_path, event(1020.5, "checkpoint", worker=0, path="c/step-20", step=20, seconds=0.1))
+    assert seen(tmp_path, now=1066.0).events == (
+        "0:20 checkpoint step-20",
+        "0:31 no checkpoint: the disk is full (22 times)",
+    )
+
+
+def test_the_head_tells_how_it_goes(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0), steps(0, 1010.0, 40, compute=0.5))
+    record(tmp_path, event(1065.0, "lost", worker=1, reason="worker 1 was killed by SIGKILL"))
+    record(tmp_path, event(1066.0, "checkpoint failed", worker=0, reason="full; free space"))
+    view = seen(tmp_path, now=1100.0)
+    assert view.went == (
+        view.went[0],
+        "1 lost",
+        "1 checkpoint failed, none is whole (full)",
+    )
+    assert view.went[0].endswith(" % effective training")
+    assert "; ".join(view.went) in as_text(view).splitlines()
+    # The last line has it, too.
+    assert "1 lost" not in as_text(replace(view, end=f"x ended; {'; '.join(view.went)}")).splitlines()[:4]
+
+
 @pytest.mark.parametrize("width", [80, 60])
 def test_the_table_fits_a_terminal(tmp_path: Path, width: int) -> None:
     hosts = [["a-host-with-a-long-name.example.org", 2]]

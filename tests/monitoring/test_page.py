@@ -388,9 +388,11 @@ def test_marks_of_an_axis_and_series_of_a_metric_can_be_told_apart(browser: Brow
 
 def test_two_runs_are_overlaid_and_compared(browser: Browser, tmp_path: Path) -> None:
     make_run(tmp_path / "one")
-    make_run(tmp_path / "two", [job(seed=8), *EVENTS[1:], *END])
+    two = [job(seed=8, tags=["lr=1"]), *EVENTS[1:], *END]
+    make_run(tmp_path / "two", two, [*MEASURED, metrics(8.5, 60, 2, loss=0.2)])
     with watching(browser, tmp_path):
         chosen = browser.run("state.run")
+        assert "Overlay other runs" in browser.text("#results-table")
         other = {"one": "two", "two": "one"}[chosen]
         browser.run(f"document.querySelector('[aria-label=\"Overlay {other}\"]').click()")
         browser.wait("charts.get('metric:loss').found.length === 2")
@@ -401,10 +403,23 @@ def test_two_runs_are_overlaid_and_compared(browser: Browser, tmp_path: Path) ->
         rows = browser.run(
             "[...document.querySelectorAll('#comparison-table tbody tr')].map((one) => one.innerText)"
         )
+        seeds, tags = ("7\t8", "\tlr=1") if chosen == "one" else ("8\t7", "lr=1\t")
         assert [row for row in rows if row.startswith("differs")] == [
-            f"differs\tjob\tseed\t{7 if chosen == 'one' else 8}\t{8 if chosen == 'one' else 7}"
+            f"differs\tjob\tseed\t{seeds}",
+            f"differs\tjob\ttags\t{tags}",
         ]
         assert rows[0].startswith("differs")
+        # Their results are side by side, and can be sorted.
+        results = "[...document.querySelectorAll('#results-table tbody tr')].map((one) => one.innerText)"
+        press = "document.querySelector('#results-table button[data-key=loss]').click()"
+        browser.run(press)
+        two, one = browser.run(results)
+        assert two.startswith("two\tfinished\tlr=1\t0.2\tnot finite\t0.8\t0.76\t60\t")
+        assert one.startswith(
+            "one\tfinished\t\t0.4\tnot finite\t0.8\t0.76\t60\t10 s\t45 %\t1\tnot finite: val_loss"
+        )
+        browser.run(press)
+        assert browser.run(results) == [one, two]
         # The address has the choice, so that it survives loading the page again.
         browser.reload()
         browser.wait(LOADED + " && state.others.size === 1")

@@ -54,6 +54,9 @@ def test_a_run_in_parts(data: RunState) -> None:
     }
     assert (summary["lost"], summary["joined"], summary["seconds"]) == (1, 1, 10.0)
     assert summary["pauses"] == pytest.approx(0.012621)
+    # The steps of 51 without the first one, which wait 0.2 s of 1.0 s, less the pauses, in 10 s.
+    assert summary["effective"] == pytest.approx((5 * 0.9 - 0.012621) / 10, abs=1e-6)
+    assert summary["troubles"] == ["not finite: val_loss, first seen at step 60"]
     # All measurements of training have this rate.
     assert summary["rate"] == pytest.approx(640.0)
     assert [(one["worker"], one["phase"], one["ended"]) for one in found["workers"]] == [
@@ -75,6 +78,23 @@ def test_a_run_in_parts(data: RunState) -> None:
     compared = parts(data.with_verdict("compared with one process: equal"), active=False)["summary"]
     assert compared["compared"] == "compared with one process: equal"
     json.dumps(found, allow_nan=False)
+
+
+def test_equal_events_are_one_row_that_counts(tmp_path: Path) -> None:
+    failures = [
+        one
+        for at in range(22)
+        for one in (
+            event(5.0 + at, "checkpoint failed", worker=0, reason="full"),
+            event(5.1 + at, "decision", reason="no checkpoint: full", actions=[]),
+        )
+    ]
+    found = parts(read(make_run(tmp_path / "run", [job(), *failures], [])), active=True)
+    assert [(row["time"], row["event"], row["text"]) for row in found["events"][1:]] == [
+        (26.0, "checkpoint failed", "reason: full (22 times, first after 5 s)"),
+        (26.1, "decision", "reason: no checkpoint: full; actions:  (22 times, first after 5 s)"),
+    ]
+    assert found["summary"]["troubles"] == ["22 checkpoints failed, none is whole (full)"]
 
 
 def test_states(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
+    CallStarted,
+    CheckpointNotWritten,
     CheckpointWritten,
     Event,
     GpuLoad,
+    HostJoined,
+    HostLost,
+    JobStarted,
     LoadMeasured,
     MetricsRecorded,
     StepsMeasured,
+    TrainingPaused,
     TrainingResumed,
+    VerificationFailed,
     ViewStarted,
     WorkerJoined,
     WorkerLeft,
@@ -73,8 +80,14 @@ def test_a_job_that_has_begun() -> None:
         "lockstep_workers_joined_total": {(): 0},
         "lockstep_workers_left_total": {(): 0},
         "lockstep_workers_lost_total": {(): 0},
+        "lockstep_hosts_joined_total": {(): 0},
+        "lockstep_hosts_lost_total": {(): 0},
         "lockstep_examples_total": {(): 0},
         "lockstep_checkpoints_total": {(): 0},
+        "lockstep_checkpoints_failed_total": {(): 0},
+        "lockstep_verifications_failed_total": {(): 0},
+        "lockstep_pauses_total": {(): 0},
+        "lockstep_paused_seconds_total": {(): 0},
     }
 
 
@@ -94,6 +107,30 @@ def test_membership_and_checkpoints() -> None:
     assert found["lockstep_workers_left_total"] == found["lockstep_workers_lost_total"] == {(): 1}
     assert found["lockstep_checkpoints_total"] == {(): 2}
     assert found["lockstep_checkpoint_step"] == {(): 20}
+
+
+def test_what_did_not_hold() -> None:
+    began = JobStarted(versions={}, script=None, cores=2, host="a", directory="/", job={"workers": 2})
+    metrics = JobMetrics(LABELS, 2)
+    for time, event in (
+        (100.0, began),
+        (101.0, CallStarted("fit 1")),
+        (110.0, steps(10, 10)),
+        (120.0, TrainingPaused(2, 0.5)),
+        *[(120.0, CheckpointNotWritten("full"))] * 3,
+        (120.0, VerificationFailed(step=9, replica=0, arrays=(), workers=(), verdict="step")),
+        (120.0, HostLost("node2", "gone")),
+        (120.0, HostJoined("node3", 1, 8)),
+    ):
+        metrics.add(PublishedEvent(time, 0, event))
+    found = read(metrics)
+    # Of the seven parts, the first five: an eighth of a second and its multiples.
+    assert found["lockstep_effective_training_ratio"] == {(): (15 / 8 - 0.5) / 20}
+    assert found["lockstep_pauses_total"] == {(): 1}
+    assert found["lockstep_paused_seconds_total"] == {(): 0.5}
+    assert found["lockstep_checkpoints_failed_total"] == {(): 3}
+    assert found["lockstep_verifications_failed_total"] == {(): 1}
+    assert found["lockstep_hosts_lost_total"] == found["lockstep_hosts_joined_total"] == {(): 1}
 
 
 def test_time_is_added_up_by_worker_and_part() -> None:
@@ -161,7 +198,7 @@ def test_load_of_hosts_workers_and_gpus() -> None:
             for busy in (1.0, 3.5)
         )
     )
-    assert {name: values for name, values in found.items() if "host" in name} == {
+    assert {name: values for name, values in found.items() if "_host_" in name} == {
         "lockstep_host_cores": {("node1",): 4},
         "lockstep_host_busy_cores": {("node1",): 3.5},
         "lockstep_host_memory_used_bytes": {("node1",): 100},

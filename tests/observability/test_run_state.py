@@ -11,16 +11,25 @@ from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
     CallStarted,
+    CheckpointNotWritten,
     CheckpointWritten,
     Event,
+    GpuLoad,
+    HostJoined,
+    HostLost,
+    HostStrain,
+    JobTotals,
     LastStepEnded,
     LoadMeasured,
     MetricsRecorded,
     ReplicasVerified,
     StepsMeasured,
     TrainingEnded,
+    TrainingPaused,
     TrainingResumed,
+    VerificationFailed,
     ViewStarted,
+    WarningShown,
     WorkerExited,
     WorkerJoined,
     WorkerLeft,
@@ -31,7 +40,7 @@ from lockstep.observability.events import (
 )
 from lockstep.observability.growth import Columns, GrowingList, Numbering
 from lockstep.observability.run_lines import Happening, as_happening, happening, measurement
-from lockstep.observability.run_state import JobTotals, RunState
+from lockstep.observability.run_state import RunState
 
 GOLDEN = Path(__file__).parents[1] / "release" / "golden" / "run"
 
@@ -83,8 +92,21 @@ def test_what_a_job_has_done() -> None:
     state = RunState(keeps_history=False)
     for entry in ENTRIES:
         state = state.after(entry)
-    totals = JobTotals(lost=1, joined=1, checkpoints=1, verified=9, before=100, reached=111)
-    assert (state.totals, state.left, state.saved, state.trained) == (totals, 1, 106, 110)
+    totals = JobTotals(
+        lost=1,
+        joined=1,
+        # 5 steps of worker 0, and 5 later ones, which worker 2 has measured, too.
+        effective=1.0,
+        checkpoints=1,
+        saved=106,
+        verified=9,
+        epoch=1,
+        metrics={"loss": 0.5, "x": None},
+        not_finite={"x": 106},
+        before=100,
+        reached=111,
+    )
+    assert (state.totals, state.left, state.trained) == (totals, 1, 110)
     assert (list(state.members), state.skipped, state.last) == ([2], 0, float(len(HAPPENED)))
     assert (state.values, state.examples.examples) == ({"loss": 0.5, "x": None}, 640)
     assert {worker: sums.count for worker, sums in state.taken.items()} == {0: 10, 1: 5, 2: 5}
@@ -95,6 +117,109 @@ def test_what_a_job_has_done() -> None:
         ended = state.after(PublishedEvent(99.0, worker, TrainingEnded(120, "m", "1f3c")))
         assert ended.totals.steps == expected
     assert ended.totals == msgspec.structs.replace(totals, steps=120, model="m", digest="1f3c")
+
+
+def after(state: RunState, *events: tuple[int | None, Event]) -> RunState:
+    for worker, event in events:
+        state = state.after(PublishedEvent(1.0, worker, event))
+    return state
+
+
+@pytest.mark.parametrize("keeps_history", [True, False])
+def test_what_did_not_hold(keeps_history: bool) -> None:
+    failure = "cannot write a checkpoint to /c: No space left on device; free space there"
+    wrong = VerificationFailed(step=9, replica=0, arrays=("a",), workers=(1,), verdict="worker")
+    state = after(
+        RunState(keeps_history=keeps_history).after(JOB),
+        (0, CheckpointWritten("c/4", 4, 0.1)),
+        *[(0, CheckpointNotWritten(failure))] * 22,
+        (0, wrong),
+        (None, HostLost("node2", "host node2 was lost")),
+        (None, HostJoined("node3", 2, 8)),
+        (None, WarningShown("odd")),
+    )
+    assert state.totals == JobTotals(
+        checkpoints=1,
+        failed_checkpoints=22,
+        checkpoint_failure="cannot write a checkpoint to /c: No space left on device",
+        saved=4,
+        failed_verifications=1,
+        lost_hosts=1,
+        joined_hosts=1,
+        warnings=1,
+        reached=4,
+    )
+    assert state.after(JOB).totals == JobTotals()
+
+
+@pytest.mark.parametrize("keeps_history", [True, False])
+def test_the_effective_time_is_that_of_each_training_step_once(keeps_history: bool) -> None:
+    """What takes it is reading, computing, waiting, exchanging and updating, on the worker that is ahead."""
+    first = steps(1, count=1)
+    # A step of 0.5 s: the other parts are nested calls, and callbacks.
+    state = after(RunState(keeps_history=keeps_history).after(JOB), (0, first), (1, first))
+    assert (state.totals.effective, state.timed) == (0.0, 1)
+    state = after(state, (0, steps(6)), (1, steps(11, count=10, compute=2.1)))
+    assert state.totals.effective == pytest.approx(0.5 + 2.5 / 2)
+    # What compiles does not count, nor do validations, updates of servers, and steps that others have taken.
+    state = after(
+        state,
+        (0, steps(16, compiling=0.1)),
+        (0, steps(16, call="validation within fit 1")),
+        (2, steps(99, call="updates within fit 1")),
+        (2, steps(99, staleness=0, largest_staleness=0)),
+        (0, steps(16, count=0)),
+    )
+    assert state.totals.effective == pytest.approx(0.5 + 2.5 / 2 + 0.4)
+    # The time of a pause is in the steps that it interrupts, but not in those of another call.
+    state = after(
+        state, (0, TrainingPaused(2, 0.25)), (0, CallStarted("evaluate 1")), (0, TrainingPaused(3, 1))
+    )
+    assert state.totals.effective == pytest.approx(0.5 + 2.5 / 2 + 0.4 - 0.25)
+    assert (state.totals.pauses, state.totals.paused) == (2, 1.25)
+
+
+def test_metrics_are_those_of_the_last_epoch_and_the_first_nan_is_kept() -> None:
+    def recorded(trained: int, epoch: int | None, **values: float | None) -> tuple[int, Event]:
+        return 0, MetricsRecorded(call="fit 1", epoch=epoch, trained=trained, values=values)
+
+    state = after(RunState(), recorded(3, None, loss=0.9))
+    assert (state.totals.epoch, state.totals.metrics) == (0, {"loss": 0.9})
+    state = after(state, recorded(5, 1, loss=0.8, val_loss=None), recorded(8, None, loss=None))
+    assert (state.totals.epoch, state.totals.metrics) == (1, {"loss": 0.8, "val_loss": None})
+    state = after(state, recorded(10, 2, loss=None, val_loss=0.5))
+    assert (state.totals.epoch, state.totals.metrics) == (2, {"loss": None, "val_loss": 0.5})
+    assert state.totals.not_finite == {"val_loss": 5, "loss": 8}
+
+
+def test_a_host_that_is_often_overloaded_or_throttled() -> None:
+    worker = WorkerLoad(worker=0, cores=1.0, delayed=0.5, memory=7, faults=0.0)
+    host = {"memory_used": 1, "memory_total": 2, "swapping": 0.0}
+    gpu = {"name": "", "utilization": 1, "memory_used": 1, "memory_total": 1, "temperature": 1, "power": 1.0}
+    hot = GpuLoad(index=0, throttled="thermal", processes=((10, None),), **gpu)
+    of_others = GpuLoad(index=1, throttled="thermal", processes=((99, None),), **gpu)
+    state = after(RunState().after(JOB), (None, WorkerStarted(0, 10)))
+    for at in range(100):
+        busy = 2.0 if at % 4 == 0 else 1.0
+        gpus = (hot, of_others) if at % 5 == 0 else (of_others,)
+        load = LoadMeasured(host="a", cores=2, busy=busy, throttled=0.0, workers=(worker,), gpus=gpus, **host)
+        state = after(state, (None, load))
+        assert bool(state.totals.strained) == (at >= 29)
+    assert state.totals.strained == {"a": HostStrain(100, 25, 20)}
+    stopped = LoadMeasured(host="b", cores=2, busy=1.0, throttled=0.2, workers=(worker,), **host)
+    state = after(state, *[(None, stopped)] * 30)
+    assert state.totals.strained["b"] == HostStrain(30, 0, 30)
+    assert state.after(JOB).hosts["a"].strain == HostStrain()
+
+
+def test_the_last_event_of_a_run_has_the_totals() -> None:
+    """They are those of its coordinator, which may have had more events than the files."""
+    ended = Happening(9.0, "finished", None, {"status": 0, "lost": 3, "effective": 5.5, "strained": {}})
+    state = RunState().after(JOB).after(ended)
+    assert state.totals == JobTotals(lost=3, effective=5.5)
+    odd = Happening(9.0, "finished", None, {"status": 0, "lost": "three"})
+    state = RunState().after(JOB).after(odd)
+    assert (state.totals, state.skipped, state.finished) == (JobTotals(), 1, odd.fields)
 
 
 def read(folder: Path) -> list[PublishedEvent | Happening]:

@@ -137,7 +137,10 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
         r"the chief of view (?P<view>\d+) on host (?P<host>\d+) gives the (?P<whole>state|position)",
         state_given,
     ),
-    (r"host (?P<name>\S+) joins with (?P<workers>\d+) workers?", partial(HostJoined, cores=1)),
+    (
+        r"host (?P<name>\S+) joins with (?P<workers>\d+) workers?",
+        lambda name, workers: HostJoined(name, workers, 1),
+    ),
     (r"scale to (?P<workers>\d+)", ScaleRequest),
     (r"stop by (?P<signal>\d+)", StopRequested),
     (r"the script keeps checkpoints", lambda: CheckpointsConfigured("kept")),

@@ -126,7 +126,7 @@ def opened(file: Path) -> str:
     appended.write(b"lost")
     appended.close()
     (reason,) = said
-    return reason.removeprefix(f"cannot write {file}: ").removesuffix("; further output to it is lost")
+    return reason.removeprefix(f"cannot write {file}: ").removesuffix("; what cannot be written is lost")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
@@ -187,4 +187,29 @@ def test_a_full_disk_is_reported_once_and_raises_nothing() -> None:
     file.write(b"first")
     file.write(b"second")
     file.close()
-    assert said == ["cannot write /dev/full: No space left on device; further output to it is lost"]
+    assert said == ["cannot write /dev/full: No space left on device; what cannot be written is lost"]
+
+
+def test_a_file_goes_on_with_a_whole_line_once_the_disk_has_space_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    file = AppendFile.open(tmp_path / "log", said.append)
+    room, write = 9, os.write
+
+    def limited(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr(os, "write", limited)
+    writes = [(9, b"first\n"), (3, b"torn\n"), (0, b"lost\n"), (4, b"a\nb"), (0, b"c\n"), (9, b"d\n")]
+    for room_left, text in writes:
+        room = room_left
+        file.write(text)
+    file.close()
+    assert (tmp_path / "log").read_bytes() == b"first\ntor\na\nb\nd\n"
+    assert len(said) == 1

@@ -35,7 +35,7 @@ from lockstep.observability.events import (
     WorkerEvent,
 )
 from lockstep.system.clock import Clock, SystemClock, duration
-from lockstep.system.notes import note
+from lockstep.system.notes import RepeatedNotes, note
 
 _QUIET_SECONDS = 5.0
 """The time after which a wait for the disk is reported."""
@@ -249,18 +249,20 @@ def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], 
             each one that is removed to free space.
     """
 
+    say = RepeatedNotes()
+
     def done(path: Path, step: int, seconds: float) -> None:
         publish(CheckpointWritten(str(path), step, seconds))
 
     def failed(reason: str) -> None:
         publish(CheckpointNotWritten(reason))
-        note(f"a checkpoint was not written: {reason}; training continues")
+        say(f"a checkpoint was not written: {reason}; training continues")
 
     def removed(path: Path) -> None:
         publish(CheckpointRemoved(str(path), "the disk is full"))
-        note(
-            f"the disk has no space for another checkpoint; removing the oldest: {path}; free space, or "
-            "keep fewer checkpoints"
+        say(
+            f"the disk has no space for another checkpoint in {path.parent}; removing the oldest; free "
+            "space, or keep fewer checkpoints"
         )
 
     return CheckpointScheduler(

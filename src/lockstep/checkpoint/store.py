@@ -101,8 +101,8 @@ class Store:
                 self._prune(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot write the checkpoint {path}: {reason(error)}; free space there, or give another "
-                "folder"
+                f"cannot write a checkpoint to {self._folder}: {reason(error)}; free space there, or give "
+                "another folder"
             ) from None
         return path
 

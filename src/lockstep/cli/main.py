@@ -132,19 +132,48 @@ def list_jobs() -> None:
 
 @cli.command()
 @click.argument("folders", metavar="[FOLDER]...", nargs=-1, shell_complete=complete_run)
-def runs(folders: tuple[str, ...]) -> None:
+@click.option(
+    "--where",
+    "conditions",
+    multiple=True,
+    metavar="COLUMN=VALUE",
+    help="Only list runs with this value; also != < >, and patterns such as script=train*. Can be repeated.",
+)
+@click.option(
+    "--sort",
+    "order",
+    default="",
+    metavar="COLUMN",
+    help="Sort by a column; -COLUMN lists the largest value first.  [default: -started]",
+)
+@click.option("--csv", "as_csv", is_flag=True, help="Write a line of CSV per run, with all columns.")
+@click.option("--json", "as_json", is_flag=True, help="Write a JSON object per run, with all columns.")
+def runs(
+    folders: tuple[str, ...], conditions: tuple[str, ...], order: str, as_csv: bool, as_json: bool
+) -> None:
     """List the runs in FOLDER, by default ./runs, the newest first.
+
+    \b
+    lockstep runs --where tags=lr --where state=finished --sort val_loss
+    lockstep runs --where "lost>0" --json
 
     The list also has runs that have ended. FOLDER is the folder of a run, or one that contains such folders.
     A line has the start in local time, the duration, the numbers of workers, replicas, hosts and training
-    steps, the beginning of the digest, and how the run ended. Of a folder with several runs, it describes the
-    last one.
+    steps, the effective training time, lost workers, warnings, the metrics of the last epoch, tags, the run
+    from which it resumed, the beginning of the digest, how the run ended, and what did not hold. Columns
+    without any value are left out. Of a folder with several runs, the line describes the last one.
     """
-    from lockstep.monitoring.past_runs import past_runs, table
+    from lockstep.monitoring import past_runs
     from lockstep.monitoring.run_catalog import resolve
 
-    found = past_runs(resolve(folders), time.time())
-    for line in table(found) if found else ["there is no run here"]:
+    if as_csv and as_json:
+        raise click.UsageError("give --csv or --json, not both")
+    listed = past_runs.select(past_runs.past_runs(resolve(folders), time.time()), conditions, order)
+    if as_csv or as_json:
+        click.echo(past_runs.as_csv(listed) if as_csv else past_runs.as_json(listed), nl=False)
+        return
+    none = "no run here meets these conditions" if conditions else "there is no run here"
+    for line in past_runs.table(listed) if listed else [none]:
         click.echo(line)
 
 

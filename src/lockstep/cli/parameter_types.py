@@ -5,8 +5,12 @@ from typing import Any
 
 import click
 
+from lockstep.system.prose import printable
+
 PARTS = click.IntRange(min=1, max=4096)
 """The range of the number of workers or replicas."""
+
+_LONGEST_TAG = 100
 
 
 class Seconds(click.FloatRange):
@@ -30,3 +34,18 @@ class Folder(click.Path):
         if "://" in os.fsdecode(value):
             self.fail(f"{os.fsdecode(value)} is not a folder of this machine.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Tag(click.types.StringParamType):
+    """A word for a run; rejects what a table cannot show."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the tag, or fail."""
+        tag = super().convert(value, param, ctx)
+        if not tag.strip() or len(tag) > _LONGEST_TAG or not tag.isprintable() or "," in tag:
+            self.fail(
+                f"{printable(tag)!r}: give 1 to {_LONGEST_TAG} printable characters without a comma.",
+                param,
+                ctx,
+            )
+        return tag

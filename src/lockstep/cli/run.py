@@ -20,7 +20,7 @@ from lockstep.cli.help import GroupedCommand
 from lockstep.cli.job_restarts import folder_of_job, start_again
 from lockstep.cli.notifier import JobIdentity, Notifier, Receiver, notifier_beside, parse_receiver
 from lockstep.cli.page import page_beside
-from lockstep.cli.parameter_types import PARTS, Folder, Seconds
+from lockstep.cli.parameter_types import PARTS, Folder, Seconds, Tag
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.task_place import TaskRole
@@ -50,6 +50,7 @@ from lockstep.protocol.job_spec import (
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
+    attempt,
     keras_backend,
     legacy_keras,
     parse_variables,
@@ -123,7 +124,7 @@ _GROUPS = {
     ),
     "Checkpoints": ("--checkpoint-every", "--keep", "--accept-changes"),
     "Losses and ends": ("--timeout", "--min-workers", "--max-restarts", "--restart-job", "--grace"),
-    "Output": ("--tee", "--metrics-port", "--notify"),
+    "Output": ("--tee", "--tag", "--metrics-port", "--notify"),
 }
 """The groups of options in the help; the first is what people need. Others belong to the last one."""
 
@@ -253,6 +254,14 @@ _GROUPS = {
     "--run-dir",
     type=Folder(path_type=Path),
     help="Folder for logs and events of this run.  [default: runs/<script>-<time>]",
+)
+@click.option(
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="TEXT",
+    type=Tag(),
+    help="A word for this run, such as lr=0.1, by which lockstep runs finds it. Can be repeated.",
 )
 @click.option(
     "--tee",
@@ -807,6 +816,8 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         tf_distribute=options["tf_distribute"],
         adopts=not options["no_adopt"],
         run_dir=Path(),
+        job_restarts=attempt()[0],
+        tags=tuple(dict.fromkeys(options["tags"])),
         tee=options["tee"],
         backend=choice.backend,
         chosen=str(choice),

@@ -30,7 +30,7 @@ _PAUSE = 0.05
 _SAY_EVERY = 10.0
 _MOST_AT_ONCE = 64
 _UNSEEN = 0
-_COLUMNS = ("JOB", "PROCESS", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER")
+_COLUMNS = ("JOB", "PROCESS", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER", "SO FAR")
 
 
 class RunningJobs(NamedTuple):
@@ -144,10 +144,8 @@ def _row(status: Status, wall: float) -> tuple[str, ...]:
     if status.joining:
         workers += f" +{len(status.joining)} joining"
     since = short_duration(wall - status.since)
-    return (
-        *(status.job, str(status.pid), workers, str(status.replicas), since, status.where),
-        status.run_dir,
-    )
+    what = status.job, str(status.pid), workers, str(status.replicas), since
+    return *what, status.where, status.run_dir, status.went
 
 
 def job_names() -> list[str]:

@@ -344,6 +344,8 @@ class Coordinator:
             self.events.publish(run_events.DecisionMade(decision.reason, actions))
         for host in sorted(decision.state.lost_hosts - self.state.lost_hosts):
             self._give_up(host)
+            if host not in self.state.retiring and self.state.stage is not Stage.FINISHED:
+                self.events.publish(run_events.HostLost(self.state.names[host], decision.reason))
         wanted = decision.state.size.wanted
         asked = isinstance(event, HostRetires | ScaleRequest)
         if wanted < self.state.size.wanted and self.state.active and not asked:
@@ -473,7 +475,9 @@ class Coordinator:
         self._watch.begin(agent)
         self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
         agent.send(self._view)
-        self._decide(job_events.HostJoined(agent.name, workers, cores))
+        joined = run_events.HostJoined(agent.name, workers, cores)
+        self.events.publish(joined)
+        self._decide(joined)
 
     # Messages of the command and of other terminals.
 
@@ -524,6 +528,7 @@ class Coordinator:
             joining=state.joiners,
             wanted=state.size.wanted,
             where=self._narrator.doing,
+            went=self._narrator.how_it_goes(),
         )
 
     # Reports of agents.

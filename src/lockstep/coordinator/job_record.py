@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from lockstep.observability.run_state import JobTotals
+from lockstep.observability.events import JobTotals
 from lockstep.protocol.host import Instruction, KeepRecord, PeerAddress, StartView
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.actions import JobOutcome

@@ -6,18 +6,23 @@ from typing import Any
 import msgspec
 
 from lockstep.errors import code_in
-from lockstep.observability.run_state import JobTotals
+from lockstep.observability.events import JobTotals
+from lockstep.observability.run_state import effective_share
+from lockstep.observability.slowness import is_often
 from lockstep.protocol.host import WorkerEvidence
 from lockstep.supervisor.actions import Evidence, JobOutcome
-from lockstep.system.prose import count
+from lockstep.system.prose import count, percent, printable
+
+_SHORT = 0.9995
+"""Seconds below which a pause is told in milliseconds."""
 
 
 def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
     """Return the fields of what a job has done for the event at its end; it took `seconds`."""
     done = msgspec.structs.asdict(totals)
-    reached = done.pop("reached")
-    if totals.steps is None and reached:
-        done["steps"] = reached
+    if totals.steps is None and totals.reached:
+        done["steps"] = totals.reached
+    done["strained"] = {name: strain for name, strain in totals.strained.items() if is_often(strain)}
     return {"seconds": round(seconds, 3), **done}
 
 
@@ -34,13 +39,13 @@ def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, 
     if totals.steps is None:
         return ""
     before = f", {totals.before} of them before," if totals.before else ""
-    numbers = {"lost": totals.lost, "joined": totals.joined}
-    changes = [f"{number} {what}" for what, number in numbers.items() if number]
-    changes += [f"the script failed on {count(failed, 'worker')}"] if failed else []
+    script = f"the script failed on {count(failed, 'worker')}" if failed else ""
+    changes = _in_parentheses(_membership(totals), script)
     # Lockstep does not count the steps of a custom loop that it does not drive.
     steps = f": {count(totals.steps, 'step')}{before}" if totals.steps else ""
-    changed = f" ({', '.join(changes)})" if changes else ""
-    parts = [f"finished in {_spoken(seconds)}{steps} on {count(workers, 'worker')}{changed}"]
+    took = f"{_spoken(seconds)}{_in_parentheses(_time_spent(totals, seconds))}"
+    parts = [f"finished in {took}{steps} on {count(workers, 'worker')}{changes}"]
+    parts += troubles(totals)
     if compared:
         parts.append(compared)
     if totals.checkpoints:
@@ -50,6 +55,60 @@ def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, 
     if totals.digest:
         parts.append(f"digest {totals.digest} of model {totals.model!r}")
     return "; ".join(parts)
+
+
+def _in_parentheses(*texts: str) -> str:
+    inside = ", ".join(filter(None, texts))
+    return f" ({inside})" if inside else ""
+
+
+def how_it_goes(totals: JobTotals, seconds: float) -> list[str]:
+    """Return what a person should know of a job that takes `seconds` so far; empty if there is nothing."""
+    return list(filter(None, [_time_spent(totals, seconds), _membership(totals), *troubles(totals)]))
+
+
+def _time_spent(totals: JobTotals, seconds: float) -> str:
+    share = effective_share(totals, seconds)
+    texts = [] if share is None else [f"{percent(share)} effective training"]
+    paused = f"{1000 * totals.paused:.0f} ms" if totals.paused < _SHORT else _spoken(totals.paused)
+    texts += [f"{count(totals.pauses, 'pause')} of {paused}"] if totals.pauses else []
+    return ", ".join(texts)
+
+
+def _membership(totals: JobTotals) -> str:
+    numbers = {"lost": totals.lost, "joined": totals.joined}
+    hosts = {"lost": totals.lost_hosts, "joined": totals.joined_hosts}
+    texts = [f"{number} {what}" for what, number in numbers.items() if number]
+    return ", ".join(texts + [f"{count(number, 'host')} {what}" for what, number in hosts.items() if number])
+
+
+def troubles(totals: JobTotals) -> list[str]:
+    """Return what did not hold in a job, one text each, except for its membership; empty if all did."""
+    texts = []
+    if totals.job_restarts:
+        texts.append(f"started again {count(totals.job_restarts, 'time')}, and all this is of the last start")
+    if totals.failed_checkpoints:
+        why = _in_parentheses(printable(totals.checkpoint_failure))
+        newest = "none is whole"
+        if totals.saved is not None:
+            newest = f"the newest whole one has step {totals.saved}"
+            newest += f" of {totals.steps}" if totals.steps and totals.saved < totals.steps else ""
+        texts.append(f"{count(totals.failed_checkpoints, 'checkpoint')} failed, {newest}{why}")
+    if totals.lost_outputs:
+        texts.append(f"{count(totals.lost_outputs, 'output')} could not be written")
+    if totals.failed_verifications:
+        texts.append(f"{count(totals.failed_verifications, 'verification')} failed")
+    if totals.not_finite:
+        names = ", ".join(map(printable, totals.not_finite))
+        texts.append(f"not finite: {names}, first seen at step {min(totals.not_finite.values())}")
+    for host, strain in totals.strained.items():
+        for what, number in (
+            ("overloaded by other programs", strain.overloaded),
+            ("throttled", strain.throttled),
+        ):
+            if is_often(strain) and number:
+                texts.append(f"{printable(host)} {what} {percent(number / strain.measured)} of the time")
+    return texts
 
 
 def _spoken(seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.coordinator.comparison import read_verdict
 from lockstep.coordinator.file_conflicts import FileConflicts
 from lockstep.coordinator.job_record import JobRecord
-from lockstep.coordinator.job_report import explain, fields_of_end, last_line
+from lockstep.coordinator.job_report import explain, fields_of_end, how_it_goes, last_line, troubles
 from lockstep.coordinator.startup_progress import Progress, preparations, prepares, skipping
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus, PublishedEvent
@@ -73,7 +73,6 @@ class Narrator:
             self._progress = Progress(console.say, console.shown, self.begun)
         self._writers = FileConflicts(Path.cwd())
         self._downloads: dict[str, float] = {}
-        self._kept_step = 0
         self._errors: dict[int, str] = {}
         # A coordinator that takes over continues the totals of the job.
         self.run = RunState(
@@ -82,8 +81,7 @@ class Narrator:
             members=state().view.workers,
             totals=kept.tally,
         )
-        kinds = (*run_events.RUN_EVENTS, run_events.StepsMeasured, run_events.LoadMeasured)
-        events.subscribe(self._hear, *kinds)
+        events.subscribe(self._hear, *run_events.RUN_EVENTS, *run_events.MEASUREMENTS)
 
     # While the job runs.
 
@@ -91,6 +89,10 @@ class Narrator:
     def due(self) -> float | None:
         """When to call `serve` next; None after the first step."""
         return self._progress.due if self._progress else None
+
+    def how_it_goes(self) -> str:
+        """Return what a person should know of the job so far."""
+        return "; ".join(how_it_goes(self.run.totals, self._clock.now() - self.begun))
 
     def serve(self) -> None:
         """Say what each worker does before the first step, if it is time."""
@@ -167,15 +169,13 @@ class Narrator:
                 self._tell_of_download(worker, file, of, seconds)
             case run_events.HostsDiffer(what):
                 self._console.say(what)
-            case run_events.CheckpointWritten(path, step, seconds):
-                self._kept_step = step
+            case run_events.CheckpointWritten(path, _, seconds):
                 self._console.say(
                     f"checkpoint {path}{f' ({seconds:.0f} s)' if seconds >= _LONG_WRITE else ''}"
                 )
-            case run_events.TrainingResumed(where, step) if worker == self._state().view.chief:
+            case run_events.TrainingResumed(where) if worker == self._state().view.chief:
                 if self._state().workers[worker].started_at is None:
                     # Otherwise it has joined, and is the chief because the hosts of all others retire.
-                    self._kept_step = step
                     self._console.say(f"training resumed after {where}")
 
     def _tell_of_backend(self, worker: int, backend: str) -> None:
@@ -222,6 +222,8 @@ class Narrator:
             if outcome.stopped and state.distributes:
                 said = replace(outcome, message=f"{outcome.message}{self._what_remains()}")
             self._console.say(explain(said, evidence, self._has_shown, self._name_log))
+            if held_not := troubles(self.run.totals):
+                self._console.say(f"until then: {'; '.join(held_not)}")
         elif spec.workers > 1 and not self.used_strategy:
             what = "used no strategy and compiled no model" if spec.adopts else "used no strategy"
             self.warn(f"the script {what}: each of the {spec.workers} workers ran all of it on its own")
@@ -260,8 +262,8 @@ class Narrator:
 
     def _what_remains(self) -> str:
         """Say what is left of a training that was stopped; empty if that is unknown."""
-        if self._kept_step:
-            return f"; the same command resumes from step {self._kept_step}"
+        if saved := self.run.totals.saved:
+            return f"; the same command resumes from step {saved}"
         return "" if self._state().keeps else "; no checkpoint was requested (--checkpoint)"
 
     def _name_log(self, worker: int) -> str:

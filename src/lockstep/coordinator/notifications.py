@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import msgspec
 
 from lockstep.coordinator.comparison import read_verdict
-from lockstep.coordinator.job_report import last_line
+from lockstep.coordinator.job_report import last_line, troubles
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.events import (
     CallEnded,
@@ -28,7 +28,7 @@ from lockstep.observability.events import (
     ViewStarted,
     WorkerNotReplaced,
 )
-from lockstep.observability.run_state import JobTotals, RunState
+from lockstep.observability.run_state import RunState
 from lockstep.protocol.notification import Notification, NotifierMessage, ProgressMade, What, encode
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
@@ -119,16 +119,13 @@ class Notifications:
         return [self._notification("nan", f"{', '.join(names)} {are} {where}")]
 
     def _end(self, finished: JobFinished) -> Notification:
-        fields = msgspec.structs.asdict(finished)
-        totals = JobTotals(
-            **{name: fields[name] for name in JobTotals.__struct_fields__ if name in fields},
-        )
         status, workers = finished.status, len(self._run.members)
         if status == 0:
-            line = last_line(totals, finished.seconds, workers, compared=self._compared())
+            line = last_line(finished, finished.seconds, workers, compared=self._compared())
             text = line or f"finished in {finished.seconds:.0f} s"
         else:
             text = f"ended with status {status}" + (f": {finished.message}" if finished.message else "")
+            text = "; ".join([text, *troubles(finished)])
         what: What = "finished" if status == 0 else "stopped" if status in _STOPPED else "failed"
         return msgspec.structs.replace(
             self._notification(what, text), status=status, steps=finished.steps or self._run.trained

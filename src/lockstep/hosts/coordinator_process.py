@@ -36,7 +36,7 @@ from lockstep.protocol.coordinator import (
     CoordinatorCommand,
     CoordinatorReport,
     HostChannel,
-    HostLost,
+    HostDropped,
     JobEnded,
     JobEnds,
     RecordMade,
@@ -246,7 +246,7 @@ class CoordinatorProcess:
         self.keeper.send(RecordMade(kept, Attachment.holding(made.record)), _PATIENCE)
 
     def _drop(self, host: int) -> None:
-        self.keeper.send(HostLost(host))
+        self.keeper.send(HostDropped(host))
 
     def _hear(self, coordinator: Coordinator, user: StopChannel) -> None:
         while (message := self.keeper.receive()) is not None:

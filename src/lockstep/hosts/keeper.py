@@ -28,7 +28,7 @@ from lockstep.protocol.coordinator import (
     CoordinatorCommand,
     CoordinatorReport,
     HostChannel,
-    HostLost,
+    HostDropped,
     JobEnded,
     JobEnds,
     RecordMade,
@@ -275,7 +275,7 @@ class Keeper:
                     return
                 case RecordMade(kept, record) if not record.is_missing:
                     self.kept = msgspec.structs.replace(kept, record=record.content())
-                case HostLost(host):
+                case HostDropped(host):
                     self._drop(host)
                 case JobEnds():
                     self.is_over = True

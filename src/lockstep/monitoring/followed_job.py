@@ -13,7 +13,7 @@ from lockstep.coordinator.run_lookup import job_in, name_or_folder
 from lockstep.errors import ConfigError
 from lockstep.monitoring.overview import Overview, overview
 from lockstep.monitoring.run_folder import RunFolder
-from lockstep.observability.run_state import JobTotals, RunState
+from lockstep.observability.run_state import RunState
 from lockstep.protocol.admin import AdminRequest, Reply, StackRequest, Status, StatusRequest
 from lockstep.system.clock import Clock
 from lockstep.system.paths import RunPaths
@@ -156,8 +156,7 @@ def end_of(name: str, run: RunState) -> str:
     fields = dict(run.finished or {})
     status, message, seconds = fields.get("status"), fields.get("message"), fields.get("seconds", 0.0)
     if status == 0:
-        totals = {field: fields[field] for field in JobTotals.__struct_fields__ if field in fields}
-        line = last_line(JobTotals(**totals), seconds, len(run.members), compared=run.compared)
+        line = last_line(run.totals, seconds, len(run.members), compared=run.compared)
         return f"{name} {line}" if line else f"{name} finished in {seconds:.0f} s"
     return f"{name} ended with status {status}" + (f": {message}" if message else "")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.coordinator.job_report import how_it_goes
 from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.training_times import advice, steps_of, training_times, window, worker_times
@@ -135,6 +136,8 @@ class Overview:
         compared: the verdict of the comparison with one process; empty if none was wanted.
         end: how the run ended, in one line; empty while it runs.
         averages: whether rates are those of the whole run.
+        went: its effective training time, pauses, losses and joiners, and what did not hold; see
+            `how_it_goes`.
         advice: what slows the training, one line each; empty if nothing does notably.
         pid: the process id of the command; None if the coordinator has not answered.
     """
@@ -161,6 +164,7 @@ class Overview:
     compared: str = ""
     end: str = ""
     averages: bool = False
+    went: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     pid: int | None = None
 
@@ -232,7 +236,8 @@ def overview(
         wanted=status.wanted if status else None,
         hosts=hosts,
         advice=advice(run, judged),
-        events=tuple(tell(event, run.began) for event in _told(run)),
+        went=tuple(how_it_goes(run.totals, run.seconds if run.finished else now - run.began)),
+        events=tuple(_told(run)),
         silent_since=silent_since,
         compared=run.compared,
         end=end,
@@ -388,19 +393,25 @@ def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
     )
 
 
-def _told(run: RunState) -> list[Happening]:
-    events = [event for event in run.events if event.event in _TOLD and event.time >= run.began]
-    return events[-_SHOWN:]
+def _told(run: RunState) -> list[str]:
+    """Return the last events, such as `0:12 worker 2 joined: ...`; equal ones are one line, which counts."""
+    numbers: dict[str, int] = {}
+    times: dict[str, float] = {}
+    for event in run.events:
+        if event.event in _TOLD and event.time >= run.began:
+            text = tell(event)
+            numbers[text] = numbers.pop(text, 0) + 1
+            times[text] = event.time - run.began
+    lines = []
+    for text, number in list(numbers.items())[-_SHOWN:]:
+        seconds = max(0, int(times[text]))
+        often = f" ({number} times)" if number > 1 else ""
+        lines.append(f"{seconds // 60}:{seconds % 60:02} {text}{often}")
+    return lines
 
 
-def tell(happening: Happening, began: float) -> str:
-    """Return an event in one line, such as `0:12 worker 2 joined: the job scales to 3 workers`.
-
-    Args:
-        happening: the event.
-        began: when the run began.
-    """
-    seconds = max(0, int(happening.time - began))
+def tell(happening: Happening) -> str:
+    """Return an event in one line, such as `worker 2 joined: the job scales to 3 workers`."""
     fields = happening.fields
     who = "" if happening.worker is None else f"worker {happening.worker} "
     match happening.event:
@@ -428,4 +439,4 @@ def tell(happening: Happening, began: float) -> str:
             what = str(fields.get("text", ""))
         case _:
             what = f"ended with status {fields.get('status')}"
-    return f"{seconds // 60}:{seconds % 60:02} {what}"
+    return what

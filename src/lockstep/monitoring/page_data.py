@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.coordinator.job_report import troubles
 from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.training_times import advice, training_times
 from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns
 from lockstep.observability.run_lines import Happening
-from lockstep.observability.run_state import RunState, WorkerInfo
+from lockstep.observability.run_state import RunState, WorkerInfo, effective_share
 from lockstep.observability.slowness import shares_of_time
 from lockstep.observability.step_recorder import serves, trains
 
@@ -83,7 +84,7 @@ def parts(run: RunState, *, active: bool) -> dict[str, Any]:
         ],
         "waits": _waits(run),
         "checkpoints": _checkpoints(run),
-        "events": [_event(run, event) for event in _told(run)],
+        "events": _events(run),
         "charts": _charts(run),
     }
 
@@ -105,13 +106,14 @@ def describe_state(status: Any, *, active: bool) -> str:
 
 
 def _summary(run: RunState, active: bool) -> dict[str, Any]:
-    job, finished = run.job, run.finished or {}
+    job, finished, totals = run.job, run.finished or {}, run.totals
     end = run.last if not active or run.finished else None
     failure = next((event for event in run.events if event.event == "failed"), None)
     times = training_times(run, live=end is None)
     return {
         "state": state(run, active=active),
         "script": _text(job.get("target", "")),
+        "tags": [_text(tag) for tag in job.get("tags") or ()],
         "backend": _text(job.get("backend") or ""),
         "host": _text(job.get("host", "")),
         "began": run.began,
@@ -127,9 +129,13 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "progress": None if (doing := progress(run)) is None else asdict(doing),
         "metrics": _newest_metrics(run),
         **_rate(run, whole=end is not None),
-        "lost": sum(event.event == "lost" for event in run.events),
-        "joined": sum(event.event == "joined" for event in run.events),
-        "pauses": sum(view.pause or 0.0 for view in run.views),
+        "lost": totals.lost,
+        "joined": totals.joined,
+        "lost_hosts": totals.lost_hosts,
+        "joined_hosts": totals.joined_hosts,
+        "pauses": _number(totals.paused),
+        "effective": effective_share(totals, run.seconds),
+        "troubles": [_text(text) for text in troubles(totals)],
         "advice": [_text(line) for line in advice(run, times)],
         "shares": {_text(part): round(share, 4) for part, share in shares_of_time(times).items()},
         "compared": _text(run.compared),
@@ -281,24 +287,29 @@ def _key(event: Happening) -> tuple[Any, ...]:
     return event.worker, event.fields.get("what")
 
 
-def _told(run: RunState) -> list[Happening]:
-    """Return the events that are shown: of the reports of a wait, the last one.
+def _events(run: RunState) -> list[dict[str, Any]]:
+    """Return the newest events in their order: equal ones, and the reports of a wait, are one row, the last.
 
-    Calls within calls, such as validations, are not: they are many, and the charts have their time.
+    A row of several events counts them. Calls within calls, such as validations, are not shown: they are
+    many, and the charts have their time.
     """
-    shown: list[Happening] = []
-    waits = set()
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
     for event in reversed(run.events):
         if event.event in ("call", "call ended") and " within " in str(event.fields.get("name", "")):
             continue
+        row = _event(run, event)
+        key: tuple[Any, ...] = (row["event"], row["worker"], row["text"])
         if event.event == "wait":
-            if (wait := str(_key(event))) in waits:
-                continue
-            waits.add(wait)
-        shown.append(event)
-        if len(shown) == _SHOWN_EVENTS:
+            key = (row["event"], str(_key(event)))
+        if key not in rows and len(rows) == _SHOWN_EVENTS:
             break
-    return shown[::-1]
+        rows.setdefault(key, row)
+        numbers[key] = numbers.get(key, 0) + 1
+        if numbers[key] > 1 and event.event != "wait":
+            often = f"{numbers[key]} times, first after {row['time']:.0f} s"
+            rows[key]["text"] = f"{key[2]} ({often})".lstrip()
+    return list(reversed(rows.values()))
 
 
 def _event(run: RunState, event: Happening) -> dict[str, Any]:

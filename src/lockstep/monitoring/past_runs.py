@@ -1,31 +1,49 @@
-"""The runs in folders, one row each: when they ran, with how many workers, and how they ended.
+"""The runs in folders, one row each: when they ran, with how many workers, how far they came, how they ended.
 
-`summarize` is pure. What a log does not say, or says in a form that this version does not know, is left out:
-its last line may be torn, and an earlier version has recorded less.
+`summarize`, `select` and the tables are pure. What a log does not say, or says in a form that this version
+does not know, is left out: its last line may be torn, and an earlier version has recorded less.
 """
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from lockstep.coordinator.comparison import read_verdict
+from lockstep.coordinator.job_report import troubles
+from lockstep.errors import ConfigError
 from lockstep.monitoring.run_catalog import is_active
+from lockstep.monitoring.top_text import csv_lines
 from lockstep.observability.events import FORMAT
 from lockstep.observability.run_lines import happenings, measurement
-from lockstep.observability.run_state import RunState
+from lockstep.observability.run_state import RunState, effective_share
 from lockstep.system.files import open_regular, read_regular
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import columns, printable, short_duration
+from lockstep.system.prose import columns, percent, printable, short_duration
 
-_COLUMNS = ("RUN", "STARTED", "TOOK", "WORKERS", "REPLICAS", "HOSTS", "STEPS", "DIGEST", "END")
-_TAIL = 64 * 1024
+_MOST = 256 * 1024 * 1024
+"""Bytes of measurements from which those of a run without an end are not read: that would take a minute."""
 _DIGITS = 12
-_LONGEST = 120
+_LONGEST = 200
+_METRICS = 4
+"""The number of metrics in the table; the other forms have all."""
 _END_OF_TIME = 1e11
+_CONDITION = re.compile(r"(.+?)(!=|=|<|>)(.*)", re.DOTALL)
+
+
+class WrittenCheckpoint(NamedTuple):
+    """A checkpoint that a run wrote at a time, in seconds since 1970."""
+
+    time: float
+    folder: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -36,25 +54,52 @@ class PastRun:
         name: the name of the folder.
         began: when it started, in seconds since 1970.
         seconds: how long it took, or has taken so far.
+        state: `finished`, `failed`, `stopped`, `running`, or `lost` without an end.
+        script: what it runs.
+        backend: the Keras backend.
         workers: the workers with which it started, without a chief that has parameter servers.
         servers: the number of parameter servers.
         replicas: R.
         hosts: the number of hosts.
         steps: training steps, with those before this run.
+        epoch: the last epoch that has ended.
+        effective: its effective training time as a share of its duration.
+        lost: the number of lost workers.
+        joined: the number of workers that joined.
+        warnings: the number of warnings.
+        metrics: those of the last epoch by name; None for a value that was not finite.
+        tags: those of `lockstep run --tag`.
         digest: the digest of the model that was trained last.
-        end: how it ended, or that it runs, and the verdict of the comparison with one process.
+        end: how it ended, or that it runs, what did not hold, and the verdict of the comparison with one
+            process.
+        resumed: the folder and the step of the checkpoint from which it resumed; None if it did not.
+        resumed_from: the name of the run that wrote that checkpoint, or else its folder.
+        written: the checkpoints that the runs in the folder wrote.
     """
 
     name: str
     began: float | None = None
     seconds: float | None = None
+    state: str = ""
+    script: str = ""
+    backend: str = ""
     workers: int | None = None
     servers: int = 0
     replicas: int | None = None
     hosts: int | None = None
     steps: int | None = None
+    epoch: int | None = None
+    effective: float | None = None
+    lost: int | None = None
+    joined: int | None = None
+    warnings: int | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
     digest: str = ""
     end: str = ""
+    resumed: tuple[str, int] | None = None
+    resumed_from: str = ""
+    written: tuple[WrittenCheckpoint, ...] = ()
 
 
 def past_runs(folders: Sequence[Path], now: float) -> list[PastRun]:
@@ -75,7 +120,8 @@ def past_runs(folders: Sequence[Path], now: float) -> list[PastRun]:
         else:
             runs = ((subfolder, _read(subfolder, now)) for subfolder in sorted(folder.iterdir()))
             runs_by_folder.update((subfolder, run) for subfolder, run in runs if run is not None)
-    return sorted(runs_by_folder.values(), key=lambda run: run.began or 0.0, reverse=True)
+    ordered = sorted(runs_by_folder.values(), key=lambda run: run.began or 0.0, reverse=True)
+    return [_linked(run, ordered) for run in ordered]
 
 
 def _read(folder: Path, now: float) -> PastRun | None:
@@ -87,89 +133,306 @@ def _read(folder: Path, now: float) -> PastRun | None:
         return None
     except OSError as error:
         return PastRun(printable(folder.name), end=f"cannot be read: {error.strerror}")
-    measurements = b""
-    with contextlib.suppress(OSError), os.fdopen(open_regular(paths.measurements), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-        measurements = file.read(_TAIL)
     active = now if is_active(folder) else None
-    return summarize(folder.name, events, measurements, active, read_verdict(paths))
+    return summarize(folder.name, events, lambda: _measurements(paths), active, read_verdict(paths))
+
+
+def _measurements(paths: RunPaths) -> bytes:
+    with contextlib.suppress(OSError), os.fdopen(open_regular(paths.measurements), "rb") as file:
+        return file.read() if os.fstat(file.fileno()).st_size <= _MOST else b""
+    return b""
 
 
 def summarize(
-    name: str, events: bytes, measurements: bytes, now: float | None, compared: str = ""
+    name: str, events: bytes, measurements: Callable[[], bytes], now: float | None, compared: str = ""
 ) -> PastRun:
     """Return what the logs of a folder say about the last run in it.
 
     Args:
         name: the name of the folder.
         events: the event log.
-        measurements: the end of the log of measurements.
+        measurements: returns the log of measurements; called if the event log has no end with totals.
         now: seconds since 1970; None if no process uses the folder.
         compared: the verdict of the comparison with one process; empty if none was wanted.
     """
     name = printable(name)
-    state, newest = RunState(keeps_history=False), 0.0
+    state, newest, kept = RunState(keeps_history=False), 0.0, ""
+    written = []
     for event in happenings(events):
         state, newest = state.after(event), event.time
+        match event.event:
+            case "checkpoint":
+                folder, _, _ = str(event.fields.get("path", "")).rpartition("/")
+                written.append(WrittenCheckpoint(event.time, folder, _integer(event.fields.get("step")) or 0))
+            case "keeps":
+                kept = str(event.fields.get("folder", ""))
     job, done = state.job, state.finished or {}
-    began, written = _number(state.began) if job else None, job.get("format")
-    if isinstance(written, int) and written > FORMAT:
-        return PastRun(name, began, end=f"recorded in format {written} by a later version")
-    for line in measurements.split(b"\n") if not done.get("steps") else ():
+    began, recorded = _number(state.began) if job else None, job.get("format")
+    if isinstance(recorded, int) and recorded > FORMAT:
+        return PastRun(name, began, end=f"recorded in format {recorded} by a later version")
+    for line in measurements().split(b"\n") if "effective" not in done else ():
         if (measured := measurement(line)) is not None and measured.time >= (began or 0.0):
             state = state.after(measured)
     ended = now if now is not None and state.finished is None else _number(newest)
     took = None if began is None or ended is None else ended - began
+    seconds = _number(done.get("seconds"), took)
     servers = _integer(job.get("parameter_servers")) or 0
     # One process with all tasks of a job with servers may repeat a run.
     workers = _integer(job.get("replicas" if servers else "workers"))
-    hosts = job.get("hosts")
+    hosts, tags, totals = job.get("hosts"), job.get("tags"), state.totals
+    checkpoints = job.get("checkpoints")
+    if isinstance(checkpoints, dict):
+        kept = str(checkpoints.get("folder", ""))
     return PastRun(
         name=name,
         began=began,
-        seconds=_number(done.get("seconds"), took),
+        seconds=seconds,
+        state=_state(state, active=now is not None),
+        script=printable(str(job.get("target", ""))),
+        backend=printable(str(job.get("backend") or "")),
         workers=workers - servers - 1 if workers is not None and servers else workers,
         servers=servers,
         replicas=_integer(job.get("replicas")),
         hosts=(len(hosts) or 1) if isinstance(hosts, list) else None,
-        steps=_integer(done.get("steps")) or state.totals.reached or None,
-        digest=printable(str(done.get("digest", "")))[:_DIGITS],
+        steps=_integer(done.get("steps")) or totals.reached or None,
+        epoch=totals.epoch or None,
+        effective=_share(effective_share(totals, seconds or 0.0)),
+        lost=totals.lost,
+        joined=totals.joined,
+        warnings=totals.warnings,
+        metrics={printable(metric): value for metric, value in totals.metrics.items()},
+        tags=tuple(printable(str(tag)) for tag in tags) if isinstance(tags, list) else (),
+        digest=printable(str(done.get("digest", ""))),
         end=_end(state.with_verdict(compared), active=now is not None),
+        resumed=(kept, totals.before) if totals.before and kept else None,
+        written=tuple(written),
     )
 
 
-def table(runs: Sequence[PastRun]) -> list[str]:
-    """Return a line of headings and a line per run; times are local."""
-    return columns([_COLUMNS, *map(_row, runs)])
-
-
-def _row(run: PastRun) -> tuple[str, ...]:
-    began = "" if run.began is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
-    took = "" if run.seconds is None else short_duration(run.seconds)
-    numbers = [
-        "" if value is None else str(value) for value in (run.workers, run.replicas, run.hosts, run.steps)
+def _linked(run: PastRun, runs: Sequence[PastRun]) -> PastRun:
+    """Return a run with the name of the one that wrote the checkpoint from which it resumed."""
+    if run.resumed is None:
+        return run
+    before = [
+        (checkpoint.time, other.name)
+        for other in runs
+        for checkpoint in other.written
+        if (checkpoint.folder, checkpoint.step) == run.resumed and checkpoint.time < (run.began or 0.0)
     ]
-    if run.servers:
-        numbers[0] += f" + {run.servers} ps"
-        numbers[1] = ""
-    end = run.end if len(run.end) <= _LONGEST else f"{run.end[:_LONGEST]}..."
-    return run.name, began, took, *numbers, run.digest, end
+    return replace(run, resumed_from=max(before)[1] if before else printable(run.resumed[0]))
+
+
+# ------------------------------------------------------------------------------------------------- columns
+
+
+class _RunColumn(NamedTuple):
+    """A column: its name, its value for a run, and its text in the table; None for none there."""
+
+    name: str
+    value: Callable[[PastRun], Any]
+    show: Callable[[PastRun], str] | None = None
+
+
+def _plain(name: str) -> Callable[[PastRun], str]:
+    return lambda run: str(getattr(run, name) or "")
+
+
+_METRIC_COLUMNS = "metrics"
+"""Where the columns of metrics are, which have the names of the metrics."""
+
+_COLUMNS = (
+    _RunColumn("run", lambda run: run.name, lambda run: run.name),
+    _RunColumn("state", lambda run: run.state),
+    _RunColumn("started", lambda run: run.began, lambda run: _date(run.began)),
+    _RunColumn("took", lambda run: run.seconds, lambda run: _took(run.seconds)),
+    _RunColumn("script", lambda run: run.script),
+    _RunColumn("backend", lambda run: run.backend),
+    _RunColumn("workers", lambda run: run.workers, lambda run: _workers(run)),
+    _RunColumn("servers", lambda run: run.servers),
+    _RunColumn(
+        "replicas", lambda run: run.replicas, lambda run: "" if run.servers else _plain("replicas")(run)
+    ),
+    _RunColumn("hosts", lambda run: run.hosts, _plain("hosts")),
+    _RunColumn("steps", lambda run: run.steps, _plain("steps")),
+    _RunColumn("epoch", lambda run: run.epoch),
+    _RunColumn("effective", lambda run: run.effective, lambda run: _percent(run.effective)),
+    _RunColumn("lost", lambda run: run.lost, _plain("lost")),
+    _RunColumn("joined", lambda run: run.joined),
+    _RunColumn("warnings", lambda run: run.warnings, _plain("warnings")),
+    _RunColumn(_METRIC_COLUMNS, lambda run: dict(run.metrics)),
+    _RunColumn("tags", lambda run: list(run.tags), lambda run: ", ".join(run.tags)),
+    _RunColumn("resumed", lambda run: run.resumed_from, lambda run: run.resumed_from),
+    _RunColumn("digest", lambda run: run.digest, lambda run: run.digest[:_DIGITS]),
+    _RunColumn("end", lambda run: run.end, lambda run: _cut(run.end)),
+)
+_BY_NAME = {column.name: column for column in _COLUMNS}
+
+
+def _all_columns(runs: Iterable[PastRun]) -> list[_RunColumn]:
+    """Return the columns of some runs, with one for each metric."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    # The loss first; a metric with the name of another column is `metrics.NAME`.
+    metrics = [_metric(name) for name in sorted(names, key=lambda name: name != "loss")]
+    at = list(_BY_NAME).index(_METRIC_COLUMNS)
+    return [*_COLUMNS[:at], *metrics, *_COLUMNS[at + 1 :]]
+
+
+def _metric(name: str) -> _RunColumn:
+    def show(run: PastRun) -> str:
+        value = run.metrics.get(name, "")
+        return "nan" if value is None else f"{value:.4g}" if value != "" else ""
+
+    title = f"{_METRIC_COLUMNS}.{name}" if name in _BY_NAME else name
+    return _RunColumn(title, lambda run: run.metrics.get(name), show)
+
+
+def select(runs: Sequence[PastRun], conditions: Sequence[str], order: str = "") -> list[PastRun]:
+    """Return the runs that meet all conditions, in an order.
+
+    Args:
+        runs: the runs.
+        conditions: each a column, `=`, `!=`, `<` or `>`, and a value. A text may be a pattern such as
+            `train*`; a run has a list such as `tags` if it has one of its items.
+        order: the column by which to sort, after `-` for the largest value first; empty to keep the order.
+
+    Raises:
+        ConfigError: a condition has another form, or there is no such column.
+    """
+    by_name = {column.name.lower(): column for column in _all_columns(runs)}
+
+    def find(name: str, option: str) -> _RunColumn:
+        try:
+            return by_name[name.strip().lower()]
+        except KeyError:
+            raise ConfigError(
+                f"{option}: there is no column {name.strip()!r} here; there are {', '.join(by_name)}"
+            ) from None
+
+    for condition in conditions:
+        option = f"--where {condition}"
+        parts = _CONDITION.fullmatch(condition)
+        if parts is None:
+            raise ConfigError(f"{option}: give a column, one of = != < >, and a value, such as lost>0")
+        name, sign, wanted = parts.groups()
+        column = find(name, option)
+        if sign in "<>" and _parsed(wanted) is None:
+            raise ConfigError(f"{option}: {sign} needs a number")
+        runs = [run for run in runs if _meets(column.value(run), sign, wanted)]
+    if not order:
+        return list(runs)
+    column = find(order.removeprefix("-"), f"--sort {order}")
+    with_value = [run for run in runs if column.value(run) not in (None, "", [])]
+    without = [run for run in runs if column.value(run) in (None, "", [])]
+    return [*sorted(with_value, key=column.value, reverse=order.startswith("-")), *without]
+
+
+def _meets(value: Any, sign: str, wanted: str) -> bool:
+    number = _parsed(wanted)
+    match value:
+        case None:
+            equal = not wanted
+        case list():
+            equal = any(fnmatchcase(item, wanted) for item in value) or (not value and not wanted)
+        case str():
+            equal = fnmatchcase(value, wanted)
+        case _:
+            if sign in "<>" and number is not None:
+                return bool(value < number if sign == "<" else value > number)
+            equal = value == number
+    return equal == (sign == "=") and sign in ("=", "!=")
+
+
+def _parsed(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def table(runs: Sequence[PastRun]) -> list[str]:
+    """Return a line of headings and a line per run, without columns that are empty; times are local."""
+    shown = [(column.name, column.show) for column in _all_columns(runs) if column.show is not None]
+    metrics = [name for name, _ in shown if name not in _BY_NAME]
+    texts = [
+        (name if name in metrics else name.upper(), cells)
+        for name, show in shown
+        if name not in metrics[_METRICS:] and (any(cells := [show(run) for run in runs]) or name == "run")
+    ]
+    headings = [name for name, _ in texts]
+    return columns([headings, *(list(row) for row in zip(*(cells for _, cells in texts), strict=True))])
+
+
+def as_json(runs: Sequence[PastRun]) -> str:
+    """Return a JSON object in one line per run; times in seconds, since 1970 for its start."""
+    rows = ({column.name: column.value(run) for column in _COLUMNS} for run in runs)
+    return "".join(msgspec.json.encode(row).decode(errors="replace") + "\n" for row in rows)
+
+
+def as_csv(runs: Sequence[PastRun]) -> str:
+    """Return a line of names of columns, and a line per run, with a column for each metric."""
+    shown = _all_columns(runs)
+
+    def cell(value: Any) -> Any:
+        return " ".join(value) if isinstance(value, list) else value
+
+    return csv_lines(
+        [[column.name for column in shown], *([cell(column.value(run)) for column in shown] for run in runs)]
+    )
+
+
+def _date(began: float | None) -> str:
+    return "" if began is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
+
+
+def _took(seconds: float | None) -> str:
+    return "" if seconds is None else short_duration(seconds)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else percent(share)
+
+
+def _workers(run: PastRun) -> str:
+    return _plain("workers")(run) + (f" + {run.servers} ps" if run.servers else "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+# --------------------------------------------------------------------------------------------------- ends
+
+
+def _state(state: RunState, *, active: bool) -> str:
+    finished = state.finished
+    if finished is None:
+        return "running" if active else "lost"
+    if finished.get("status") == 0:
+        return "finished"
+    return "stopped" if str(finished.get("message", "")).startswith("stopped by ") else "failed"
 
 
 def _end(state: RunState, *, active: bool) -> str:
     finished = state.finished or {}
-    status, message = finished.get("status"), printable(str(finished.get("message", "")))
-    if state.finished is None:
-        end = "running" if active else "no end is recorded: it was killed, or its host was lost"
-    elif status == 0:
-        end = "finished"
-    else:
-        end = message if message.startswith("stopped by ") else f"failed ({status}): {message}"
-    return f"{end}; {printable(state.compared)}" if state.compared else end
+    message = printable(str(finished.get("message", "")))
+    match _state(state, active=active):
+        case "lost":
+            end = "no end is recorded: it was killed, its host was lost, or the disk was full"
+        case "stopped":
+            end = message
+        case "failed":
+            end = f"failed ({finished.get('status')}): {message}"
+        case other:
+            end = other
+    return "; ".join(filter(None, [end, *troubles(state.totals), printable(state.compared)]))
 
 
 def _integer(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _share(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
 
 
 def _number(value: Any, otherwise: float | None = None) -> float | None:

@@ -90,6 +90,8 @@ def heading(view: Overview) -> list[str]:
         lines.append("  ".join(f"{printable(name)} {value:.5g}" for name, value in shown))
     if view.compared not in view.end:
         lines.append(view.compared)
+    if went := [text for text in view.went if text not in view.end]:
+        lines.append("; ".join(went))
     if view.silent_since is not None:
         at = time.strftime("%H:%M:%S", time.localtime(view.silent_since))
         seconds = max(0.0, view.time - view.silent_since)

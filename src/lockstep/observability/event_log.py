@@ -16,6 +16,7 @@ from lockstep.observability.events import (
     RUN_EVENTS,
     WORKER_DIGESTS,
     JobStarted,
+    OutputLost,
     recorded_fields,
 )
 from lockstep.system.files import AppendFile, Complain
@@ -25,10 +26,15 @@ from lockstep.system.paths import RunPaths
 @contextmanager
 def recorded(events: Bus, paths: RunPaths, complain: Complain) -> Iterator[None]:
     """Write the events, measurements and digests of a run to its folder during the block."""
+
+    def lose(text: str) -> None:
+        complain(text)
+        events.publish(OutputLost(text))
+
     with (
-        EventLog.open(paths.events, complain) as log,
-        EventLog.open(paths.measurements, complain) as figures,
-        closing(DigestLog(paths.digests, encoded, complain)) as digests,
+        EventLog.open(paths.events, lose) as log,
+        EventLog.open(paths.measurements, lose) as figures,
+        closing(DigestLog(paths.digests, encoded, lose)) as digests,
     ):
         events.subscribe(log.append, *RUN_EVENTS)
         events.subscribe(figures.append, *MEASUREMENTS)

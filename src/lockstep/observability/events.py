@@ -124,6 +124,21 @@ class WorkerExited(_Event, frozen=True, tag="exited"):
     status: int
 
 
+class HostJoined(_Event, frozen=True, tag="host joined"):
+    """A host takes part in the job from now on, with room for `workers` workers, and `cores` cores."""
+
+    host: str
+    workers: int
+    cores: int
+
+
+class HostLost(_Event, frozen=True, tag="host lost"):
+    """A host was lost, with the workers there."""
+
+    host: str
+    reason: str
+
+
 class WaitReported(_Event, frozen=True, tag="wait"):
     """A worker has waited for `seconds` in `what` for the workers `waits_for`; repeated while it waits."""
 
@@ -195,37 +210,93 @@ class WarningShown(_Event, frozen=True, tag="warning"):
     text: str
 
 
-class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
-    """The run has ended.
+class HostStrain(msgspec.Struct, frozen=True):
+    """In how many measurements of a host it could not give the job what it needs.
+
+    Attributes:
+        measured: number of measurements.
+        overloaded: in how many of them workers waited for cores that other processes used.
+        throttled: in how many of them a CPU quota stopped processes, or GPUs of workers had a lowered clock.
+    """
+
+    measured: int = 0
+    overloaded: int = 0
+    throttled: int = 0
+
+
+class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job has done, and what did not hold in it.
+
+    Attributes:
+        job_restarts: how often the command has started the job before; other figures begin with this start.
+        lost: number of lost workers.
+        joined: number of workers that joined.
+        lost_hosts: number of lost hosts.
+        joined_hosts: number of hosts that joined.
+        pauses: how often the training paused because the workers changed.
+        paused: seconds of these pauses.
+        effective: seconds in training steps; see "Effective training time" in docs/monitoring.md.
+        checkpoints: number of written checkpoints.
+        failed_checkpoints: number of checkpoints that could not be written.
+        checkpoint_failure: why the last of them could not be written; empty without one.
+        saved: training steps in the newest checkpoint that was written, or from which the job resumed; None
+            without one.
+        verified: number of replicas' computations that a second worker has repeated, with equal bits.
+        failed_verifications: number of those with unequal bits.
+        epoch: the last epoch of `fit` that has ended, from 1; 0 before.
+        metrics: its metrics by name, or before its end the newest ones; None if a value was not finite.
+        not_finite: for each metric with a value that was not finite, the training steps before the first.
+        strained: the load of hosts that were often overloaded or throttled, by name.
+        lost_outputs: number of files of the run folder and of streams that could not be written.
+        warnings: number of warnings that the command has shown.
+        before: training steps in the checkpoint from which the job resumed.
+        steps: training steps, including those; None until the chief reports them.
+        model: the name of the model that was trained last; empty if there is none.
+        digest: `lockstep.digest` of that model at the end of the script.
+        reached: training steps that are known to be completed, also those in the checkpoint.
+    """
+
+    job_restarts: int = 0
+    lost: int = 0
+    joined: int = 0
+    lost_hosts: int = 0
+    joined_hosts: int = 0
+    pauses: int = 0
+    paused: float = 0.0
+    effective: float = 0.0
+    checkpoints: int = 0
+    failed_checkpoints: int = 0
+    checkpoint_failure: str = ""
+    saved: int | None = None
+    verified: int = 0
+    failed_verifications: int = 0
+    epoch: int = 0
+    metrics: Mapping[str, float | None] = {}
+    not_finite: Mapping[str, int] = {}
+    strained: Mapping[str, HostStrain] = {}
+    lost_outputs: int = 0
+    warnings: int = 0
+    before: int = 0
+    steps: int | None = None
+    model: str = ""
+    digest: str = ""
+    reached: int = 0
+
+
+class JobFinished(JobTotals, frozen=True, kw_only=True, tag_field="event", tag="finished"):
+    """The run has ended; `steps` are those that are known to be completed if the script did not finish.
 
     Attributes:
         status: exit status of the command.
         message: why, in one line; empty on success.
         workers: the workers that are the reason.
         seconds: duration of the run.
-        lost: number of lost workers.
-        joined: number of workers that joined.
-        checkpoints: number of written checkpoints.
-        verified: number of computations of replicas that a second worker has repeated, with equal bits.
-        before: training steps before this run.
-        steps: training steps, including those; if the script did not finish, those that are known to be
-            completed. None if the script trained nothing, or none is known.
-        model: name of the model that was trained last; empty if there is none.
-        digest: `lockstep.digest` of it; empty if there is none.
     """
 
     status: int
     message: str
     workers: tuple[int, ...] = ()
     seconds: float
-    lost: int
-    joined: int
-    checkpoints: int
-    verified: int = 0
-    before: int
-    steps: int | None
-    model: str
-    digest: str
 
 
 class StrategyInstalled(_Event, frozen=True, tag="strategy"):
@@ -828,6 +899,8 @@ CoordinatorEvent = (
     | WorkerLeft
     | WorkerLost
     | WorkerNotReplaced
+    | HostJoined
+    | HostLost
     | ScriptFailed
     | ScriptEnded
     | WorkerExited

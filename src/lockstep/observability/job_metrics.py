@@ -8,24 +8,32 @@ from typing import Literal, NamedTuple
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
+    CallStarted,
+    CheckpointNotWritten,
     CheckpointWritten,
     Event,
     GpuLoad,
+    HostJoined,
+    HostLost,
+    JobStarted,
     LoadMeasured,
     MetricsRecorded,
     StepsMeasured,
+    TrainingPaused,
     TrainingResumed,
+    VerificationFailed,
     ViewStarted,
     WorkerJoined,
     WorkerLeft,
     WorkerLoad,
     WorkerLost,
 )
-from lockstep.observability.run_state import RunState, StepSums
+from lockstep.observability.run_state import RunState, StepSums, effective_share
 
 KINDS: tuple[type[Event], ...] = (
-    *(CheckpointWritten, LoadMeasured, MetricsRecorded, StepsMeasured, TrainingResumed),
-    *(ViewStarted, WorkerJoined, WorkerLeft, WorkerLost),
+    *(JobStarted, CallStarted, TrainingPaused, TrainingResumed, LoadMeasured, MetricsRecorded, StepsMeasured),
+    *(CheckpointWritten, CheckpointNotWritten, VerificationFailed),
+    *(ViewStarted, WorkerJoined, WorkerLeft, WorkerLost, HostJoined, HostLost),
 )
 """The events from which the figures follow."""
 
@@ -88,14 +96,18 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
     ]
     # Unknown values have no sample: a counter that falls to zero would count anew.
     trained = [] if state.trained is None else single(state.trained)
-    saved = [] if state.saved is None else single(state.saved)
+    saved = [] if totals.saved is None else single(totals.saved)
     examples = single(state.examples.examples)
+    share = effective_share(totals, state.seconds) if state.began else None
+    effective = [] if share is None else single(share)
     return [
         Family("lockstep_job", "info", "The job.", [LabelledValue(labels, 1)]),
         Family("lockstep_workers", "gauge", "Members of the newest view.", single(len(state.members))),
         Family("lockstep_workers_joined", "counter", "Workers that have joined.", joined),
         Family("lockstep_workers_left", "counter", "Workers that were asked to leave.", left),
         Family("lockstep_workers_lost", "counter", "Workers that were lost.", lost),
+        Family("lockstep_hosts_joined", "counter", "Hosts that have joined.", single(totals.joined_hosts)),
+        Family("lockstep_hosts_lost", "counter", "Hosts that were lost.", single(totals.lost_hosts)),
         Family(
             "lockstep_steps", "counter", "Training steps of the job, with those before it resumed.", trained
         ),
@@ -113,7 +125,29 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
         Family(
             "lockstep_checkpoints", "counter", "Checkpoints that were written.", single(totals.checkpoints)
         ),
-        Family("lockstep_checkpoint_step", "gauge", "Training steps in the last checkpoint.", saved),
+        Family("lockstep_checkpoint_step", "gauge", "Training steps in the newest checkpoint.", saved),
+        Family(
+            "lockstep_checkpoints_failed",
+            "counter",
+            "Checkpoints that could not be written.",
+            single(totals.failed_checkpoints),
+        ),
+        Family(
+            "lockstep_verifications_failed",
+            "counter",
+            "Verified computations with unequal bits.",
+            single(totals.failed_verifications),
+        ),
+        Family("lockstep_pauses", "counter", "Pauses because workers changed.", single(totals.pauses)),
+        Family(
+            "lockstep_paused_seconds", "counter", "Time of these pauses.", single(totals.paused), "seconds"
+        ),
+        Family(
+            "lockstep_effective_training_ratio",
+            "gauge",
+            "Share of the time since the start in training steps.",
+            effective,
+        ),
         *load_families([host.measured for host in state.hosts.values()]),
     ]
 

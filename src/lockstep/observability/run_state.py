@@ -20,11 +20,19 @@ import msgspec
 from msgspec.structs import replace
 
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import STEP_PARTS, LoadMeasured, MetricsRecorded, StepsMeasured
+from lockstep.observability.events import (
+    STEP_PARTS,
+    HostStrain,
+    JobTotals,
+    LoadMeasured,
+    MetricsRecorded,
+    StepsMeasured,
+)
 from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numbering
 from lockstep.observability.host_loads import throttled_gpus
 from lockstep.observability.run_lines import Happening, as_happening
-from lockstep.observability.step_parts import CallTimes
+from lockstep.observability.slowness import is_often, with_load
+from lockstep.observability.step_parts import CallTimes, is_first
 from lockstep.observability.step_recorder import serves, trains
 
 _MOST_EVENTS = 20_000
@@ -112,10 +120,12 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 class HostInfo(msgspec.Struct, frozen=True):
     """A host of the run: its newest measurement, and its load, with the columns `HOST_COLUMNS`.
 
-    `gpu_load` has the load of its GPUs by index, with the columns `GPU_COLUMNS`.
+    `gpu_load` has the load of its GPUs by index, with the columns `GPU_COLUMNS`; `strain` counts its
+    measurements.
     """
 
     measured: LoadMeasured
+    strain: HostStrain = HostStrain()
     load: Columns = Columns(*HOST_COLUMNS)
     gpu_load: Mapping[int, Columns] = {}
 
@@ -145,6 +155,7 @@ class ViewInfo(msgspec.Struct, frozen=True):
 
 
 _parts_of = attrgetter(*STEP_PARTS)
+_effective_parts_of = attrgetter("input", "compute", "wait", "exchange", "update")
 _sums_of = attrgetter(*_STEP_SUMS)
 
 
@@ -208,32 +219,6 @@ class ExampleCount(msgspec.Struct, frozen=True):
         return ExampleCount(self.examples, first, counted, counts)
 
 
-class JobTotals(msgspec.Struct, frozen=True):
-    """What a job has done.
-
-    Attributes:
-        lost: number of lost workers.
-        joined: number of workers that joined.
-        checkpoints: number of written checkpoints.
-        verified: number of replicas' computations that a second worker has repeated, with equal bits.
-        before: training steps in the checkpoint from which the job resumed.
-        steps: training steps, including those; None until the chief reports them.
-        model: the name of the model that was trained last; empty if there is none.
-        digest: `lockstep.digest` of that model at the end of the script.
-        reached: training steps that are known to be completed, also those in the checkpoint.
-    """
-
-    lost: int = 0
-    joined: int = 0
-    checkpoints: int = 0
-    verified: int = 0
-    before: int = 0
-    steps: int | None = None
-    model: str = ""
-    digest: str = ""
-    reached: int = 0
-
-
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a run, or of the last one of several in a folder; see the attributes.
 
@@ -249,7 +234,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         members: the workers of the newest view, the longest-serving first.
         workers: the workers by id.
         hosts: the hosts by name.
-        totals: what the job has done.
+        totals: what the job has done, and what did not hold; once it has ended, what its last event says.
         stepped: whether a worker has completed a first step.
         call_times: the times of the last call that trains, until all members have ended it.
         ended_call: the times of the last such call that all members have ended; None before.
@@ -258,7 +243,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         examples: the examples of measured training steps.
         taken: sums over the training steps of each worker that has measured any.
         served: sums over the updates of each parameter server that has measured any.
-        saved: the training steps in the last checkpoint; None without one.
+        timed: the training steps up to which their time counts as effective; None before the first.
         values: the newest value of each metric; None if it was not finite.
         views: the views after the first one, the newest last.
         calls: the calls of the script in the order in which they began. Those within a call share one name,
@@ -289,7 +274,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     examples: ExampleCount = ExampleCount()
     taken: GrowingMap[StepSums] = GrowingMap()
     served: GrowingMap[StepSums] = GrowingMap()
-    saved: int | None = None
+    timed: int | None = None
     values: Mapping[str, float | None] = {}
     views: tuple[ViewInfo, ...] = ()
     calls: GrowingList[CallInfo] = GrowingList()
@@ -327,6 +312,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         """Return what is known with another verdict, which is in a file of its own."""
         return self if compared == self.compared else replace(self, compared=compared)
 
+    @property
+    def seconds(self) -> float:
+        """How long the run took, or has taken until its last event."""
+        seconds = (self.finished or {}).get("seconds")
+        return seconds if isinstance(seconds, float) else self.last - self.began
+
     # Measurements.
 
     def _after_steps(self, time: float, worker: int, steps: StepsMeasured) -> "RunState":
@@ -352,7 +343,24 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             totals=_reached(self.totals, steps.trained),
             trained=trained,
         )
+        state = state._with_effective(steps)
         return state if self.keeps_history else state._with_sums(worker, steps)
+
+    def _with_effective(self, steps: StepsMeasured) -> "RunState":
+        """Return the state with the time of training steps that no measurement of another worker has.
+
+        With parameter servers, the chief takes all steps.
+        """
+        if not trains(steps.call) or not steps.count or steps.staleness is not None:
+            return self
+        before = steps.trained - steps.count
+        added = steps.trained - max(before, before if self.timed is None else self.timed)
+        if added <= 0:
+            return self
+        # The first step of a call compiles.
+        seconds = 0.0 if is_first(steps) else sum(_effective_parts_of(steps)) - steps.compiling
+        effective = self.totals.effective + seconds * added / steps.count
+        return replace(self._with_totals(effective=round(effective, 6)), timed=steps.trained)
 
     def _with_sums(self, worker: int, steps: StepsMeasured) -> "RunState":
         """Return the state with a measurement in its sums, which a state with history can do without."""
@@ -374,6 +382,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             last=max(self.last, time),
             trained=trained if self.trained is None else max(self.trained, trained),
             values={**self.values, **metrics.values},
+            totals=_with_metrics(self.totals, metrics),
         )
         if not self.keeps_history:
             return state
@@ -416,9 +425,18 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
                     time, *(math.nan if value is None else value for value in values)
                 )
             host = replace(host, load=rows, gpu_load=gpu_load)
-        hosts = {**self.hosts, measured.host: host}
-        call_times = self.call_times.loaded(measured, throttled)
-        return replace(self, last=max(self.last, time), workers=workers, hosts=hosts, call_times=call_times)
+        host = replace(host, strain=with_load(host.strain, measured, throttled))
+        totals, strained = self.totals, self.totals.strained
+        if is_often(host.strain) or measured.host in strained:
+            totals = replace(totals, strained={**strained, measured.host: host.strain})
+        return replace(
+            self,
+            last=max(self.last, time),
+            workers=workers,
+            hosts={**self.hosts, measured.host: host},
+            totals=totals,
+            call_times=self.call_times.loaded(measured, throttled),
+        )
 
     def _throttled(self, measured: LoadMeasured) -> dict[int, str]:
         """Return the GPUs with a lowered clock that workers use, in a measurement of their host."""
@@ -468,13 +486,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     def _job(self, happening: Happening) -> "RunState":
         # Ids of workers and numbers of views and calls begin again. Anything may stand in a file.
-        count = happening.fields.get("workers")
+        count, restarts = (happening.fields.get(name) for name in ("workers", "job_restarts"))
         workers = self.workers
         for worker, info in self.workers.items():
             info = replace(info, phase="starting", status=None, reason="", ended=None, preparing=None)
             workers = workers.plus(worker, info)
+        hosts = {name: replace(host, strain=HostStrain()) for name, host in self.hosts.items()}
         return replace(
             self,
+            hosts=hosts,
             job=happening.fields,
             began=happening.time,
             members=range(count if isinstance(count, int) else 0),
@@ -482,7 +502,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             finished=None,
             views=(),
             waits={},
-            totals=JobTotals(),
+            totals=JobTotals(job_restarts=restarts if isinstance(restarts, int) else 0),
             stepped=False,
             call_times=CallTimes(),
             ended_call=None,
@@ -491,7 +511,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             examples=ExampleCount(),
             taken=GrowingMap(),
             served=GrowingMap(),
-            saved=None,
+            timed=None,
             values={},
             _earlier_calls=len(self.calls),
             _call_names=Numbering(),
@@ -517,9 +537,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def _prepares(self, happening: Happening) -> "RunState":
         return self._with_worker(replace(self._worker(happening), preparing=happening))
 
-    def _joined(self, _: Happening) -> "RunState":
-        return self._with_totals(joined=self.totals.joined + 1)
-
     def _left(self, happening: Happening) -> "RunState":
         return replace(self._with_phase(happening, "leaving"), left=self.left + 1)
 
@@ -527,7 +544,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         # The end of its process may be known first.
         info, reason = self._worker(happening), str(happening.fields.get("reason", ""))
         state = self._with_worker(replace(info, phase="lost", reason=reason))
-        return state._with_totals(lost=self.totals.lost + 1)
+        return state._with_more(happening, "lost")
 
     def _exited(self, happening: Happening) -> "RunState":
         info, status = self._worker(happening), happening.fields.get("status")
@@ -545,6 +562,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, members=workers, views=views, waits={})
 
     def _paused(self, happening: Happening) -> "RunState":
+        totals, seconds = self.totals, float(happening.fields.get("seconds") or 0.0)
+        # A pause of another call is not in the time of training steps.
+        effective = totals.effective - seconds * trains(self._worker(happening).call)
+        pauses, paused = totals.pauses + 1, round(totals.paused + seconds, 6)
+        return self._with_totals(pauses=pauses, paused=paused, effective=effective)._with_pause(happening)
+
+    def _with_pause(self, happening: Happening) -> "RunState":
+        """Return the state with the pause of a view that it keeps."""
         for index in reversed(range(len(self.views))):
             if self.views[index].number == happening.fields.get("number"):
                 view = replace(self.views[index], pause=happening.fields.get("seconds"))
@@ -594,16 +619,21 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     def _checkpoint(self, happening: Happening) -> "RunState":
         step = int(happening.fields.get("step", 0))
-        totals = replace(self.totals, checkpoints=self.totals.checkpoints + 1)
+        totals = replace(self.totals, checkpoints=self.totals.checkpoints + 1, saved=step)
         kept = self.checkpoints.plus(happening) if self.keeps_history else self.checkpoints
-        return replace(self, checkpoints=kept, totals=_reached(totals, step), saved=step)
+        return replace(self, checkpoints=kept, totals=_reached(totals, step))
+
+    def _checkpoint_failed(self, happening: Happening) -> "RunState":
+        # The part before the advice.
+        reason, _, _ = str(happening.fields.get("reason", "")).partition("; ")
+        return self._with_more(happening, "failed_checkpoints")._with_totals(checkpoint_failure=reason)
 
     def _resumed(self, happening: Happening) -> "RunState":
         step, worker = int(happening.fields.get("step", 0)), happening.worker
         state = replace(self, trained=step if self.trained is None else max(self.trained, step))
         # A joiner that is the chief, because the hosts of all others retire, does not resume the job.
         if worker in self.members[:1] and (worker or 0) < int(self.job.get("workers", 0)):
-            return replace(state, totals=_reached(replace(self.totals, before=step), step))
+            return replace(state, totals=_reached(replace(self.totals, before=step, saved=step), step))
         return state
 
     def _reports_trained(self, happening: Happening) -> "RunState":
@@ -614,23 +644,56 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return self._with_totals(steps=steps, model=model, digest=str(digest))
 
     def _finished(self, happening: Happening) -> "RunState":
-        return replace(self, finished=happening.fields, waits={})
+        state = replace(self, finished=happening.fields, waits={})
+        told = {name: happening.fields[name] for name in _TOTALS if name in happening.fields}
+        try:
+            recorded = msgspec.convert(told, JobTotals)
+        except ValueError:
+            return state.without_line()
+        return state._with_totals(**{name: getattr(recorded, name) for name in told})
+
+    def _with_more(self, _: Happening, name: str) -> "RunState":
+        """Return the state with one more of what the total with this name counts."""
+        return self._with_totals(**{name: getattr(self.totals, name) + 1})
 
     def _with_totals(self, **changes: Any) -> "RunState":
         return replace(self, totals=replace(self.totals, **changes))
 
 
+def effective_share(totals: JobTotals, seconds: float) -> float | None:
+    """Return the effective training time of a job that takes `seconds` so far, as a share of them.
+
+    None if no training steps were measured.
+    """
+    return min(1.0, totals.effective / seconds) if totals.effective > 0 and seconds > 0 else None
+
+
 _EXTENT = ("initial_epoch", "epochs", "steps_per_epoch")
 _NO_METRICS = Columns(*METRIC_COLUMNS)
 _NO_GPU_LOAD = Columns(*GPU_COLUMNS)
+_TOTALS = JobTotals.__struct_fields__
 
 
 def _reached(totals: JobTotals, step: int) -> JobTotals:
     return replace(totals, reached=step) if step > totals.reached else totals
 
 
+def _with_metrics(totals: JobTotals, metrics: MetricsRecorded) -> JobTotals:
+    """Return the totals with metrics: those of the last epoch, before the end of the first one the newest."""
+    new = {name: metrics.trained for name, value in metrics.values.items() if value is None}
+    if new.keys() - totals.not_finite.keys():
+        totals = replace(totals, not_finite={**new, **totals.not_finite})
+    if metrics.epoch is not None:
+        return replace(totals, epoch=metrics.epoch, metrics=metrics.values)
+    return totals if totals.epoch else replace(totals, metrics={**totals.metrics, **metrics.values})
+
+
 def _without(waits: Mapping[int, Happening], worker: int) -> Mapping[int, Happening]:
     return {one: wait for one, wait in waits.items() if one != worker} if worker in waits else waits
+
+
+def _one_more(name: str) -> Callable[[RunState, Happening], RunState]:
+    return partial(RunState._with_more, name=name)
 
 
 def _phase(phase: Phase) -> Callable[[RunState, Happening], RunState]:
@@ -646,7 +709,11 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "skips steps": RunState._prepares,
     "first step": lambda state, _: replace(state, stepped=True),
     "asks": _phase("joining"),
-    "joined": RunState._joined,
+    "joined": _one_more("joined"),
+    "host joined": _one_more("joined_hosts"),
+    "host lost": _one_more("lost_hosts"),
+    "output lost": _one_more("lost_outputs"),
+    "warning": _one_more("warnings"),
     "lost": RunState._lost,
     "left": RunState._left,
     "failed": _phase("failed"),
@@ -658,6 +725,8 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "call ended": RunState._call_ended,
     "wait": RunState._waits,
     "checkpoint": RunState._checkpoint,
+    "checkpoint failed": RunState._checkpoint_failed,
+    "verification failed": _one_more("failed_verifications"),
     "resumed": RunState._resumed,
     "leaving": lambda state, happening: replace(
         state, totals=_reached(state.totals, int(happening.fields.get("step", 0)))

@@ -8,9 +8,10 @@ stands for both: where a worker is slow, the others wait, and nothing is said of
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from lockstep.observability.events import HostStrain, LoadMeasured
 from lockstep.observability.host_loads import HostLoads, WorkerLoads
 from lockstep.observability.step_parts import CallTimes, WorkerTimes, scores, shares
-from lockstep.system.prose import count, name_workers
+from lockstep.system.prose import count, name_workers, percent
 
 SHORTEST = 1.0
 """Seconds of measured steps below which nothing is said about a call."""
@@ -65,6 +66,11 @@ _MORE = 1.5
 """A cause must be so many times stronger than on the fastest worker."""
 _THROTTLED = 0.5
 """The share of the measurements in which a GPU has a lowered clock."""
+_OFTEN = 0.1
+"""The share of the measurements of a run in which a host is overloaded or throttled, from which that is worth
+a word."""
+_LEAST_MEASURED = 30
+"""The number of measurements from which their share means something: those of a minute, or more."""
 _MIB = 2**20
 _OWN_PARTS = ("input", "compute", "update", "other")
 """The parts in which a worker can be slow."""
@@ -133,12 +139,12 @@ def describe(call: CallTimes) -> str:
     rate = (longest.examples if unit == "examples" else longest.steps) / longest.seconds
     with_ = ("a chief and " if chiefs else "") + count(len(computing), "worker")
     listed = [
-        f"{part} {_percent(share)}"
+        f"{part} {percent(share)}"
         for part, share in shares_of_time(call).items()
         if part in _ALWAYS or share >= 0.005
     ]
     listed += [
-        f"{method} {_percent(share)} of the chief's time"
+        f"{method} {percent(share)} of the chief's time"
         for method, share in _shares_of_calls(chiefs.values()).items()
         if share >= 0.005
     ]
@@ -150,11 +156,6 @@ def shares_of_time(call: CallTimes) -> dict[str, float]:
     computing, _ = _by_role(call.workers)
     parts = {part: share for part, share in shares(computing.values()).items() if part != "nested"}
     return {**parts, **_shares_of_calls(computing.values())}
-
-
-def _percent(share: float) -> str:
-    """Return a share between 0 and 1 such as `61 %`."""
-    return f"{100 * share:.0f} %"
 
 
 def _by_role(workers: Mapping[int, WorkerTimes]) -> tuple[dict[int, WorkerTimes], dict[int, WorkerTimes]]:
@@ -271,6 +272,25 @@ def _overload(name: str, host: HostLoads, slow: Mapping[int, str]) -> _Cause | N
     return _Cause(min(1.0, most), text)
 
 
+def with_load(strain: HostStrain, load: LoadMeasured, throttled: Mapping[int, str]) -> HostStrain:
+    """Return the strain of a host with another measurement.
+
+    Args:
+        strain: the strain before.
+        load: the measurement.
+        throttled: the GPUs with a lowered clock that each worker uses.
+    """
+    overloaded = _overload(load.host, HostLoads(load.cores, 0).plus(load, throttled), {}) is not None
+    stopped = load.throttled > _STOPPED or bool(throttled)
+    return HostStrain(strain.measured + 1, strain.overloaded + overloaded, strain.throttled + stopped)
+
+
+def is_often(strain: HostStrain) -> bool:
+    """Whether a host was so often overloaded or throttled that it is worth a word."""
+    most = max(strain.overloaded, strain.throttled)
+    return strain.measured >= _LEAST_MEASURED and most >= _OFTEN * strain.measured
+
+
 # Parts of steps.
 
 
@@ -344,7 +364,7 @@ def _largest_part(time_shares: Mapping[str, float], without: Iterable[str]) -> _
     least = _NOTABLE if time_shares["wait"] > share else _LARGE
     if largest not in _REMEDIES or largest in without or share < max(_WORTH, least * stepping):
         return None
-    return _Cause(share, _REMEDIES[largest].format(share=_percent(share)))
+    return _Cause(share, _REMEDIES[largest].format(share=percent(share)))
 
 
 def _nested_calls(workers: Iterable[WorkerTimes]) -> list[_Cause]:
@@ -356,7 +376,7 @@ def _nested_calls(workers: Iterable[WorkerTimes]) -> list[_Cause]:
         who, remedy = f"{method} in a callback", "call it at the end of epochs, or on less data"
         if method == "validation":
             who, remedy = method, "validate on less data, or less often (validation_freq)"
-        causes.append(_Cause(share, f"{who} takes {_percent(share)} of the time: {remedy}"))
+        causes.append(_Cause(share, f"{who} takes {percent(share)} of the time: {remedy}"))
     return causes
 
 
@@ -378,7 +398,7 @@ def _waiting(time_shares: Mapping[str, float], workers: int, *, waits_for_chief:
     largest = max(time_shares[part] for part in time_shares if part != "nested")
     if share < max(_WORTH, _LARGE * (1 - time_shares["nested"]), largest):
         return None
-    takes = f"takes {_percent(share)} of the time"
+    takes = f"takes {percent(share)} of the time"
     if waits_for_chief:
         text = f"waiting for the chief {takes}"
     elif workers == 1:

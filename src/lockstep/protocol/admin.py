@@ -65,6 +65,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         joining: ids of the joiners.
         wanted: the number of workers that it should have.
         where: what it is doing, such as "fit 1"; may be empty.
+        went: what a person should know of it so far, such as "2 checkpoints failed".
     """
 
     job: str
@@ -77,6 +78,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     joining: tuple[int, ...]
     wanted: int
     where: str
+    went: str = ""
 
 
 class StackReply(msgspec.Struct, frozen=True, tag="stack"):

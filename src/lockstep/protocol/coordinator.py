@@ -73,7 +73,7 @@ class RecordMade(msgspec.Struct, frozen=True, tag="record"):
     record: Attachment
 
 
-class HostLost(msgspec.Struct, frozen=True, tag="dropped"):
+class HostDropped(msgspec.Struct, frozen=True, tag="dropped"):
     """A host is lost: its connection can be closed."""
 
     host: int
@@ -95,4 +95,4 @@ class JobEnded(msgspec.Struct, frozen=True, tag="ended"):
     error: str = ""
 
 
-CoordinatorReport = RecordMade | HostLost | KeepAlive | JobEnds | JobEnded
+CoordinatorReport = RecordMade | HostDropped | KeepAlive | JobEnds | JobEnded

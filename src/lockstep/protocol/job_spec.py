@@ -156,6 +156,8 @@ class JobSpec(JobSettings):
         chosen: the backend and the reason for it, for messages.
         devices: the GPUs of each worker; empty to leave them unchanged.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
+        job_restarts: how often the command has started the job before (`--restart-job`).
+        tags: words of the user, by which `lockstep runs` finds the run.
         plain: whether connections between hosts are not encrypted.
         hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
             if no other coordinator can lead the job meanwhile, because the address of this one is a lock.
@@ -171,6 +173,8 @@ class JobSpec(JobSettings):
     chosen: str = ""
     devices: tuple[Devices, ...] = ()
     hosts: tuple[JobHost, ...] = ()
+    job_restarts: int = 0
+    tags: tuple[str, ...] = ()
     plain: bool = False
     hold: float | None = None
     inherited: tuple[int, ...] = ()

@@ -41,6 +41,7 @@ from lockstep.observability.events import (
     CheckpointsConfigured,
     CheckpointWritten,
     DistributionBegan,
+    HostJoined,
     JoinRequested,
     LastStepEnded,
     ScriptEnded,
@@ -81,7 +82,6 @@ from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
     HostGone,
-    HostJoined,
     HostsHeard,
 )
 from lockstep.supervisor.state import (
@@ -408,8 +408,8 @@ def _with_missing(state: State, lost: int) -> State:
 def _host_joined(state: State, event: HostJoined) -> Decision:
     """Note a host that has room for workers."""
     slots, cores = (*state.slots, event.workers), (*state.cores, event.cores)
-    state = replace(state, slots=slots, cores=cores, names=(*state.names, event.name))
-    reason = f"host {event.name} has joined, with room for {count(event.workers, 'worker')}"
+    state = replace(state, slots=slots, cores=cores, names=(*state.names, event.host))
+    reason = f"host {event.host} has joined, with room for {count(event.workers, 'worker')}"
     return Decision(state, (ShowMessage(reason),) if state.active else (), reason)
 
 

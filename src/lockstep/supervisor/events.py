@@ -13,6 +13,7 @@ from lockstep.observability.events import (
     CheckpointsConfigured,
     CheckpointWritten,
     DistributionBegan,
+    HostJoined,
     JoinRequested,
     LastStepEnded,
     ScriptEnded,
@@ -35,21 +36,6 @@ from lockstep.protocol.host import (
     WorkerArrived,
 )
 from lockstep.protocol.worker import FailureReport, StateGiven, ViewBroken
-
-
-@dataclass(frozen=True)
-class HostJoined:
-    """A host takes part in the job from now on; its index is the next one.
-
-    Attributes:
-        name: the name of the host.
-        workers: the number of workers that it should have.
-        cores: number of its cores.
-    """
-
-    name: str
-    workers: int
-    cores: int
 
 
 @dataclass(frozen=True)

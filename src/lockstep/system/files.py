@@ -102,6 +102,8 @@ def _regular(descriptor: int, name: str) -> int:
 class AppendFile:
     """A file to append to; a failure to write is reported once, and training continues.
 
+    What cannot be written is lost; what follows it begins a line.
+
     Attributes:
         path: the path of the file.
         descriptor: open for reading and appending.
@@ -113,7 +115,7 @@ class AppendFile:
         self.descriptor = descriptor
         self.start = os.fstat(descriptor).st_size
         self._complain = complain
-        self._lost = False
+        self._has_complained = self._has_gap = self._is_in_line = False
 
     @classmethod
     def open(cls, path: Path, complain: Complain) -> "AppendFile":
@@ -122,16 +124,21 @@ class AppendFile:
             return cls(path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), complain)
         except OSError as error:
             opened = cls(path, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), complain)
-            opened._lose(error)
+            opened._tell(error)
             return opened
 
     def write(self, data: bytes) -> None:
         """Append `data`, or lose it if that fails."""
+        if self._has_gap and self._is_in_line:
+            data = b"\n" + data
         try:
-            while data and not self._lost:
-                data = data[os.write(self.descriptor, data) :]
+            while data:
+                written = os.write(self.descriptor, data)
+                self._is_in_line, data = data[written - 1 : written] != b"\n", data[written:]
+            self._has_gap = False
         except OSError as error:
-            self._lose(error)
+            self._has_gap = True
+            self._tell(error)
 
     def read(self, count: int, start: int) -> bytes:
         """Return up to `count` bytes from `start` on; none if they cannot be read."""
@@ -140,9 +147,10 @@ class AppendFile:
         except OSError:
             return b""
 
-    def _lose(self, error: OSError) -> None:
-        self._lost = True
-        self._complain(f"cannot write {self.path}: {error.strerror}; further output to it is lost")
+    def _tell(self, error: OSError) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            self._complain(f"cannot write {self.path}: {error.strerror}; what cannot be written is lost")
 
     def close(self) -> None:
         """Close the file."""

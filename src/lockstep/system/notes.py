@@ -23,6 +23,19 @@ def note(text: str) -> None:
             stream.flush()
 
 
+class RepeatedNotes:
+    """Writes notes to stderr; one with the same text again only when its number is a power of ten."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> None:
+        """Write a note, with its number if it was there before."""
+        number = self._numbers[text] = self._numbers.get(text, 0) + 1
+        if str(number).strip("0") == "1":
+            note(f"{text} ({number} times so far)" if number > 1 else text)
+
+
 def _descriptor(stream: object) -> int | None:
     try:
         return int(stream.fileno())  # type: ignore[attr-defined]

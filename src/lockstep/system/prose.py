@@ -20,6 +20,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def percent(share: float) -> str:
+    """Return a share between 0 and 1 such as "61 %"."""
+    return f"{100 * share:.0f} %"
+
+
 def transferred(done: int, size: int, seconds: float) -> str:
     """Return how many bytes of how many have arrived, and how fast: "1.2 of 4.0 GB, 110 MB/s"."""
     scale, unit = (1e9, "GB") if size >= 1e9 else (1e6, "MB")

@@ -816,6 +816,7 @@ const charts = new Map();
 const metricSpan = new Span("step");
 const timeSpan = new Span("time");
 const state = { runs: [], runsDigest: "", run: null, others: new Set(), known: new Map(), drawn: {}, said: "", failing: false,
+  order: { column: "", down: false },
   log: { worker: null, start: 0, stop: 0, size: 0, last: true, search: null } };
 
 const partsOf = (run) => state.known.get(run)?.parts ?? {};
@@ -891,12 +892,15 @@ function drawSummary(summary) {
   const facts = [["Steps", count(summary.steps)], ["Epochs", ends > summary.epochs && summary.epochs ? `${count(summary.epochs)} of ${count(ends)}` : count(summary.epochs)],
     [summary.seconds === null ? "Speed now" : "Mean speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} ${summary.rate_unit}` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
     ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
-    ["Lost", count(summary.lost)], ["Joined", count(summary.joined)], ["Pauses", duration(summary.pauses)], ["Backend", summary.backend],
+    ["Lost", [summary.lost ? count(summary.lost) : "", summary.lost_hosts ? `${count(summary.lost_hosts)} hosts` : ""].filter(Boolean).join(", ")],
+    ["Joined", [summary.joined ? count(summary.joined) : "", summary.joined_hosts ? `${count(summary.joined_hosts)} hosts` : ""].filter(Boolean).join(", ")],
+    ["Pauses", duration(summary.pauses)], ["Effective training", summary.effective === null ? "" : percent(summary.effective)], ["Backend", summary.backend],
     ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Model", summary.model], ["Script", summary.script, true],
+    ["Did not hold", summary.troubles.join("; "), true],
     ["Verdict", summary.compared, true], ["Digest", summary.digest, true], ["Message", summary.message, true],
     ["Lines that cannot be read", summary.skipped ? count(summary.skipped) : ""]];
   byId("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value, long]) =>
-    make("div", { class: long ? "long" : null }, make("dt", {}, name), make("dd", {}, value))));
+    make("div", { class: long ? "long" : null }, make("dt", {}, name), make("dd", { class: name === "Did not hold" ? "bad" : null }, value))));
   const failure = byId("failure");
   failure.hidden = summary.failure === null;
   failure.replaceChildren(...(summary.failure === null ? [] : [
@@ -1044,7 +1048,36 @@ function draw() {
   }
   announce(known.parts.summary);
   drawCharts();
+  const results = shownRuns().map((run) => `${run} ${state.known.get(run)?.digests.summary}`).join("\n");
+  if (state.drawn.results !== results) {
+    state.drawn.results = results;
+    drawResults();
+  }
   drawComparison(changed);
+}
+
+/** Shows the results of the chosen run and of those laid over it, a row each; a heading sorts them. */
+function drawResults() {
+  const valuesOf = (summary) => Object.fromEntries(summary.metrics.flatMap((one) =>
+    [...(one.recorded ? [[one.name, one.value]] : []), ...(one.validated ? [[`val_${one.name}`, one.validation]] : [])]));
+  const runs = shownRuns().filter((run) => partsOf(run).summary)
+    .map((run) => ({ run, ...partsOf(run).summary, metrics: valuesOf(partsOf(run).summary) }));
+  const metrics = [...new Set(runs.flatMap((row) => Object.keys(row.metrics)))].sort((a, b) => (b === "loss") - (a === "loss"));
+  const took = (row) => row.seconds ?? Date.now() / 1000 - row.began;
+  const columns = [["Run", (row) => row.run], ["State", (row) => row.state], ["Tags", (row) => row.tags.join(", ")],
+    ...metrics.map((name) => [name, (row) => row.metrics[name], (value) => (value === undefined ? "" : value === null ? "not finite" : figures(value, 4))]),
+    ["Steps", (row) => row.steps, count], ["Duration", took, duration], ["Effective training", (row) => row.effective, (value) => (isNumber(value) ? percent(value) : "")],
+    ["Lost", (row) => row.lost, count], ["Did not hold", (row) => row.troubles.join("; ")]];
+  const { column, down } = state.order, value = (columns.find(([title]) => title === column) ?? columns[0])[1];
+  const rank = (row) => value(row) ?? (down ? -Infinity : Infinity);
+  if (column) runs.sort((a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : 0) * (down ? -1 : 1));
+  const heading = (title) => make("button", { type: "button", "data-key": title, onclick: () => {
+    state.order = { column: title, down: column === title && !down };
+    drawResults();
+    [...byId("results-table").querySelectorAll("button")].find((node) => node.dataset.key === title)?.focus();
+  } }, title === column ? `${title} ${down ? "▼" : "▲"}` : title);
+  fillTable(byId("results-table"), columns.map(([title, of, text]) => [heading(title), (row) => (text ? text(of(row)) : of(row)), text ? "number" : title === "Did not hold" ? "long" : null]),
+    runs.length > 1 ? runs : [], "Overlay other runs to see their results beside those of this one.");
 }
 
 async function drawComparison(changed) {
