@@ -142,7 +142,7 @@ def repeat(
             found.append(repeated(run, calls, tmp_path / "again"))
         if is_slow or left_out != "one":
             found.append(repeated(run, calls, tmp_path / "one", "--one-process"))
-            assert "in one process, " in found[-1].stderr
+            assert "in one process; " in found[-1].stderr
         return found[0]
 
     def repeated(run: Run, calls: Sequence[int], folder: Path, *options: str) -> Run:
