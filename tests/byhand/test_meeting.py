@@ -67,7 +67,7 @@ def test_processes_become_workers_in_any_order(host: Any, is_gone: Gone, order: 
         text = terminal.end()
         assert text.count("first line") == 2
         assert f"lockstep: all workers are connected; worker {index} restarts the script" in text
-        assert text.count("lockstep: 2 workers, 2 replicas, ") == 1
+        assert text.count("lockstep: 2 workers, 2 replicas (") == 1
         assert text.count("workers get PYTHONHASHSEED from the job's seed, 0, instead of 9") == 1
         assert printed(text) == {
             "worker": index,
@@ -190,7 +190,7 @@ def test_list_scale_and_stop_find_the_job(host: Any, is_gone: Gone) -> None:
     for terminal in terminals:
         terminal.until("waiting")
     (line,) = [line for line in command("list").stdout.splitlines() if str(host.ports[0]) in line]
-    assert line.split()[1:5] == ["2", "of", "2", "2"]
+    assert line.split()[2:6] == ["2", "of", "2", "2"]
     name = line.split()[0]
     assert "3 workers cannot share 2 replicas" in command("scale", name, "3").stderr
     terminals[1].stop()
