@@ -71,7 +71,7 @@ FULL = "cannot write a checkpoint to /c: No space left on device"
             ["1 verification failed", "not finite: loss, val_loss, first seen at step 88"],
         ),
         (
-            JobTotals(strained={"a": HostStrain(100, 40, 12), "b": HostStrain(100, 9, 9)}),
+            JobTotals(strained={"a": HostStrain(200, 80, 24), "b": HostStrain(200, 18, 18)}),
             ["a overloaded by other programs 40 % of the time", "a throttled 12 % of the time"],
         ),
     ],

@@ -199,16 +199,16 @@ def test_a_host_that_is_often_overloaded_or_throttled() -> None:
     hot = GpuLoad(index=0, throttled="thermal", processes=((10, None),), **gpu)
     of_others = GpuLoad(index=1, throttled="thermal", processes=((99, None),), **gpu)
     state = after(RunState().after(JOB), (None, WorkerStarted(0, 10)))
-    for at in range(100):
+    for at in range(200):
         busy = 2.0 if at % 4 == 0 else 1.0
         gpus = (hot, of_others) if at % 5 == 0 else (of_others,)
         load = LoadMeasured(host="a", cores=2, busy=busy, throttled=0.0, workers=(worker,), gpus=gpus, **host)
         state = after(state, (None, load))
-        assert bool(state.totals.strained) == (at >= 29)
-    assert state.totals.strained == {"a": HostStrain(100, 25, 20)}
+        assert bool(state.totals.strained) == (at >= 149)
+    assert state.totals.strained == {"a": HostStrain(200, 50, 40)}
     stopped = LoadMeasured(host="b", cores=2, busy=1.0, throttled=0.2, workers=(worker,), **host)
-    state = after(state, *[(None, stopped)] * 30)
-    assert state.totals.strained["b"] == HostStrain(30, 0, 30)
+    state = after(state, *[(None, stopped)] * 150)
+    assert state.totals.strained["b"] == HostStrain(150, 0, 150)
     assert state.after(JOB).hosts["a"].strain == HostStrain()
 
 

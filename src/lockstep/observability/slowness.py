@@ -69,8 +69,8 @@ _THROTTLED = 0.5
 _OFTEN = 0.1
 """The share of the measurements of a run in which a host is overloaded or throttled, from which that is worth
 a word."""
-_LEAST_MEASURED = 30
-"""The number of measurements from which their share means something: those of a minute, or more."""
+_LEAST_MEASURED = 150
+"""The number of measurements from which their share is worth a word: those of five minutes, or more."""
 _MIB = 2**20
 _OWN_PARTS = ("input", "compute", "update", "other")
 """The parts in which a worker can be slow."""
