@@ -97,13 +97,14 @@ def main() -> None:
     print("fit 2", second.steps, second.epochs, history.epoch, history.history)
     print("predict", float(model.predict(x, batch_size=50, verbose=0).sum()).hex())
     history = other.fit(x, y, batch_size=24, callbacks=[], verbose=0)
-    print("fit 3", lockstep.digest(other), history.history)
+    print("weights 3", lockstep.digest(other))
+    print("fit 3", history.history)
     for number in range(6):
         loss = model.train_on_batch(x[number * 10 : number * 10 + 10], y[number * 10 : number * 10 + 10])
         kill_at(f"batch {number}")
         print("batch", [float(figure).hex() for figure in np.atleast_1d(loss)])
     print("table", TABLE.read_bytes())
-    print("end", lockstep.digest(model), np.random.random())
+    print("end", lockstep.digest(model), lockstep.digest(other), np.random.random())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lockstep.checkpoint.store import Store
 Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
-WEIGHTS = {"fit 1": ("weights 1", "weights 2"), "fit 2": ("weights 2",), "batch": ()}
+WEIGHTS = {"fit 1": ("weights 1", "weights 2", "weights 3"), "fit 2": ("weights 2", "weights 3"), "batch": ()}
 """The weights that a script has when it resumes there: those of finished calls are not saved."""
 
 
